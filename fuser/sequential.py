@@ -17,10 +17,10 @@ from fuser.module_calls import module_calls
 from fuser.op import CallResult, FusedOperation
 from fuser.plan.plan import FusionPlan
 from fuser.runtime.checks import check_keywords
-from fuser.runtime.compiled import traced_call
 from fuser.runtime.pipeline import checked_fusions
 from fuser.runtime.segment import Keywords
 from fuser.runtime.segments import Segments
+from fuser.runtime.traced import traced_call
 from fuser.torch_private import (
     global_backward_hooks,
     global_backward_pre_hooks,

@@ -257,6 +257,15 @@ def traced_subject(context: Any) -> Any:
     return context.get_local("subject")._ComptimeVar__variable.value
 
 
+def is_traced_in_checkpoint(context: Any) -> bool:
+    """Whether the traced code is in a function that a part of the graph calls."""
+    # The frames of Dynamo: that of ``call_while_tracing`` and those around it.
+    return (
+        context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer.parent
+        is not None
+    )
+
+
 def graph_break(reason: str) -> None:
     """In traced code: end the graph here; an error with this reason under ``fullgraph=True``."""
     import torch._dynamo
@@ -267,6 +276,10 @@ def graph_break(reason: str) -> None:
 @contextlib.contextmanager
 def outside_fake_mode() -> Iterator[None]:
     """Context in which tensors are real, inside a function that is being traced."""
+    if not torch._C._len_torch_dispatch_stack():
+        yield
+        return
+    # Their import takes long, and has happened if there is such a mode.
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.utils._python_dispatch import _disable_current_modes
 

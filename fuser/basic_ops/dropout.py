@@ -10,6 +10,7 @@ import torch
 from fuser.chain import Stage
 from fuser.errors import InputError
 from fuser.functional import pointwise
+from fuser.functional.random_seeds import dropout_seed
 from fuser.op import (
     BasicOperation,
     Grads,
@@ -83,7 +84,7 @@ class Dropout(BasicOperation):
         """As in ``Activation``; None if the op does nothing."""
         if not self.training or self.dropout_probability == 0:
             return None
-        seed = pointwise.dropout_seed(device)
+        seed = dropout_seed(device)
         return Stage("dropout", (self.dropout_probability,)), seed
 
     def op_forward(
@@ -97,7 +98,7 @@ class Dropout(BasicOperation):
         if not self.training or self.dropout_probability == 0:
             ctx.to_save = DropoutSaved(None)
             return write_output(x, next_op_input_quantizer)
-        seed = pointwise.dropout_seed(x.device)
+        seed = dropout_seed(x.device)
         ctx.to_save = DropoutSaved(seed)
         y = pointwise.dropout(x, seed, self.dropout_probability)
         return write_output(y, next_op_input_quantizer)

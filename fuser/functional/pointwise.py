@@ -132,11 +132,6 @@ def scaled_activation_bias_backward(
     return dx, dscales, dbias
 
 
-def dropout_seed(device: torch.device) -> torch.Tensor:
-    """Two random int64 from torch's generator of the device; new ones at a CUDA graph's replay."""
-    return torch.randint(2**63 - 1, (2,), device=device)
-
-
 def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> Result:
     """``x * mask / (1 - p)``, also for a gradient; see the reference."""
     if not _takes(x):

@@ -21,6 +21,7 @@ from fuser.op.step import Grads
 from fuser.precision.amax_reduction import note_op
 from fuser.precision.contexts import current_recipe
 from fuser.precision.delayed_scaling import DelayedScales
+from fuser.precision.numbered_calls import number_call
 from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe, fp8_dtype
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
@@ -102,7 +103,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         # For code outside this library: the recipe of the last forward, and quantizers it got.
         self._last_recipe: Recipe | None = None
         self._quantizer_views: dict[tuple[str, int], Any] = {}
-        note_op(self)
+        number_call(self, note_op(self))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -618,7 +619,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        note_op(self)
+        number_call(self, note_op(self))
 
     def __getstate__(self) -> dict[str, Any]:
         # A factory may be a closure, which cannot be pickled. A copy calls it again.
@@ -629,4 +630,5 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             "_made_quantizers": {},
             "_last_recipe": None,
             "_quantizer_views": {},
+            "_next_call": None,
         }

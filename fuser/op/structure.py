@@ -21,6 +21,7 @@ _NOT_STRUCTURE = frozenset(
         *("_parameters", "_buffers", "_modules", "training", "_changes", "_captured", "_delayed"),
         *("_quantizers", "_made_quantizers", "_last_recipe", "_quantizer_views", "_group"),
         *("_agreement", "_structure", "_is_full_backward_hook", "_init"),
+        "_next_call",
         *("_non_persistent_buffers_set", "_forward_hooks_with_kwargs"),
         *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks"),
         *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),

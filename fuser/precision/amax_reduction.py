@@ -73,9 +73,21 @@ _ops: weakref.WeakValueDictionary[int, Quantizing] = weakref.WeakValueDictionary
 _numbers = itertools.count()
 
 
-def note_op(op: Quantizing) -> None:
-    """Add a new op: ranks know it by its number among those that exist."""
-    _ops[next(_numbers)] = op
+def note_op(op: Quantizing) -> int:
+    """Add a new op, and return its number: ranks know it by that among those that exist."""
+    number = next(_numbers)
+    _ops[number] = op
+    return number
+
+
+def forget_op(number: int) -> None:
+    """Take an op out that is no part of a model."""
+    _ops.pop(number, None)
+
+
+def numbered_op(number: int) -> Quantizing | None:
+    """The op with this number; None if it no longer exists."""
+    return _ops.get(number)
 
 
 def _described(op: Quantizing) -> str:

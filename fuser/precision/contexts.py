@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -17,6 +17,7 @@ from fuser.communication import GroupArgument, resolved
 from fuser.errors import InputTypeError, refuse_unknown
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.torch_private import graph_break
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -42,6 +43,21 @@ current_recipe = _active_recipe.get
 _recipe_key = ""
 INSIDE = "inside "
 """The beginning of the key of a recipe that was entered in a graph, whatever its callers use."""
+
+
+_called_inside: tuple[object, ...] = ()
+"""The ops that were called in the autocast that the traced code is in."""
+
+
+def is_called_again_inside(ops: Iterable[object]) -> bool:
+    """In traced code: whether an op has been called in this autocast before; notes that it is.
+
+    The step of delayed scaling of an autocast that a graph enters ends with each op.
+    """
+    global _called_inside
+    before = _called_inside
+    _called_inside = (*before, *ops)
+    return any(op is other for op in ops for other in before)
 
 
 def recipe_key_here() -> str:
@@ -201,9 +217,17 @@ class autocast(contextlib.ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> None:
-        global is_autocast_used, _recipe_key
+        global is_autocast_used, _recipe_key, _called_inside
         if is_dynamo_compiling():
-            self._outer_key, _recipe_key = _recipe_key, INSIDE + self._key
+            if self.amax_reduction_group is not None:
+                graph_break(
+                    "autocast with an amax_reduction_group is entered in a graph: enter it around "
+                    "the compiled function."
+                )
+            self._outer = (_recipe_key, _called_inside)
+            if not _recipe_key.startswith(INSIDE):
+                _called_inside = ()
+            _recipe_key = INSIDE + self._key
             return
         is_autocast_used = True
         _recipe_key = self._key
@@ -216,9 +240,9 @@ class autocast(contextlib.ContextDecorator):
         _active_recipe.set(self.recipe)
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        global _recipe_key
+        global _recipe_key, _called_inside
         if is_dynamo_compiling():
-            _recipe_key = self._outer_key
+            _recipe_key, _called_inside = self._outer
             return
         scopes = _scopes.get()
         place = len(scopes) - 1

@@ -91,6 +91,7 @@ class CompiledPlan:
         before = () if neighbours.before is None else neighbours.before[:1]
         self.grad_readers = [*before, *ops]
         self.readers = readers(sources, param_counts)
+        self.extra_count = sum(source.producer is None for row in sources for source in row)
         # Every extra output; which of them go to the caller, and which need no gradient.
         self.places = [(i, k) for i, op in enumerate(ops) for k in range(op.num_extra_outputs)]
         self.returned = [n for n, place in enumerate(self.places) if place in returned]
@@ -133,7 +134,10 @@ class CompiledPlan:
         slots = [find_slots(op, type(op).__name__) for op in self.ops]
         shapes = (
             [tuple(input_.shape) if self.key.ops[0].input_requires_grad else None]
-            + [tuple(tensor.shape) if tensor.requires_grad else None for tensor in extra_inputs],
+            + [
+                tuple(tensor.shape) if tensor.requires_grad else None
+                for tensor in extra_inputs[: self.extra_count]
+            ],
             [
                 [
                     tuple(owner[name].shape) if tensor.requires_grad else None
@@ -184,7 +188,11 @@ class CompiledPlan:
         kwargs: Any,
         layout: ParameterLayout | None,
     ) -> Any:
-        """The results of forward; ``others`` are parameters, of ``layout``, and extra inputs."""
+        """The results of forward; ``others`` are parameters, of ``layout``, and extra inputs.
+
+        Seeds may follow the extra inputs, which a forward is given for its dropouts: a recording
+        reads them as inputs.
+        """
         if type(input_) is not torch.Tensor or not _PLAIN.issuperset(map(type, extra_inputs)):
             input_, *extra_inputs = map(finished, (input_, *extra_inputs))
             others = (*others[: len(others) - len(extra_inputs)], *extra_inputs)

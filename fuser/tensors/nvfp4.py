@@ -22,6 +22,7 @@ from fuser.functional.lazy import (
     rows_of,
     source_of,
 )
+from fuser.functional.random_seeds import rounding_seed
 from fuser.recipe import NVFP4BlockScaling, role_params
 from fuser.reference import nvfp4 as reference
 from fuser.reference.nvfp4 import inverse_hadamard_transform
@@ -213,7 +214,7 @@ class NVFP4Quantizer(Quantizer):
         """The options of kernels and reference; draws the seed of this call."""
         seed = self.seed
         if seed is None:
-            seed = int(torch.randint(2**31, (), device="cpu")) if self.stochastic_rounding else 0
+            seed = rounding_seed() if self.stochastic_rounding else 0
         return {
             "hadamard": self.with_rht,
             "random_signs": self.with_random_sign_mask,

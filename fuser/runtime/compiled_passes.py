@@ -1,0 +1,607 @@
+"""The passes of compiled graphs: a pipeline's forward and backward as functions of tensors.
+
+A graph names its passes by their contents: the structure of a pipeline, and what else its plan
+depends on. They run copies of the pipeline, over the tensors that the graph gives. A forward
+returns the outputs and the tensors that backward reads. On fake tensors the same code runs, and
+launches nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.nn import Parameter
+
+from fuser.communication import WeakGroup
+from fuser.cuda.launch import dry_run
+from fuser.errors import StateError
+from fuser.functional.random_seeds import given_seeds, rounding_seeds
+from fuser.gemm.matmul import architecture
+from fuser.op import BasicOperation, OperationContext
+from fuser.plan.planner import make_plan
+from fuser.precision.amax_reduction import forget_op
+from fuser.precision.availability import warn_if_emulated
+from fuser.precision.contexts import (
+    INSIDE,
+    AutocastState,
+    autocast,
+    current_recipe,
+    current_state,
+    recomputing_under,
+    use_autocast,
+)
+from fuser.precision.delayed_scaling import (
+    end_with_backward,
+    evaluation,
+    record_until_backward_ends,
+)
+from fuser.precision.numbered_calls import (
+    ForwardCall,
+    Number,
+    forward_call,
+    is_recomputation,
+    note_forward,
+    numbers_in,
+    op_number,
+    ops_of,
+)
+from fuser.precision.recomputation import is_checkpointed_forward, state_of_forward
+from fuser.recipe import DelayedScaling, Recipe
+from fuser.runtime.executor import CompiledPlan
+from fuser.runtime.known_parameters import KnownParameters, ParameterLayout, tensor_guard
+from fuser.runtime.pipeline import OperationFuser, registered_fusions
+from fuser.runtime.recorded import Part, RecordedForward, context_of, put_together, taken_apart
+from fuser.tensors import QuantizedTensor
+from fuser.torch_private import graph_task, outside_fake_mode, size_hint, storage_of
+
+Tensors: TypeAlias = Sequence[torch.Tensor]
+Sizes: TypeAlias = Sequence["int | torch.SymInt"]
+Ends: TypeAlias = "tuple[int, ...] | None"
+"""The ends of the ops' saved tensors; None of a recorded forward."""
+Contexts: TypeAlias = list[tuple[type[OperationContext], dict[str, Any]]]
+"""The class and the attributes of each op's context."""
+Specs: TypeAlias = tuple[Any, ...]
+"""Shape and dtype of every extra output."""
+TensorFacts: TypeAlias = tuple[str, torch.dtype, bool]
+"""Of a tensor: the name of its class, its dtype, and whether it requires a gradient."""
+
+MOST_LAYOUTS = 256
+MOST_SIZES = 4096
+
+lock = threading.RLock()
+
+
+class Facts(NamedTuple):
+    """What a plan depends on besides the structure of its pipeline."""
+
+    recipe_key: str
+    is_grad_enabled: bool
+    device: str
+    no_kernels: str | None
+    """Why fuser's kernels do not run on the device; None if they run."""
+    autocast: torch.dtype | None
+    parameter_count: int
+    tensors: tuple[TensorFacts, ...]
+    """The input, the parameters, and the extra inputs."""
+    training: tuple[bool, ...]
+    rounds: bool
+    """Whether the recipe rounds at random."""
+    is_checkpointed: bool
+    """Whether a checkpoint in the graph runs the forward again."""
+
+
+class Given(NamedTuple):
+    """The tensors that a graph gives to a forward."""
+
+    x: torch.Tensor
+    params: Tensors
+    extras: Tensors
+    seeds: Tensors
+    """Those of each dropout."""
+    host: Tensors
+    """On the CPU: the numbers of the calls of ops with quantizers, and the seed of roundings."""
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that backward may read."""
+        return (self.x, *self.params, *self.extras, *self.seeds)
+
+
+class Place(NamedTuple):
+    """Where a saved tensor is: it is, or views, an input, an output or another saved tensor."""
+
+    kind: str
+    """"input", "output" or "saved"."""
+    number: int
+    view: tuple[torch.Size, tuple[int, ...], int | torch.SymInt] | None = None
+    """Size, stride and offset in that tensor, if it is a view."""
+
+    def of(self, tensors: Tensors | dict[int, torch.Tensor]) -> torch.Tensor:
+        """The saved tensor, from the inputs, outputs or saved tensors."""
+        tensor = tensors[self.number]
+        if self.view is None:
+            return tensor
+        size, stride, offset = self.view
+        return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
+class _Saved(NamedTuple):
+    """What a forward saves for backward."""
+
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    others: int = 0
+    """The number of other tensors."""
+
+
+class _Pass(NamedTuple):
+    """What a backward needs of its forward besides tensors; equal for equal sizes."""
+
+    places: list[Place]
+    made: tuple[int, ...]
+    """The saved tensors that are neither inputs nor outputs."""
+    recorded: RecordedForward | None
+    contexts: Contexts
+    parts: list[Part]
+    ends: Ends
+    specs: Specs
+
+
+class Passes:
+    """Forward and backward of pipelines of one structure, over tensors with the same facts."""
+
+    def __init__(self, pipeline: OperationFuser, facts: Facts, recipe: Recipe | None) -> None:
+        self.facts = facts
+        self.recipe = recipe
+        self.output_count = 1 + len(pipeline.returned)
+        self.saved = _Saved()
+        self.is_traced = False
+        self._pipeline = pipeline
+        self._runner = _Runner(self, pipeline)
+        # Under delayed scaling each pipeline has its own states, and recordings that hold them.
+        self._runners: weakref.WeakKeyDictionary[BasicOperation, tuple[list[int], _Runner]]
+        self._runners = weakref.WeakKeyDictionary()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the graph itself enters autocast."""
+        return self.facts.recipe_key.startswith(INSIDE)
+
+    @property
+    def is_delayed(self) -> bool:
+        return isinstance(self.recipe, DelayedScaling)
+
+    def runners(self) -> list[_Runner]:
+        """What runs the copies of the pipeline."""
+        return [self._runner, *(runner for _, runner in self._runners.values())]
+
+    def title(self) -> str:
+        return "pipeline of " + ", ".join(type(op).__name__ for op in self._pipeline.basic_ops)
+
+    # -- forward -------------------------------------------------------------------
+
+    def forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
+        """The outputs, and the saved tensors that are neither inputs nor outputs."""
+        with lock, torch.no_grad(), contextlib.ExitStack() as stack:
+            if self.recipe is not None:
+                use_autocast()
+            stack.enter_context(self._given_seeds(given.seeds, given.host, draw=0))
+            if is_fake:
+                stack.enter_context(recomputing_under(AutocastState(self.recipe)))
+                return self._runner.forward(given, is_fake=True)
+            self._check_recipe()
+            if not self.is_delayed:
+                stack.enter_context(recomputing_under(AutocastState(self.recipe)))
+                again = state_of_forward(self._pipeline.basic_ops)
+                if again is not None:
+                    self._check_recomputation(again)
+                return self._runner.forward(given, is_fake=False)
+            numbers = numbers_in(given.host[: len(given.host) - self.facts.rounds])
+            return self._delayed_forward(given, numbers, stack)
+
+    def _delayed_forward(
+        self, given: Given, numbers: list[Number], stack: contextlib.ExitStack
+    ) -> list[torch.Tensor]:
+        ops = ops_of(numbers)
+        runner = self._runner_of(ops)
+        if is_recomputation(ops[0], numbers[0]):
+            if not self.facts.is_checkpointed:
+                raise StateError(
+                    f"A graph recomputes a {self.title()} under delayed scaling outside of a "
+                    "checkpoint, and the scales of its forward are gone. Compile with "
+                    "torch._functorch.config.activation_memory_budget = 1, or use another recipe."
+                )
+            stack.enter_context(recomputing_under(forward_call(numbers[0]).state))
+            return runner.forward(given, is_fake=False)
+        if self.is_inside:
+            stack.enter_context(autocast(recipe=self.recipe))
+        again = state_of_forward(runner.ops)
+        if again is not None:
+            self._check_recomputation(again)
+            stack.enter_context(recomputing_under(again))
+        if not self.facts.is_grad_enabled and not is_checkpointed_forward():
+            stack.enter_context(evaluation())
+        state = current_state()
+        if state.region is not None and self.facts.is_checkpointed:
+            state.region.may_be_recomputed = True
+        results = runner.forward(given, is_fake=False)
+        call = None
+        if runner.plan.needs_backward:
+            group = None if state.group is None else WeakGroup(state.group)
+            modes = [op._delayed.get("backward") for op in ops]
+            gradients = tuple([weakref.ref(scales) for scales in modes if scales is not None])
+            call = ForwardCall(state._replace(group=group), gradients)
+        note_forward(numbers, ops, call)
+        return results
+
+    def _runner_of(self, ops: list[BasicOperation]) -> _Runner:
+        """The runner of the pipeline with these ops, over their states."""
+        identities = list(map(id, ops))
+        known, runner = self._runners.get(ops[0], (None, None))
+        if runner is None or known != identities:
+            runner = _Runner(self, copied(self._pipeline))
+            self._runners[ops[0]] = (identities, runner)
+        runner.use_states_of(ops)
+        return runner
+
+    # -- backward ------------------------------------------------------------------
+
+    def backward(
+        self,
+        sizes: Sizes,
+        grads: Sequence[torch.Tensor | None],
+        saved: Tensors,
+        params: Tensors,
+        host: Tensors,
+        *,
+        is_fake: bool,
+    ) -> list[torch.Tensor]:
+        """The gradients of the inputs that require one.
+
+        ``saved`` are the saved tensors that forward returned, then the inputs and the outputs among
+        them.
+        """
+        with (
+            lock,
+            torch.no_grad(),
+            recomputing_under(AutocastState(self.recipe)),
+            self._given_seeds((), host, draw=1),
+        ):
+            if is_fake or not self.is_delayed:
+                return self._runner.backward(sizes, grads, saved, params, is_fake=is_fake)
+            numbers = numbers_in(host[: len(host) - self.facts.rounds])
+            ops = ops_of(numbers)
+            call = forward_call(numbers[0])
+            runner = self._runner_of(ops)
+            gradients = runner.backward(sizes, grads, saved, params, is_fake=False)
+            group = call.state.group
+            if group is not None:
+                group = group(runner.plan.described)
+            for reference in call.gradients:
+                state = reference()
+                if state is not None:
+                    record_until_backward_ends(state, group)
+            if call.state.region is not None and call.state.region.recorded:
+                end_with_backward(call.state.region)
+            return gradients
+
+    # -- conditions ----------------------------------------------------------------
+
+    def _given_seeds(
+        self, dropout: Tensors, host: Tensors, *, draw: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """Seeds of the graph; ``draw`` is 0 in forward and 1 in backward, whose seeds differ."""
+        if not dropout and not self.facts.rounds:
+            return contextlib.nullcontext()
+        rounding: Iterator[int] = iter(())
+        if self.facts.rounds:
+            first = host[-1]
+            number = 0 if type(first) is not torch.Tensor else int(first)
+            rounding = rounding_seeds(number ^ draw)
+        return given_seeds(dropout, rounding)
+
+    def _check_recipe(self) -> None:
+        """Refuse a call under another recipe than the traced one, which another thread set."""
+        if self.is_inside or graph_task() != -1:
+            return
+        recipe = current_recipe()
+        if recipe is not self.recipe and recipe != self.recipe:
+            raise StateError(
+                f"A compiled {self.title()} runs under {self.recipe}, which another thread uses, "
+                f"and this thread is under {recipe}. Enter fuser.autocast inside the compiled "
+                "function if threads use different recipes."
+            )
+
+    def _check_recomputation(self, again: AutocastState) -> None:
+        """Refuse a recomputation under another recipe than that of its forward."""
+        if again.recipe != self.recipe:
+            raise StateError(
+                f"A compiled {self.title()} is recomputed under {self.recipe}, and its forward "
+                f"ran under {again.recipe}. Enter fuser.autocast inside the checkpointed function."
+            )
+
+
+class _Runner:
+    """Runs a copy of a pipeline over the tensors of each call."""
+
+    def __init__(self, passes: Passes, pipeline: OperationFuser) -> None:
+        self.ops = pipeline.basic_ops
+        self._passes = passes
+        self._pipeline = pipeline
+        self._plan: CompiledPlan | None = None
+        self._known = KnownParameters(pipeline.basic_ops)
+        self._no_parameters = pipeline._slots.tensors()
+        self._layouts: dict[tuple[int, ...], tuple[Any, ParameterLayout | None]] = {}
+        # Apart for fake tensors: a backward may be traced after a forward has run.
+        self._known_passes: dict[bool, dict[tuple[int | str, ...], _Pass]] = {False: {}, True: {}}
+
+    @property
+    def plan(self) -> CompiledPlan:
+        assert self._plan is not None  # a forward comes first
+        return self._plan
+
+    def use_states_of(self, ops: Sequence[BasicOperation]) -> None:
+        """Use delayed scaling's states of ``ops``, those of the pipeline that have quantizers."""
+        for own, op in zip(quantizing(self.ops), ops, strict=True):
+            own.__dict__["_delayed"] = op._delayed
+
+    # -- forward -------------------------------------------------------------------
+
+    def forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
+        inputs, (x, params, extras, seeds, _) = given.inputs, given
+        if is_fake:
+            self._forget_states()
+        with self._conditions(params):
+            plan = self._planned(inputs)
+            if is_fake:
+                with dry_run():
+                    results = plan._forward(x, extras, None)
+            else:
+                others = (*extras, *seeds)
+                results = plan.run(x, inputs[1:], others, None, self._layout(params))
+            output, produced, *rest = results
+            if any(isinstance(t, QuantizedTensor) for t in (output, *produced)):
+                raise StateError(
+                    f"A {self._passes.title()} returns a quantized tensor, which is not supported "
+                    "inside torch.compile."
+                )
+            taken = set(map(storage_of, inputs))
+            outputs = [_own(t, taken) for t in (output, *(produced[n] for n in plan.returned))]
+            if not rest:
+                return outputs
+            made = self._keep(self._known_passes[is_fake], given, outputs, *rest)
+        return [*outputs, *made]
+
+    def _keep(
+        self,
+        passes: dict[tuple[int | str, ...], _Pass],
+        given: Given,
+        outputs: Tensors,
+        ctxs: Any,
+        saved: Tensors,
+        ends: Ends,
+        specs: Specs,
+    ) -> list[torch.Tensor]:
+        """Note what backward needs besides tensors; the saved tensors that are not elsewhere."""
+        recorded: RecordedForward | None = None
+        contexts: Contexts = []
+        parts: list[Part] = []
+        if ends is None:
+            recorded, held = ctxs[0], saved
+        else:
+            parts, held = taken_apart(saved)
+            contexts = [(type(context), dict(context.__dict__)) for context in ctxs]
+        key = _key(layout_sizes((given.x, *given.extras)), given.params)
+        known = passes.get(key)
+        if known is not None and recorded is not None and known.recorded is recorded:
+            return [held[i] for i in known.made]
+        made: list[torch.Tensor] = []
+        places = [_place(tensor, given.inputs, outputs, made) for tensor in held]
+        numbers = {
+            kind: {p.number for p in places if p.kind == kind} for kind in ("input", "output")
+        }
+        inputs, outs = (tuple(sorted(numbers[kind])) for kind in ("input", "output"))
+        where = _Saved(inputs, outs, len(made))
+        if self._passes.is_traced and where != self._passes.saved:
+            raise StateError(
+                f"A compiled {self._passes.title()} saved other tensors than when it was traced: "
+                f"{where}, and not {self._passes.saved}."
+            )
+        self._passes.saved, self._passes.is_traced = where, True
+        passes.pop(key, None)
+        while len(passes) >= MOST_SIZES:
+            passes.pop(next(iter(passes)))
+        of_made = tuple(next(i for i, t in enumerate(held) if t is tensor) for tensor in made)
+        passes[key] = _Pass(places, of_made, recorded, contexts, parts, ends, specs)
+        return made
+
+    # -- backward ------------------------------------------------------------------
+
+    def backward(
+        self,
+        sizes: Sizes,
+        grads: Sequence[torch.Tensor | None],
+        saved: Tensors,
+        params: Tensors,
+        *,
+        is_fake: bool,
+    ) -> list[torch.Tensor]:
+        plan, places = self.plan, self._passes.saved
+        known = self._known_passes[is_fake][_key(sizes, params)]
+        inputs = len(saved) - len(places.inputs) - len(places.outputs)
+        outputs = inputs + len(places.inputs)
+        groups: dict[str, Tensors | dict[int, torch.Tensor]] = {
+            "saved": saved[:inputs],
+            "input": dict(zip(places.inputs, saved[inputs:outputs], strict=True)),
+            "output": dict(zip(places.outputs, saved[outputs:], strict=True)),
+        }
+        with self._conditions(params):
+            held = [place.of(groups[place.kind]) for place in known.places]
+            extras: list[torch.Tensor | None] | None = None
+            if known.specs:
+                extras = [None] * len(plan.places)
+                for n, grad in zip(plan.returned, grads[1:], strict=True):
+                    extras[n] = grad
+            assert grads[0] is not None  # the operation makes zeros
+            dy = grads[0].contiguous()
+            if known.recorded is not None:
+                replayed = plan.in_ranges[1]
+                assert replayed is not None
+                result = known.recorded.backward(replayed, held, {}, dy, extras, {})
+            else:
+                contexts = [context_of(*each) for each in known.contexts]
+                tensors = [put_together(known.parts, held)]
+                with dry_run() if is_fake else contextlib.nullcontext():
+                    backward = plan._backward if is_fake else plan.backward
+                    result = backward(contexts, tensors, known.ends, dy, extras, known.specs)
+            taken = set(map(storage_of, (*saved, *params, *(g for g in grads if g is not None))))
+            gradients: list[torch.Tensor] = []
+            facts = self._passes.facts
+            for gradient, (_, _, requires_grad) in zip(result[1:], facts.tensors, strict=True):
+                if requires_grad:
+                    if gradient is None:
+                        raise StateError(
+                            f"The backward of a compiled {self._passes.title()} returned no "
+                            "gradient for an input that requires one."
+                        )
+                    gradients.append(_own(gradient, taken))
+            return gradients
+
+    # -- conditions ----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _conditions(self, params: Tensors) -> Iterator[None]:
+        """The parameters and the autocast of the traced call."""
+        facts = self._passes.facts
+        with contextlib.ExitStack() as stack:
+            if facts.autocast is not None:
+                stack.enter_context(torch.autocast(facts.device, dtype=facts.autocast))
+            self._give(params)
+            for op, training in zip(self.ops, facts.training, strict=True):
+                op.__dict__["training"] = training
+            try:
+                yield
+            finally:
+                self._give(self._no_parameters)
+
+    def _forget_states(self) -> None:
+        """Delayed scaling's states of fake tensors are no longer than a pass."""
+        for op in self.ops:
+            op.__dict__["_delayed"] = {}
+
+    def _planned(self, inputs: Tensors) -> CompiledPlan:
+        if self._plan is None:
+            pipeline, facts = self._pipeline, self._passes.facts
+            device = inputs[0].device
+            with outside_fake_mode(), torch.set_grad_enabled(facts.is_grad_enabled):
+                # Seeds are no inputs of a plan.
+                like = [
+                    torch.empty(
+                        [size_hint(size) for size in tensor.shape],
+                        dtype=tensor.dtype,
+                        device="meta",
+                    ).requires_grad_(requires_grad)
+                    for tensor, (_, _, requires_grad) in zip(inputs, facts.tensors, strict=False)
+                ]
+                x, params = like[0], tuple(like[1 : 1 + facts.parameter_count])
+                extras = like[1 + facts.parameter_count :]
+                graph = pipeline._graph(x, extras, facts.autocast)
+                key = pipeline._plan_key(
+                    pipeline._op_keys(graph, x, params, extras),
+                    autocast_dtype=facts.autocast,
+                    device=device.type,
+                    arch=architecture(device),
+                    no_kernels=facts.no_kernels,
+                )
+                if key.recipe is not None:
+                    warn_if_emulated(key.recipe, key.arch)
+                planned = make_plan(graph, key, registered_fusions())
+            self._plan = CompiledPlan(
+                planned.plan,
+                key,
+                pipeline.basic_ops,
+                pipeline.sources,
+                pipeline.returned,
+                pipeline._slots.counts,
+                planned.forward,
+                planned.backward,
+            )
+        return self._plan
+
+    def _give(self, params: Tensors) -> None:
+        for (held, name), parameter in zip(self._pipeline._slots.slots, params, strict=True):
+            held[name] = parameter
+
+    def _layout(self, params: Tensors) -> ParameterLayout | None:
+        addresses = tuple(map(torch.Tensor.data_ptr, params))
+        guard, layout = self._layouts.get(addresses, (None, None))
+        if guard is None or not guard(*params):
+            layout = self._known.renew(params)[1]
+            while len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.pop(next(iter(self._layouts)))
+            self._layouts[addresses] = (tensor_guard(params), layout)
+        return layout
+
+
+def quantizing(ops: Sequence[BasicOperation]) -> list[BasicOperation]:
+    """The ops with quantizers, and so with states under delayed scaling."""
+    return [op for op in ops if any(map(op.num_quantizers, ("forward", "backward")))]
+
+
+def copied(pipeline: OperationFuser) -> OperationFuser:
+    """A pipeline of the same structure, without the memory of the parameters."""
+    memo: dict[int, Any] = {}
+    for op in pipeline.basic_ops:
+        memo[id(op._delayed)] = {}
+        for parameter in op.parameters():
+            like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            memo[id(parameter)] = Parameter(like, requires_grad=parameter.requires_grad)
+    ops = [copy.deepcopy(op, memo) for op in pipeline.basic_ops]
+    for op in ops:
+        forget_op(op_number(op))
+    twin = OperationFuser(ops, pipeline.fusions, open_channels=pipeline.open_channels)
+    twin._find_parameters()
+    twin._is_started = True
+    return twin
+
+
+def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """``tensor``, or a copy if its storage is taken: results of operations share no memory."""
+    tensor = tensor.clone() if storage_of(tensor) in taken else tensor
+    taken.add(storage_of(tensor))
+    return tensor
+
+
+def _place(
+    tensor: torch.Tensor, inputs: Tensors, outputs: Tensors, made: list[torch.Tensor]
+) -> Place:
+    """Where a saved tensor is; a new one is added to ``made``."""
+    for kind, tensors in (("input", inputs), ("output", outputs), ("saved", made)):
+        for number, other in enumerate(tensors):
+            if tensor is other:
+                return Place(kind, number)
+    for kind, tensors in (("input", inputs), ("output", outputs), ("saved", made)):
+        for number, other in enumerate(tensors):
+            if storage_of(tensor) == storage_of(other):
+                offset = tensor.storage_offset() - other.storage_offset()
+                view = (tensor.size(), tensor.stride(), offset)
+                return Place(kind, number, view)
+    made.append(tensor)
+    return Place("saved", len(made) - 1)
+
+
+def _key(sizes: Sizes, params: Tensors) -> tuple[int | str, ...]:
+    numbers = itertools.chain(sizes, layout_sizes(params))
+    return tuple([size if type(size) is int else str(size) for size in numbers])
+
+
+def layout_sizes(tensors: Tensors) -> list[int | torch.SymInt]:
+    """Sizes and strides of all tensors, which are numbers or symbols."""
+    return [size for tensor in tensors for size in [*tensor.shape, *tensor.stride()]]
