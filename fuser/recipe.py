@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import enum
+import functools
+import hashlib
 import math
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast, get_args
 
+from torch.compiler import is_dynamo_compiling
+
 from fuser.errors import InputError, InputTypeError, explains_arguments, explains_names
 from fuser.formats import BlockScalingDim, DType
+from fuser.torch_private import constant_in_graphs
 
 __all__ = [
     "AmaxAlgorithm",
@@ -64,15 +69,40 @@ FP8_FORMATS = (Format.E4M3, Format.HYBRID)
 """The accepted formats of FP8 recipes: E5M2 in forward has too few mantissa bits to train."""
 
 
+class _Made:
+    """The values that were made in graphs, as attributes: Dynamo reads them as it reads globals."""
+
+
+class _MadeInGraphs:
+    """Dynamo makes values of such a class while it traces, without a trace of their code."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():  # and its ``__init__`` does nothing
+            return getattr(_Made, _made(cls, args, tuple(kwargs.items())))
+        return super().__new__(cls)
+
+
+@constant_in_graphs
+def _made(
+    cls: type[object], args: tuple[object, ...], kwargs: tuple[tuple[str, object], ...]
+) -> str:
+    """The name of the value, the same one for equal values."""
+    value = cls(*args, **dict(kwargs))
+    text = f"{cls.__module__}.{value!r}"
+    name = f"made_{hashlib.sha256(text.encode()).hexdigest()}"  # an attribute's name has no dots
+    setattr(_Made, name, getattr(_Made, name, value))
+    return name
+
+
 @dataclass(frozen=True)
-class MMParams:
+class MMParams(_MadeInGraphs):
     """Options of one GEMM."""
 
     use_split_accumulator: bool = True
 
 
 @dataclass(frozen=True)
-class QParams:
+class QParams(_MadeInGraphs):
     """How the tensors of one role are quantized: inputs, weights or output gradients.
 
     Parameters
@@ -135,7 +165,7 @@ def recipe_of_key(key: str) -> Recipe:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(_MadeInGraphs):
     """Base of all recipes.
 
     A recipe is a value: two recipes with the same contents are equal and share
@@ -582,8 +612,17 @@ def name_of(recipe: type[Recipe]) -> str:
     return (name.removesuffix("Block") or name).lower()
 
 
+def _made_by_new(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def once(self: object, *args: Any, **kwargs: Any) -> None:
+        if not is_dynamo_compiling():
+            init(self, *args, **kwargs)
+
+    return once
+
+
 for _cls in (MMParams, QParams, Recipe, *RECIPES, CustomRecipe):  # dataclass has made __init__
-    type.__setattr__(_cls, "__init__", explains_arguments(_cls.__dict__["__init__"]))
+    type.__setattr__(_cls, "__init__", _made_by_new(explains_arguments(_cls.__dict__["__init__"])))
 
 if not TYPE_CHECKING:  # a type checker would accept every name of this module
     __getattr__ = explains_names(__name__)

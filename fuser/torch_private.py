@@ -273,10 +273,18 @@ def graph_break(reason: str) -> None:
     torch._dynamo.graph_break(msg=reason)
 
 
+def is_dispatch_watched() -> bool:
+    """Whether a mode gets each call of an operator, as fake and selective checkpoint modes do."""
+    return bool(_dispatch_modes())
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
 @contextlib.contextmanager
 def outside_fake_mode() -> Iterator[None]:
     """Context in which tensors are real, inside a function that is being traced."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not is_dispatch_watched():
         yield
         return
     # Their import takes long, and has happened if there is such a mode.

@@ -38,12 +38,13 @@ def structure_of(op: Any) -> str:
     It begins with :data:`REFUSED` if the op cannot be in a graph.
     """
     name = type(op).__name__
+    called = [bool(op.__dict__.get(hooks)) for hooks in _HOOKS]
     if op.is_fused_op:
-        return name
+        return f"{name} {op.has_own_methods()} {called}"
     if op.is_external:
-        return f"{REFUSED}{name} is not an op of fuser"
-    if op.has_own_methods() or any(op.__dict__.get(hooks) for hooks in _HOOKS):
-        return f"{REFUSED}{name} has hooks or methods of its own"
+        return f"{REFUSED}{name} is an op from outside of fuser"
+    if op.has_own_methods():
+        return f"{REFUSED}{name} has methods of its own"
     if op.process_groups:
         return f"{REFUSED}{name} communicates between ranks"
     if name in _NOT_YET:
@@ -52,6 +53,7 @@ def structure_of(op: Any) -> str:
         return f"{REFUSED}{name} adds gradients to main_grad"
     parts = [
         f"{type(op).__module__}.{name}",
+        repr(called),  # a container calls an op with hooks by itself
         repr([(n, p is not None) for n, p in op._parameters.items()]),
     ]
     for attribute, value in sorted(op.__dict__.items()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -39,8 +40,9 @@ current_recipe = _active_recipe.get
 # -- torch.compile --------------------------------------------------------------
 
 # Dynamo cannot read a ContextVar, so it guards on this: the key of the recipe that was set last, by
-# whichever thread.
+# whichever thread that is in an autocast.
 _recipe_key = ""
+_keys_of_threads: dict[int, str] = {}
 INSIDE = "inside "
 """The beginning of the key of a recipe that was entered in a graph, whatever its callers use."""
 
@@ -58,6 +60,15 @@ def is_called_again_inside(ops: Iterable[object]) -> bool:
     before = _called_inside
     _called_inside = (*before, *ops)
     return any(op is other for op in ops for other in before)
+
+
+def _note_key(key: str | None) -> None:
+    """The key of the recipe that this thread is under now; None if it is in no autocast."""
+    global _recipe_key
+    _keys_of_threads.pop(threading.get_ident(), None)
+    if key is not None:
+        _keys_of_threads[threading.get_ident()] = key
+    _recipe_key = next(reversed(list(_keys_of_threads.values())), "")
 
 
 def recipe_key_here() -> str:
@@ -230,7 +241,7 @@ class autocast(contextlib.ContextDecorator):
             _recipe_key = INSIDE + self._key
             return
         is_autocast_used = True
-        _recipe_key = self._key
+        _note_key(self._key)
         scopes = _scopes.get()
         regions = scopes[-1].regions if scopes else _Regions()
         scope = _AutocastFrame(
@@ -256,10 +267,10 @@ class autocast(contextlib.ContextDecorator):
             inner = (replace(inner[0], outer_recipe=scope.outer_recipe), *inner[1:])
         else:
             _active_recipe.set(scope.outer_recipe)
-        active = current_recipe()
-        _recipe_key = "" if active is None else active._key
         left = (*scopes[:place], *inner)
         _scopes.set(left)
+        active = current_recipe()
+        _note_key(("" if active is None else active._key) if left else None)
         if not left and exc_type is None and scope.regions.last is not None:
             scope.regions.last.end()
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fuser.errors import StateError
-from fuser.runtime.compiled_passes import Given, Passes, Sizes, Tensors, layout_sizes, lock
+from fuser.runtime.compiled_passes import Given, GivenBack, Passes, Tensors, lock
+from fuser.runtime.diagnose import refuse_second_derivative
 
 # Part of the names of passes: another number after a change of what the operations take or return,
 # because torch keeps compiled graphs on disk.
-VERSION = 3
+VERSION = 4
 
 _library = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -23,8 +24,8 @@ _library.define(  # type: ignore[no-untyped-call]
     tags=_TAGS,
 )
 _library.define(  # type: ignore[no-untyped-call]
-    "backward(str call, SymInt[] sizes, Tensor?[] grads, Tensor[] saved, Tensor[] params,"
-    " Tensor[] host) -> Tensor[]",
+    "backward(str call, SymInt[] sizes, int[] inputs, int[] outputs, Tensor?[] grads,"
+    " Tensor[] saved, Tensor[] params, Tensor[] host) -> Tensor[]",
     tags=_TAGS,
 )
 
@@ -59,17 +60,9 @@ def _forward(
     return _passes_of(call).forward(given, is_fake=is_fake)
 
 
-def _backward(
-    is_fake: bool,
-    call: str,
-    sizes: Sizes,
-    grads: Sequence[torch.Tensor | None],
-    saved: Tensors,
-    params: Tensors,
-    host: Tensors,
-) -> list[torch.Tensor]:
-    passes = _passes_of(call)
-    return passes.backward(sizes, grads, saved, tuple(params), host, is_fake=is_fake)
+def _backward(is_fake: bool, call: str, *given: Any) -> list[torch.Tensor]:
+    *tensors, params, host = given
+    return _passes_of(call).backward(GivenBack(*tensors), tuple(params), host, is_fake=is_fake)
 
 
 def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
@@ -77,7 +70,7 @@ def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
     given = Given(*tensors)
     passes = _passes_of(call)
     ctx.call, ctx.count = call, passes.output_count
-    ctx.sizes = layout_sizes((given.x, *given.extras))
+    ctx.sizes, ctx.saved = given.sizes(), passes.saved
     ctx.counts = tuple(map(len, given[1:]))
     saved = [*output[ctx.count :], *(given.inputs[i] for i in passes.saved.inputs)]
     saved += [output[i] for i in passes.saved.outputs]
@@ -88,6 +81,8 @@ def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gradients(ctx: Any, grads: Any) -> tuple[Any, ...]:
+    if torch.is_grad_enabled():
+        refuse_second_derivative()
     params, _, seeds, host = ctx.counts
     held = list(ctx.saved_tensors)
     first = len(held) - params - host
@@ -96,7 +91,8 @@ def _gradients(ctx: Any, grads: Any) -> tuple[Any, ...]:
     if given[0] is None:
         shape, dtype, device = ctx.main
         given[0] = torch.zeros(shape, dtype=dtype, device=device)
-    found = iter(torch.ops.fuser.backward(ctx.call, ctx.sizes, given, *tensors))
+    inputs, outputs, _ = ctx.saved
+    found = iter(torch.ops.fuser.backward(ctx.call, ctx.sizes, inputs, outputs, given, *tensors))
     wanted = [requires_grad for _, _, requires_grad in _passes_of(ctx.call).facts.tensors]
     each = [next(found) if is_wanted else None for is_wanted in wanted]
     nothing = [None] * seeds, [None] * host

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -54,12 +53,21 @@ from fuser.precision.numbered_calls import (
 )
 from fuser.precision.recomputation import is_checkpointed_forward, state_of_forward
 from fuser.recipe import DelayedScaling, Recipe
+from fuser.runtime.diagnose import refuse_transform
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import KnownParameters, ParameterLayout, tensor_guard
 from fuser.runtime.pipeline import OperationFuser, registered_fusions
 from fuser.runtime.recorded import Part, RecordedForward, context_of, put_together, taken_apart
 from fuser.tensors import QuantizedTensor
-from fuser.torch_private import graph_task, outside_fake_mode, size_hint, storage_of
+from fuser.torch_private import (
+    forward_ad_level,
+    graph_task,
+    is_any_autocast_enabled,
+    outside_fake_mode,
+    size_hint,
+    storage_of,
+    without_autocast,
+)
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Sizes: TypeAlias = Sequence["int | torch.SymInt"]
@@ -95,10 +103,18 @@ class Facts(NamedTuple):
     """Whether the recipe rounds at random."""
     is_checkpointed: bool
     """Whether a checkpoint in the graph runs the forward again."""
+    ties: tuple[int, ...]
+    """Of each of the tensors, the number of the first one that is the same."""
+    registered: str = ""
+    """The process and the number of its functions that plan or run; empty for fuser's own."""
 
 
 class Given(NamedTuple):
-    """The tensors that a graph gives to a forward."""
+    """The tensors that a graph gives to a forward.
+
+    Those that are one tensor for Dynamo are one object, and no others: a graph may merge equal
+    tensors.
+    """
 
     x: torch.Tensor
     params: Tensors
@@ -108,10 +124,39 @@ class Given(NamedTuple):
     host: Tensors
     """On the CPU: the numbers of the calls of ops with quantizers, and the seed of roundings."""
 
+    def with_ties(self, ties: Sequence[int]) -> Given:
+        """The same tensors, with these ties of the input, the parameters and the extra inputs."""
+        tensors = [self.x, *self.params, *self.extras]
+        for number, first in enumerate(ties):
+            if number != first:
+                tensors[number] = tensors[first]
+            elif any(tensors[number] is other for other in tensors[:number]):
+                tensors[number] = tensors[number].detach()
+        count = 1 + len(self.params)
+        return self._replace(x=tensors[0], params=tensors[1:count], extras=tensors[count:])
+
+    def sizes(self) -> list[int | torch.SymInt]:
+        """Sizes and strides, which are numbers or symbols."""
+        tensors = (self.x, *self.params, *self.extras)
+        return [size for tensor in tensors for size in [*tensor.shape, *tensor.stride()]]
+
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """The tensors that backward may read."""
         return (self.x, *self.params, *self.extras, *self.seeds)
+
+
+class GivenBack(NamedTuple):
+    """What a graph gives to a backward, besides parameters."""
+
+    sizes: Sizes
+    """Those of :meth:`Given.sizes` in forward."""
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    """The numbers of the inputs and of the outputs among the saved tensors."""
+    grads: Sequence[torch.Tensor | None]
+    saved: Tensors
+    """The saved tensors that forward returned, then the inputs and the outputs among them."""
 
 
 class Place(NamedTuple):
@@ -132,7 +177,7 @@ class Place(NamedTuple):
         return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
 
-class _Saved(NamedTuple):
+class Saved(NamedTuple):
     """What a forward saves for backward."""
 
     inputs: tuple[int, ...] = ()
@@ -161,8 +206,9 @@ class Passes:
         self.facts = facts
         self.recipe = recipe
         self.output_count = 1 + len(pipeline.returned)
-        self.saved = _Saved()
-        self.is_traced = False
+        self.saved = Saved()
+        """What the forward that was traced last saves. Graphs of other layouts save other sets."""
+        self._traced: set[Saved] = set()
         self._pipeline = pipeline
         self._runner = _Runner(self, pipeline)
         # Under delayed scaling each pipeline has its own states, and recordings that hold them.
@@ -178,6 +224,17 @@ class Passes:
     def is_delayed(self) -> bool:
         return isinstance(self.recipe, DelayedScaling)
 
+    def note_saved(self, saved: Saved, *, is_fake: bool) -> None:
+        """Note what a graph saves; check it of a forward that runs, whose graph was traced here."""
+        if is_fake:
+            self.saved = saved
+            self._traced.add(saved)
+        elif self._traced and saved not in self._traced:
+            raise StateError(
+                f"A compiled {self.title()} saved other tensors than when it was traced: {saved}, "
+                f"and not {' or '.join(map(str, self._traced))}."
+            )
+
     def runners(self) -> list[_Runner]:
         """What runs the copies of the pipeline."""
         return [self._runner, *(runner for _, runner in self._runners.values())]
@@ -189,6 +246,9 @@ class Passes:
 
     def forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
         """The outputs, and the saved tensors that are neither inputs nor outputs."""
+        given = given.with_ties(self.facts.ties)
+        if not is_fake and forward_ad_level() >= 0:
+            refuse_transform()
         with lock, torch.no_grad(), contextlib.ExitStack() as stack:
             if self.recipe is not None:
                 use_autocast()
@@ -254,20 +314,9 @@ class Passes:
     # -- backward ------------------------------------------------------------------
 
     def backward(
-        self,
-        sizes: Sizes,
-        grads: Sequence[torch.Tensor | None],
-        saved: Tensors,
-        params: Tensors,
-        host: Tensors,
-        *,
-        is_fake: bool,
+        self, given: GivenBack, params: Tensors, host: Tensors, *, is_fake: bool
     ) -> list[torch.Tensor]:
-        """The gradients of the inputs that require one.
-
-        ``saved`` are the saved tensors that forward returned, then the inputs and the outputs among
-        them.
-        """
+        """The gradients of the inputs that require one."""
         with (
             lock,
             torch.no_grad(),
@@ -275,12 +324,12 @@ class Passes:
             self._given_seeds((), host, draw=1),
         ):
             if is_fake or not self.is_delayed:
-                return self._runner.backward(sizes, grads, saved, params, is_fake=is_fake)
+                return self._runner.backward(given, params, is_fake=is_fake)
             numbers = numbers_in(host[: len(host) - self.facts.rounds])
             ops = ops_of(numbers)
             call = forward_call(numbers[0])
             runner = self._runner_of(ops)
-            gradients = runner.backward(sizes, grads, saved, params, is_fake=False)
+            gradients = runner.backward(given, params, is_fake=False)
             group = call.state.group
             if group is not None:
                 group = group(runner.plan.described)
@@ -376,20 +425,22 @@ class _Runner:
             outputs = [_own(t, taken) for t in (output, *(produced[n] for n in plan.returned))]
             if not rest:
                 return outputs
-            made = self._keep(self._known_passes[is_fake], given, outputs, *rest)
+            made = self._keep(given, outputs, *rest, is_fake=is_fake)
         return [*outputs, *made]
 
     def _keep(
         self,
-        passes: dict[tuple[int | str, ...], _Pass],
         given: Given,
         outputs: Tensors,
         ctxs: Any,
         saved: Tensors,
         ends: Ends,
         specs: Specs,
+        *,
+        is_fake: bool,
     ) -> list[torch.Tensor]:
         """Note what backward needs besides tensors; the saved tensors that are not elsewhere."""
+        passes = self._known_passes[is_fake]
         recorded: RecordedForward | None = None
         contexts: Contexts = []
         parts: list[Part] = []
@@ -398,7 +449,7 @@ class _Runner:
         else:
             parts, held = taken_apart(saved)
             contexts = [(type(context), dict(context.__dict__)) for context in ctxs]
-        key = _key(layout_sizes((given.x, *given.extras)), given.params)
+        key = _key(given.sizes())
         known = passes.get(key)
         if known is not None and recorded is not None and known.recorded is recorded:
             return [held[i] for i in known.made]
@@ -408,15 +459,9 @@ class _Runner:
             kind: {p.number for p in places if p.kind == kind} for kind in ("input", "output")
         }
         inputs, outs = (tuple(sorted(numbers[kind])) for kind in ("input", "output"))
-        where = _Saved(inputs, outs, len(made))
-        if self._passes.is_traced and where != self._passes.saved:
-            raise StateError(
-                f"A compiled {self._passes.title()} saved other tensors than when it was traced: "
-                f"{where}, and not {self._passes.saved}."
-            )
-        self._passes.saved, self._passes.is_traced = where, True
-        passes.pop(key, None)
-        while len(passes) >= MOST_SIZES:
+        where = Saved(inputs, outs, len(made))
+        self._passes.note_saved(where, is_fake=is_fake)
+        while key not in passes and len(passes) >= MOST_SIZES:
             passes.pop(next(iter(passes)))
         of_made = tuple(next(i for i, t in enumerate(held) if t is tensor) for tensor in made)
         passes[key] = _Pass(places, of_made, recorded, contexts, parts, ends, specs)
@@ -424,23 +469,20 @@ class _Runner:
 
     # -- backward ------------------------------------------------------------------
 
-    def backward(
-        self,
-        sizes: Sizes,
-        grads: Sequence[torch.Tensor | None],
-        saved: Tensors,
-        params: Tensors,
-        *,
-        is_fake: bool,
-    ) -> list[torch.Tensor]:
-        plan, places = self.plan, self._passes.saved
-        known = self._known_passes[is_fake][_key(sizes, params)]
-        inputs = len(saved) - len(places.inputs) - len(places.outputs)
-        outputs = inputs + len(places.inputs)
+    def backward(self, given: GivenBack, params: Tensors, *, is_fake: bool) -> list[torch.Tensor]:
+        plan, (sizes, of_inputs, of_outputs, grads, saved) = self.plan, given
+        known = self._known_passes[is_fake].get(_key(sizes))
+        if known is None:
+            raise StateError(
+                f"A compiled {self._passes.title()} runs the backward of a forward that is not "
+                f"known: it ran in another process, or {MOST_SIZES} other layouts ago."
+            )
+        inputs = len(saved) - len(of_inputs) - len(of_outputs)
+        outputs = inputs + len(of_inputs)
         groups: dict[str, Tensors | dict[int, torch.Tensor]] = {
             "saved": saved[:inputs],
-            "input": dict(zip(places.inputs, saved[inputs:outputs], strict=True)),
-            "output": dict(zip(places.outputs, saved[outputs:], strict=True)),
+            "input": dict(zip(of_inputs, saved[inputs:outputs], strict=True)),
+            "output": dict(zip(of_outputs, saved[outputs:], strict=True)),
         }
         with self._conditions(params):
             held = [place.of(groups[place.kind]) for place in known.places]
@@ -483,6 +525,8 @@ class _Runner:
         with contextlib.ExitStack() as stack:
             if facts.autocast is not None:
                 stack.enter_context(torch.autocast(facts.device, dtype=facts.autocast))
+            elif is_any_autocast_enabled():  # around a backward
+                stack.enter_context(without_autocast())
             self._give(params)
             for op, training in zip(self.ops, facts.training, strict=True):
                 op.__dict__["training"] = training
@@ -597,11 +641,5 @@ def _place(
     return Place("saved", len(made) - 1)
 
 
-def _key(sizes: Sizes, params: Tensors) -> tuple[int | str, ...]:
-    numbers = itertools.chain(sizes, layout_sizes(params))
-    return tuple([size if type(size) is int else str(size) for size in numbers])
-
-
-def layout_sizes(tensors: Tensors) -> list[int | torch.SymInt]:
-    """Sizes and strides of all tensors, which are numbers or symbols."""
-    return [size for tensor in tensors for size in [*tensor.shape, *tensor.stride()]]
+def _key(sizes: Sizes) -> tuple[int | str, ...]:
+    return tuple([size if type(size) is int else str(size) for size in sizes])

@@ -39,6 +39,7 @@ from fuser.tensors import QuantizedTensor
 from fuser.torch_private import breaks_graph
 
 _registered = RegisteredFusions()
+_registered_count = 0
 
 # A recipe with a new closure at every step would plan at every step: the oldest plans are
 # dropped if there are more.
@@ -491,6 +492,11 @@ def registered_fusions() -> RegisteredFusions:
     return _registered
 
 
+def registered_count() -> int:
+    """Their number, for code that Dynamo traces."""
+    return _registered_count
+
+
 def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
     """Register ``func(ops, *, recipe) -> ops``, which may replace ops by forward-only fused ops.
 
@@ -515,7 +521,7 @@ def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bo
 
 
 def _register(side: str, function: FusionFunction, prepend: bool) -> None:
-    global _registered
+    global _registered, _registered_count
     if isinstance(function, (type, FusibleOperation)) or not callable(function):
         raise InputTypeError(
             f"A registered fusion is a function of a list of ops, func(ops, *, recipe) -> ops; got "
@@ -524,3 +530,4 @@ def _register(side: str, function: FusionFunction, prepend: bool) -> None:
     present = getattr(_registered, side)
     changed = (function, *present) if prepend else (*present, function)
     _registered = replace(_registered, **{side: changed})
+    _registered_count += 1

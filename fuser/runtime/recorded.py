@@ -40,7 +40,12 @@ from fuser.recipe import DelayedScaling
 from fuser.runtime.known_parameters import MOST_LAYOUTS, ParameterLayout
 from fuser.source import SourceCode
 from fuser.tensors import Float8Quantizer, QuantizedTensor
-from fuser.torch_private import is_any_autocast_enabled, saved_tensor_hooks, without_autocast
+from fuser.torch_private import (
+    is_any_autocast_enabled,
+    is_dispatch_watched,
+    saved_tensor_hooks,
+    without_autocast,
+)
 
 # As many layouts without a recording are remembered.
 MOST_SEEN = 4 * MOST_LAYOUTS
@@ -144,7 +149,8 @@ class RecordedPasses:
         must run.
         """
         is_hooked = saved_tensor_hooks(False) is not None and not is_in_checkpoint()
-        if is_hooked or launch.recording.listener is not None:
+        # A selective checkpoint compares each call of torch.
+        if is_hooked or is_dispatch_watched() or launch.recording.listener is not None:
             return None
         reader = self._readers.get(extra_count)
         if reader is None:

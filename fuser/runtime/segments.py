@@ -94,12 +94,12 @@ class Segments:
         self._unread = self._written_channels(every, every) if is_open else frozenset()
         self._returned = frozenset(returned_outputs(self.ops, self._unread))
         kept = () if previous is None else previous.pipelines()
-        self._segments = list(self._divided(units, tuple(fusions), kept))
-        self._nested = [segment for segment in self._segments if isinstance(segment, NestedSegment)]
-        last = {s.place: g for g in self._segments for s in g.inputs if s.producer is not None}
+        self.parts = list(self._divided(units, tuple(fusions), kept))
+        self._nested = [segment for segment in self.parts if isinstance(segment, NestedSegment)]
+        last = {s.place: g for g in self.parts for s in g.inputs if s.producer is not None}
         for place, segment in last.items():
             segment.last_reads.append(place)
-        only = self._segments[0] if len(self._segments) == 1 else None
+        only = self.parts[0] if len(self.parts) == 1 else None
         self.only = only.pipeline if isinstance(only, PipelineSegment) else None
         """The pipeline, if there is nothing else."""
         for op in self.ops:
@@ -194,11 +194,11 @@ class Segments:
 
     def __len__(self) -> int:
         """The number of segments."""
-        return len(self._segments)
+        return len(self.parts)
 
     def pipelines(self) -> Iterator[OperationFuser]:
         """Every pipeline here, including those of ops that are called as modules."""
-        for segment in self._segments:
+        for segment in self.parts:
             yield from segment.pipelines()
 
     # -- the caller's arguments -------------------------------------------------
@@ -271,7 +271,7 @@ class Segments:
         # The tensors on channels, with the version that each had at the start.
         carried: dict[Place | None, tuple[torch.Tensor, int | None]] = {}
         returned: list[torch.Tensor] = []
-        for segment in self._segments:
+        for segment in self.parts:
             taken = [
                 next(given) if s.producer is None else self._read(s, *carried[s.place])
                 for s in segment.inputs
@@ -342,7 +342,7 @@ class Segments:
         carried: dict[Place | None, torch.Tensor] = {}
         returned: list[torch.Tensor] = []
         parts: list[FusionPlan | ModuleCall] = []
-        for segment in self._segments:
+        for segment in self.parts:
             taken = [
                 next(given) if source.producer is None else carried[source.place]
                 for source in segment.inputs

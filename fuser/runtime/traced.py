@@ -8,6 +8,7 @@ pass is one operation (``runtime/compiled.py``) over these tensors.
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,39 +16,51 @@ import torch
 
 from fuser.basic_ops import Dropout
 from fuser.cuda.launch import kernel_refusal
+from fuser.errors import InputError
 from fuser.functional.random_seeds import MOST_DROPOUT, MOST_ROUNDING
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.op.fusible import traces_ops
 from fuser.op.structure import REFUSED, structure_of
-from fuser.precision.contexts import INSIDE, is_called_again_inside, recipe_key_here
+from fuser.precision.contexts import (
+    INSIDE,
+    AutocastState,
+    current_recipe,
+    is_called_again_inside,
+    recipe_key_here,
+    recomputing_under,
+)
 from fuser.recipe import DelayedScaling, QParams, Recipe, recipe_of_key
 from fuser.runtime.compiled import VERSION, add_passes
 from fuser.runtime.compiled_passes import Facts, Passes, TensorFacts, copied, lock, quantizing
-from fuser.runtime.pipeline import OperationFuser
+from fuser.runtime.pipeline import OperationFuser, registered_count
+from fuser.runtime.segment import PipelineSegment, Segment
+from fuser.runtime.segments import Segments
 from fuser.torch_private import (
     breaks_graph,
     call_while_tracing,
     constant_in_graphs,
+    forward_ad_level,
     graph_break,
+    is_functorch_active,
     is_traced_in_checkpoint,
     outside_fake_mode,
     traced_subject,
 )
+from fuser.version import __version__
 
 Path: TypeAlias = tuple[str, ...]
+_process = uuid.uuid4().hex
 
 
 # -- what Dynamo reads ---------------------------------------------------------------------
 
 
-class Trace(NamedTuple):
-    """What Dynamo reads of a module that is one pipeline."""
+class Pipeline(NamedTuple):
+    """What Dynamo reads of a pipeline, and why it cannot be in a graph."""
 
     refusal: str
-    """Why the module cannot be in a graph; empty if it can."""
+    """Empty if it can."""
     structure: str = ""
-    names: tuple[str, ...] = ()
-    """The names of its modules: Dynamo notices if they change."""
     ops: tuple[Path, ...] = ()
     parameters: tuple[tuple[int, str], ...] = ()
     """The number of the op and the name of each parameter."""
@@ -55,10 +68,20 @@ class Trace(NamedTuple):
     """The ops that draw a seed in training."""
     quantizing: tuple[int, ...] = ()
     """The ops with quantizers."""
-    is_checkpointed: bool = False
-    """Whether the call is in a checkpoint inside the graph, which runs it again."""
     extra_inputs: int = 0
     outputs: int = 1
+
+
+class Trace(NamedTuple):
+    """What Dynamo reads of a container or an op: its pipelines, and the modules between them."""
+
+    parts: tuple[Pipeline | Path, ...]
+    names: tuple[str, ...] = ()
+    """The names of its modules: Dynamo notices if they change."""
+    composites: tuple[Path, ...] = ()
+    """The fused ops in it."""
+    is_checkpointed: bool = False
+    """Whether the call is in a checkpoint inside the graph, which runs it again."""
 
 
 _pipelines: dict[str, OperationFuser] = {}
@@ -73,15 +96,22 @@ def prepare(container: Any, *, is_checkpointed: bool = False) -> None:
     """Before a call is traced: make the :class:`Trace` of a container or an op."""
     global _trace
     with lock, outside_fake_mode():
-        runner: Any = container
-        if not isinstance(container, FusibleOperation):
-            pipeline = runner._current_segments().only
-        elif container.is_fused_op:
-            pipeline = runner._own_segments().only
+        paths = {}
+        for name, module in container.named_modules():
+            paths[id(module.__dict__)] = tuple(name.split(".")) if name else ()
+        parts: list[Pipeline | Path]
+        if isinstance(container, BasicOperation):
+            parts = [_pipeline(container._own_pipeline(), paths)]
         else:
-            pipeline = runner._own_pipeline()
-        trace = _trace_of(container, pipeline)
-        _trace = trace._replace(is_checkpointed=is_checkpointed)
+            parts = [_part(segment, paths) for segment in _segments_of(container).parts]
+        if len(parts) > 1 and not all(_is_open(part) for part in parts):
+            parts = [Pipeline("channels or extra tensors cross the modules between its pipelines")]
+        composites = tuple(
+            paths[id(module.__dict__)]
+            for module in container.modules()
+            if isinstance(module, FusibleOperation) and module.is_fused_op
+        )
+        _trace = Trace(tuple(parts), tuple(container._modules), composites, is_checkpointed)
 
 
 _trace: Trace
@@ -92,40 +122,49 @@ def _trace_made_last() -> Trace:
     return _trace
 
 
-def _trace_of(module: torch.nn.Module, pipeline: OperationFuser | None) -> Trace:
-    if pipeline is None:
-        return Trace("it has modules between its pipelines, or ops with hooks")
+def _part(segment: Segment, paths: Mapping[int, Path]) -> Pipeline | Path:
+    if isinstance(segment, PipelineSegment):
+        return _pipeline(segment.pipeline, paths)
+    if segment.inputs or segment.outputs:
+        return Pipeline(f"{type(segment.module).__name__} is called by itself, and has channels")
+    return paths[id(segment.module.__dict__)]
+
+
+def _is_open(part: Pipeline | Path) -> bool:
+    return not isinstance(part, Pipeline) or (part.extra_inputs, part.outputs) == (0, 1)
+
+
+def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
+    ops = pipeline.basic_ops
     structures = []
-    for op in pipeline.basic_ops:
+    for op in ops:
         structure = structure_of(op)
         if structure.startswith(REFUSED):
-            return Trace(structure.removeprefix(REFUSED))
+            return Pipeline(structure.removeprefix(REFUSED))
         structures.append(structure)
-    paths = {id(op.__dict__): tuple(n.split(".")) if n else () for n, op in module.named_modules()}
     pipeline._find_parameters()
-    owners = {id(op._parameters): i for i, op in enumerate(pipeline.basic_ops)}
+    owners = {id(op._parameters): i for i, op in enumerate(ops)}
     try:
         parameters = tuple((owners[id(held)], name) for held, name in pipeline._slots.slots)
-        ops = tuple(paths[id(op.__dict__)] for op in pipeline.basic_ops)
+        places = tuple(paths[id(op.__dict__)] for op in ops)
     except KeyError:
-        return Trace("its ops are not modules of it")
-    text = repr((structures, pipeline.fusions, sorted(pipeline.open_channels)))
-    names = "+".join(type(op).__name__ for op in pipeline.basic_ops)
+        return Pipeline("its ops are not modules of it")
+    ties = [ops.index(op) for op in ops]  # an op may be there twice
+    text = repr((structures, ties, pipeline.fusions, sorted(pipeline.open_channels)))
+    names = "+".join(type(op).__name__ for op in ops)
     structure = f"{names} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if structure not in _pipelines:
         _pipelines[structure] = copied(pipeline)
-    quantizers = set(quantizing(pipeline.basic_ops))
-    counts = (pipeline.num_extra_inputs, 1 + len(pipeline.returned))
-    return Trace(
+    quantizers = set(quantizing(ops))
+    return Pipeline(
         "",
         structure,
-        tuple(module._modules),
-        ops,
+        places,
         parameters,
-        tuple(i for i, op in enumerate(pipeline.basic_ops) if _drops(op)),
-        tuple(i for i, op in enumerate(pipeline.basic_ops) if op in quantizers),
-        False,
-        *counts,
+        tuple(i for i, op in enumerate(ops) if _drops(op)),
+        tuple(i for i, op in enumerate(ops) if op in quantizers),
+        pipeline.num_extra_inputs,
+        1 + len(pipeline.returned),
     )
 
 
@@ -145,50 +184,107 @@ def traced_call(
     else:
         prepare(container)
     trace = _trace_made_last()
-    reason = trace.refusal
-    if reason == "" and keywords:
-        reason = "it is called with keyword arguments"
-    if reason == "" and (len(extras) != trace.extra_inputs or x.dim() == 0):
-        reason = "it does not get one matrix and its extra inputs"
-    if reason == "" and tuple(container._modules) == trace.names:
-        ops = [_at(container, path) for path in trace.ops]
-        # Compared by each call of the graph, and so traced again after a change of an op.
-        structures = [op._structure for op in ops]
-        training = [op.training for op in ops]
-        fusions = [fusion.__qualname__ for fusion in getattr(container, "_fusions", ())]
-        parameters = [ops[i]._parameters[name] for i, name in trace.parameters]
-        facts = [(type(t).__name__, t.dtype, t.requires_grad) for t in [x, *parameters, *extras]]
-        device = x.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        call = describe(
-            trace.structure,
-            recipe_key_here(),
-            torch.is_grad_enabled(),
-            device,
-            autocast,
-            len(parameters),
-            tuple(facts),
-            tuple(training),
-            tuple(structures + fusions),
-            trace.is_checkpointed,
+    # Compared by each call of the graph.
+    composites = [_at(container, path)._structure for path in trace.composites]
+    given = {name: value for name, value in keywords.items() if value}
+    if given or tuple(container._modules) != trace.names:
+        return _broken(container, None, x, extras, keywords, "it has keyword arguments for its ops")
+    if len(trace.parts) == 1 and isinstance(trace.parts[0], Pipeline):
+        return _traced_pipeline(container, None, trace.parts[0], x, extras, composites)
+    if extras:
+        return _broken(container, None, x, extras, keywords, "it takes no extra inputs")
+    result: Any = x
+    for number, part in enumerate(trace.parts):
+        if isinstance(part, Pipeline):
+            result = _traced_pipeline(container, number, part, result, (), composites)
+        else:
+            result = _at(container, part)(result)
+    return result
+
+
+def _traced_pipeline(
+    container: Any,
+    number: int | None,
+    pipeline: Pipeline,
+    x: torch.Tensor,
+    extras: tuple[torch.Tensor, ...],
+    composites: list[str],
+) -> Any:
+    """The call of part ``number`` of a container, which is a pipeline; None if it is all of it."""
+    reason = pipeline.refusal
+    if reason == "" and len(extras) != pipeline.extra_inputs:
+        reason = f"it takes {pipeline.extra_inputs} extra inputs and got {len(extras)}"
+    if reason == "" and x.dim() == 0:
+        reason = "its input has no dimensions"
+    if reason == "" and x.is_meta:
+        reason = "its input is on the meta device"
+    if reason != "":
+        return _broken(container, number, x, extras, {}, reason)
+    ops = [_at(container, path) for path in pipeline.ops]
+    # Compared by each call of the graph, and so traced again after a change of an op.
+    structures = [op._structure for op in ops]
+    training = [op.training for op in ops]
+    fusions = [fusion.__qualname__ for fusion in getattr(container, "_fusions", ())]
+    parameters = [ops[i]._parameters[name] for i, name in pipeline.parameters]
+    tensors = [x, *parameters, *extras]
+    facts = [(type(t).__name__, t.dtype, t.requires_grad) for t in tensors]
+    ties = [_first(tensors, t) for t in tensors]
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    call = describe(
+        pipeline.structure,
+        recipe_key_here(),
+        torch.is_grad_enabled(),
+        device,
+        autocast,
+        len(parameters),
+        tuple(facts),
+        tuple(training),
+        tuple(structures + fusions + composites),
+        _trace_made_last().is_checkpointed,
+        tuple(ties),
+        registered_count(),
+    )
+    reason = call.refusal
+    if call.is_inside and is_called_again_inside(ops):
+        reason = (
+            "an op is called twice in an autocast with delayed scaling that the graph enters; "
+            "enter it around the compiled function"
         )
-        reason = call.refusal
-        if call.is_inside and is_called_again_inside(ops):
-            reason = (
-                "an op is called twice in an autocast with delayed scaling that the graph enters; "
-                "enter it around the compiled function"
-            )
-        if reason == "":
-            drawn = [i for i in trace.dropouts if training[i]]
-            # Made in the graph: a recomputation gets the same ones, and a replay others.
-            seeds = [torch.randint(MOST_DROPOUT, (2,), device=x.device) for _ in drawn]
-            host = [ops[i]._next_call for i in trace.quantizing if call.is_delayed]
-            if call.rounds:
-                host.append(torch.randint(MOST_ROUNDING, (1,), device="cpu"))
-            results = torch.ops.fuser.forward(call.name, x, parameters, list(extras), seeds, host)
-            return results[0] if trace.outputs == 1 else tuple(results[: trace.outputs])
-    graph_break(f"{type(container).__name__} is called outside of the graph: {reason}.")
-    return _called_outside(container, x, extras, keywords)
+    if reason != "":
+        return _broken(container, number, x, extras, {}, reason)
+    drawn = [i for i in pipeline.dropouts if training[i]]
+    # Made in the graph: a recomputation gets the same ones, and a replay others.
+    seeds = [torch.randint(MOST_DROPOUT, (2,), device=x.device) for _ in drawn]
+    host = [ops[i]._next_call for i in pipeline.quantizing if call.is_delayed]
+    if call.rounds:
+        host.append(torch.randint(MOST_ROUNDING, (1,), device="cpu"))
+    results = torch.ops.fuser.forward(call.name, x, parameters, list(extras), seeds, host)
+    return results[0] if pipeline.outputs == 1 else tuple(results[: pipeline.outputs])
+
+
+def _broken(
+    container: Any,
+    number: int | None,
+    x: torch.Tensor,
+    extras: tuple[torch.Tensor, ...],
+    keywords: Mapping[str, Any],
+    reason: str,
+) -> Any:
+    """The call of part ``number`` of a container, or of all of it, outside of the graph."""
+    graph_break(
+        f"a {type(container).__name__} is called outside of the graph: {reason}. Without "
+        "fullgraph=True it runs between two graphs."
+    )
+    return _called_outside(container, number, x, extras, keywords)
+
+
+def _first(tensors: list[torch.Tensor], tensor: torch.Tensor) -> int:
+    """The number of the first tensor that is this one."""
+    for number, other in enumerate(tensors):
+        if other is tensor:
+            return number
+    return -1  # it is one of them
 
 
 def _at(module: Any, path: Path) -> Any:
@@ -199,9 +295,21 @@ def _at(module: Any, path: Path) -> Any:
 
 @breaks_graph
 def _called_outside(
-    container: Any, x: torch.Tensor, extras: tuple[torch.Tensor, ...], keywords: Mapping[str, Any]
+    container: Any,
+    number: int | None,
+    x: torch.Tensor,
+    extras: tuple[torch.Tensor, ...],
+    keywords: Mapping[str, Any],
 ) -> Any:
-    return container.forward(x, *extras, **keywords)
+    if number is None:
+        return container.forward(x, *extras, **keywords)
+    return _segments_of(container).parts[number].call(x, (), None)
+
+
+def _segments_of(container: Any) -> Segments:
+    is_op = isinstance(container, FusibleOperation)
+    segments: Segments = container._own_segments() if is_op else container._current_segments()
+    return segments
 
 
 class Call(NamedTuple):
@@ -230,17 +338,33 @@ def describe(
     training: tuple[bool, ...],
     read: tuple[str, ...],
     is_checkpointed: bool,
+    ties: tuple[int, ...],
+    registered: int,
 ) -> Call:
     """The call with such facts; ``read`` is there for Dynamo to compare it at each call."""
     recipe, key = None, recipe_key.removeprefix(INSIDE)
+    pipeline = _pipelines[structure]
     if key:
+        here = current_recipe()
         try:
-            recipe = recipe_of_key(key)
+            recipe = here if here is not None and here._key == key else recipe_of_key(key)
         except KeyError:
-            return Call("custom recipes are not supported in graphs")
+            return Call(
+                "a custom recipe is entered in the graph; enter it around the compiled function"
+            )
+        if recipe.custom() and _has_states(pipeline, recipe):
+            return Call("quantizers of its custom recipe have states")
+    if is_functorch_active() or forward_ad_level() >= 0:
+        return Call("it is transformed by torch.func, or differentiated forward")
     for kind, _, _ in tensors:
         if kind not in ("Tensor", "Parameter", "FakeTensor", "FunctionalTensor"):
             return Call(f"a {kind} is among its inputs and parameters")
+    like = [torch.empty(1, 1, dtype=dtype, device="meta") for _, dtype, _ in tensors]
+    try:
+        count = 1 + parameter_count
+        pipeline.checks.kinds(like[0], like[1:count], like[count:])
+    except InputError as error:
+        return Call(str(error).removesuffix("."))
     facts = Facts(
         recipe_key,
         is_grad_enabled,
@@ -252,11 +376,37 @@ def describe(
         training,
         _rounds_at_random(recipe),
         is_checkpointed,
+        ties,
+        _others(pipeline, registered),
     )
-    name = f"{structure} {hashlib.sha256(repr((VERSION, facts)).encode()).hexdigest()[:16]}"
-    add_passes(name, lambda: Passes(_pipelines[structure], facts, recipe))
+    text = repr((__version__, VERSION, facts))
+    name = f"{structure} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    add_passes(name, lambda: Passes(pipeline, facts, recipe))
     is_delayed = isinstance(recipe, DelayedScaling)
     return Call("", name, is_delayed, is_delayed and recipe_key != key, facts.rounds)
+
+
+def _others(pipeline: OperationFuser, registered: int) -> str:
+    """What names code of the user that plans or runs; empty if there is none.
+
+    Graphs that torch keeps on disk then belong to this process.
+    """
+    modules = [fusion.__module__ for fusion in pipeline.fusions]
+    if not registered and all(module.partition(".")[0] == "fuser" for module in modules):
+        return ""
+    return f"{_process} {registered}"
+
+
+def _has_states(pipeline: OperationFuser, recipe: Recipe) -> bool:
+    """Whether quantizers of a custom recipe read or write tensors, as those of delayed scaling."""
+    with lock, recomputing_under(AutocastState(recipe)):
+        made = [
+            op.quantizer_value(mode, index)
+            for op in pipeline.basic_ops
+            for mode in ("forward", "backward")
+            for index in range(op.num_quantizers(mode))
+        ]
+    return any(quantizer is not None and quantizer.state_tensors() for quantizer in made)
 
 
 def _rounds_at_random(recipe: Recipe | None) -> bool:

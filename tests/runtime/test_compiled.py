@@ -23,6 +23,7 @@ import fuser
 from fuser import modules
 from fuser import recipe as recipes
 from fuser.runtime import compiled as passes
+from fuser.tensors import Float8Quantizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
@@ -152,14 +153,30 @@ EXTRAS: dict[str, Callable[[], torch.nn.Module]] = {
     "activation alone": lambda: fuser.SwiGLU(),
     "linear layer": lambda: modules.Linear(WIDTH, WIDTH),
     "mlp layer": lambda: modules.LayerNormMLP(WIDTH, 2 * WIDTH),
+    "modules between": lambda: fuser.Sequential(
+        fuser.Linear(WIDTH, WIDTH), torch.nn.Tanh(), fuser.GELU(), block(), torch.nn.Tanh()
+    ),
+    "hooks": lambda: hooked(),
+    "no dropout": lambda: fuser.Sequential(fuser.Dropout(0.0), fuser.Linear(WIDTH, WIDTH)),
 }
+
+
+def hooked() -> torch.nn.Module:
+    model = fuser.Sequential(fuser.RMSNorm(WIDTH), fuser.Linear(WIDTH, WIDTH), fuser.GELU())
+    model[1].register_forward_hook(lambda module, given, y: 2 * y)
+    model[2].register_forward_pre_hook(lambda module, given: (given[0] + 1,))
+    return model
+
+
+def constants(role: Any) -> Any:
+    return fuser.MXFP8Quantizer()
 
 
 @pytest.mark.parametrize("recipe", [None, MXFP8], ids=str)
 @pytest.mark.parametrize("make", EXTRAS.values(), ids=EXTRAS)
 def test_ops_and_layers_are_whole_graphs(make: Callable[[], Any], recipe: Any) -> None:
     model = make()
-    given = [rows(), rows()] if "Extra" in repr(model) else [rows()]
+    given = [rows(), rows()] if make is EXTRAS["extra input and output"] else [rows()]
     with under(recipe):
         expected = step(model, model, *given)
         # A function of its own, whose frame Dynamo compiles: not that of the module.
@@ -251,6 +268,41 @@ def test_an_autocast_inside_the_graph_counts() -> None:
     found = step(whole(inside), model, x)
     assert_equal(found, expected)
     assert not torch.equal(found[0], model(model(x)))
+
+
+def test_a_recipe_may_be_made_inside_the_graph() -> None:
+    model, x = Blocks(), rows()
+
+    def inside(x: torch.Tensor) -> Any:
+        with fuser.autocast(recipe=recipes.Float8CurrentScaling(backward_override="dequantized")):
+            return model(x)
+
+    expected = step(inside, model, x)
+    assert_equal(step(whole(inside), model, x), expected)
+    assert not torch.equal(expected[0], model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])
+def test_an_input_that_no_pipeline_takes_is_refused(dtype: torch.dtype) -> None:
+    model, x = block(), rows().to(dtype)
+    sentence = f"The input is {dtype}; a pipeline runs in torch.float32"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=sentence):
+        whole(lambda x: model(x))(x)
+    torch._dynamo.reset()
+    with pytest.raises(fuser.InputError, match=sentence):
+        torch.compile(lambda x: model(x), backend="aot_eager")(x)
+    assert torch.equal(whole(lambda x: model(x))(rows()), model(rows()))
+
+
+def test_a_custom_recipe_of_constants_is_in_the_graph() -> None:
+    model, x = Blocks(), rows()
+    custom = recipes.CustomRecipe(qfactory=constants)
+    with under(custom):
+        expected = step(model, model, x)
+        assert_equal(step(whole(model), model, x), expected)
+        assert graphs() == 1
+    with under(MXFP8):
+        assert_equal(expected, step(model, model, x))
 
 
 # -- the number of graphs -------------------------------------------------------------------
@@ -643,10 +695,27 @@ def test_stochastic_rounding_is_the_same_in_a_recomputation(how: str) -> None:
 # -- what cannot be in a graph -----------------------------------------------------------------
 
 
-def hooked() -> torch.nn.Module:
+class Doubled(fuser.GELU):
+    """An op of a user."""
+
+    def op_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return 2 * super().op_forward(*args, **kwargs)
+
+
+def with_its_own_method() -> torch.nn.Module:
     model = block()
-    model[1].register_forward_hook(lambda *_: None)
+    model[1].op_forward = lambda *args, **kwargs: args[1]
     return model
+
+
+def crossed() -> torch.nn.Module:
+    model = block()
+    model.insert(3, torch.nn.Identity())
+    return model
+
+
+def stateful(role: Any) -> Any:
+    return Float8Quantizer()
 
 
 class InsideTwice(Inside):
@@ -660,7 +729,14 @@ class InsideTwice(Inside):
 
 OUTSIDE: dict[str, tuple[Callable[[], torch.nn.Module], Any, str]] = {
     "an op twice inside": (InsideTwice, None, "called twice in an autocast"),
-    "hooks": (hooked, None, "modules between its pipelines, or ops with hooks"),
+    "an op of a user": (lambda: fuser.Sequential(Doubled()), None, "Doubled is an op from outside"),
+    "methods": (with_its_own_method, None, "RMSNorm has methods of its own"),
+    "channels": (crossed, None, "channels or extra tensors cross the modules"),
+    "stateful recipe": (
+        block,
+        recipes.CustomRecipe(qfactory=stateful),
+        "custom recipe have states",
+    ),
 }
 
 
