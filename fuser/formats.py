@@ -202,11 +202,20 @@ class Layout:
         return _known(tuple(buffers), self.multiple, "groups")
 
 
-@functools.lru_cache(maxsize=1024)
 def buffers_for_kernels(
     layout: Layout, m: int, k: int
 ) -> tuple[tuple[str, Buffer, tuple[int, ...]], ...]:
     """Name, description and shape of each buffer of a tensor ``[m, k]``; for every launch."""
+    try:
+        return _known_buffers(layout, m, k)
+    except TypeError:  # symbolic sizes have no hash
+        return _known_buffers.__wrapped__(layout, m, k)
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_buffers(
+    layout: Layout, m: int, k: int
+) -> tuple[tuple[str, Buffer, tuple[int, ...]], ...]:
     shapes = layout.shapes(m, k)
     return tuple((name, buffer, shapes[name]) for name, buffer in layout.buffers.items())
 

@@ -39,6 +39,7 @@ from fuser.cuda.tiled import (
 )
 from fuser.errors import InputError
 from fuser.formats import DType, NumberFormat, ceil_div
+from fuser.torch_private import size_hint
 
 # As in fp8_scaling.cu: the threads of a block, and the elements of a block in a stream.
 THREADS = 256
@@ -158,6 +159,7 @@ def quantize(
 
 def is_one_tile(rows: int, columns: int) -> bool:
     """Whether one block quantizes the whole matrix, and its width allows vectors."""
+    rows = size_hint(rows)
     return 0 < rows <= TILE and 0 < columns <= TILE and columns % TILE_RUN == 0
 
 

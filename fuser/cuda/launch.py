@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import functools
 import math
+import os
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from fuser.cuda.arguments import encode
 from fuser.cuda.sources import checked_source
 from fuser.errors import InputError
 from fuser.formats import ceil_div
-from fuser.torch_private import cuda_device, cuda_stream
+from fuser.torch_private import cuda_device, cuda_stream, size_hint
 
 Result = TypeVar("Result")
 
@@ -168,19 +170,52 @@ class _Recording(threading.local):
     """Whether launches do nothing: tensors are fake."""
 
 
-class _Addresses(TorchFunctionMode):
-    """Fake tensors have the addresses of whole allocations."""
+class _FakeTensors(TorchFunctionMode):
+    """Fake tensors have the addresses of whole allocations, and, for launchers, sizes in numbers.
+
+    A launch depends on sizes, and a graph with symbolic ones must not: each question about a symbol
+    would make the graph one of this size. Launchers allocate nothing, so what they compute from
+    sizes goes nowhere else.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.data_ptr:
             tensor = args[0]
-            return FAKE_ADDRESS + tensor.storage_offset() * tensor.element_size()
+            return FAKE_ADDRESS + size_hint(tensor.storage_offset()) * tensor.element_size()
+        if func in _SIZES and sys._getframe(1).f_code.co_filename.startswith(_LAUNCHERS):
+            if func is torch.Tensor.is_contiguous:
+                return _is_contiguous(args[0])
+            return _in_numbers(func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
 FAKE_ADDRESS = 1 << 20
+_LAUNCHERS = os.path.dirname(__file__)
+_SIZES = frozenset(
+    (
+        *(torch.Tensor.size, torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.storage_offset),
+        *(torch.Tensor.shape.__get__, torch.Tensor.nbytes.__get__, torch.Tensor.is_contiguous),
+        torch.Tensor.__len__,
+    )
+)
+
+
+def _in_numbers(sizes: Any) -> Any:
+    if isinstance(sizes, tuple):
+        return torch.Size(map(size_hint, sizes))
+    return size_hint(sizes)
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for size, stride in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))):
+        number = size_hint(size)
+        if number != 1 and size_hint(stride) != expected:
+            return False
+        expected *= max(number, 1)
+    return True
 
 
 @contextlib.contextmanager
@@ -189,7 +224,7 @@ def dry_run() -> Iterator[None]:
     outer = recording.listener, recording.is_dry
     recording.listener, recording.is_dry = (lambda *_: None), True
     try:
-        with _Addresses():
+        with _FakeTensors():
             yield
     finally:
         recording.listener, recording.is_dry = outer

@@ -17,6 +17,7 @@ from fuser.cuda.checks import boolean, check_buffer, check_element, check_matrix
 from fuser.cuda.launch import TILE, Kernel, Launch
 from fuser.errors import InputError
 from fuser.formats import ceil_div
+from fuser.torch_private import size_hint
 
 THREADS = 256
 # Threads of a block in a row: 2 KB.
@@ -190,7 +191,8 @@ def workspace_size(
     whether the gradient of its operand is wanted.
     """
     chain = chain_of(stages, dtype, (torch.float32,) * len(stages), tuple(has_grad))
-    return sum(part.count * part.size for part in _parts(chain, rows, columns, 1))
+    parts = _parts(chain, size_hint(rows), size_hint(columns), 1)
+    return sum(part.count * part.size for part in parts)
 
 
 def forward_producer(
@@ -200,6 +202,7 @@ def forward_producer(
 
     The arguments are those of :func:`pointwise`, and a tiled kernel reads the same bytes.
     """
+    rows, columns = size_hint(rows), size_hint(columns)
     chain = chain_of(stages, x.dtype, scale_dtypes_of(stages, operands))
     inputs = chain.forward_inputs(x, operands, rows, columns)
     is_aligned = chain.is_aligned(inputs, TILE_RUN)
@@ -245,6 +248,7 @@ def backward_producer(
         If the dtype, shape or layout of a tensor is wrong, or ``row_parts`` are given and not one
         stage has scales.
     """
+    rows, columns = size_hint(rows), size_hint(columns)
     scale_dtypes = scale_dtypes_of(stages, operands)
     chain = chain_of(stages, dy.dtype, scale_dtypes, (False,) * len(stages), saved)
     inputs = chain.backward_inputs(dy, x, operands, rows, columns)

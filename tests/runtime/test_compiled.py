@@ -305,6 +305,150 @@ def test_a_custom_recipe_of_constants_is_in_the_graph() -> None:
         assert_equal(expected, step(model, model, x))
 
 
+# -- what a forward saves --------------------------------------------------------------------
+
+
+def scaled() -> torch.nn.Module:
+    return fuser.Sequential(
+        fuser.ScaledSwiGLU(),
+        fuser.Linear(WIDTH, 2 * WIDTH, bias=False),
+        fuser.ScaledSwiGLU(),
+        fuser.Linear(WIDTH, 2 * WIDTH, bias=False),
+        fuser.ScaledSwiGLU(),
+    )
+
+
+def test_a_backward_reads_the_tensors_of_its_forward_if_inputs_are_tied() -> None:
+    model = scaled()
+    x, s, t = torch.randn(8, 2 * WIDTH), torch.rand(8), torch.rand(8)
+
+    def gradients(function: Any) -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        outputs = [function(leaf, s, t, s), function(leaf, s, t, t), function(leaf, t, t, t)]
+        leaves = [leaf, *model.parameters()]
+        return [g for y in outputs for g in torch.autograd.grad(y.sum(), leaves)]
+
+    assert_equal(gradients(whole(model)), gradients(model))
+
+
+def three(tied: int | None) -> torch.nn.Module:
+    linears = [fuser.BasicLinear(WIDTH, WIDTH) for _ in range(3)]
+    if tied is not None:
+        linears[2].weight = linears[tied].weight
+    return fuser.Sequential(*linears)
+
+
+def test_a_backward_reads_the_weights_of_its_forward_if_weights_are_tied() -> None:
+    models, x = [three(tied) for tied in (1, 0, None)], rows()
+    compiled = [whole(lambda x, model=model: model(x)) for model in models]
+    outputs = [function(x.requires_grad_()) for function in compiled]
+    for model, y in zip(models, outputs, strict=True):
+        leaves = list(model.parameters())
+        expected = torch.autograd.grad(model(x).sum(), leaves)
+        assert_equal(list(torch.autograd.grad(y.sum(), leaves)), list(expected))
+
+
+def test_an_op_may_be_in_a_pipeline_twice() -> None:
+    op, others = fuser.Linear(WIDTH, WIDTH), [fuser.Linear(WIDTH, WIDTH) for _ in range(2)]
+    for one, two in ((others[0], others[1]), (op, op), (others[1], others[0])):
+        model = fuser.Sequential(one, fuser.SiLU(), two)
+        assert_equal(step(whole(lambda x: model(x)), model, rows()), step(model, model, rows()))  # noqa: B023
+
+
+def test_inputs_of_other_layouts_share_passes() -> None:
+    model, x = fuser.Sequential(fuser.RMSNorm(WIDTH), fuser.Linear(WIDTH, WIDTH)), rows()
+    x = x.view(4, 8, WIDTH)
+    compiled = whole(lambda x: model(x))
+    leaves = [x.requires_grad_(), x.detach().transpose(0, 1).requires_grad_()]
+    for function in (compiled, model):
+        outputs = [function(leaf) for leaf in leaves]
+        for leaf, y in zip(leaves, outputs, strict=True):
+            (leaf.grad,) = torch.autograd.grad(y.sum(), leaf)
+    assert torch.equal(leaves[0].grad, leaves[1].grad.transpose(0, 1))
+
+
+def test_hooks_on_saved_tensors_may_change_strides() -> None:
+    linear, x = fuser.BasicLinear(WIDTH, WIDTH), rows()
+    linear.weight.data = linear.weight.data.t()
+    model = fuser.Sequential(linear, fuser.GELU())
+
+    def hooked_step(function: Any) -> list[Any]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous()):
+            return step(function, model, x)
+
+    assert_equal(hooked_step(whole(lambda x: model(x))), hooked_step(model))
+
+
+# -- other transformations ---------------------------------------------------------------------
+
+
+def test_a_backward_inside_torchs_autocast_has_the_dtypes_of_its_forward() -> None:
+    model, x = Blocks(), rows().requires_grad_()
+    found = []
+    for function in (model, whole(model)):
+        y = function(x)
+        with torch.autocast("cpu", dtype=BF16):
+            found.append(torch.autograd.grad(y.sum(), [x, *model.parameters()]))
+    assert_equal(list(found[1]), list(found[0]))
+
+
+def test_forward_derivatives_are_refused() -> None:
+    model, x = fuser.Sequential(fuser.LayerNorm(WIDTH), fuser.Linear(WIDTH, WIDTH)), rows()
+
+    def tangent(x: torch.Tensor) -> Any:
+        return torch.func.jvp(model, (x,), (torch.ones_like(x),))
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"transformed by torch\.func"):
+        whole(tangent)(x)
+    with pytest.raises(fuser.StateError):
+        torch.compile(tangent, backend="aot_eager")(x)
+
+
+def test_second_derivatives_are_refused() -> None:
+    model, x = fuser.Sequential(fuser.Linear(WIDTH, WIDTH), fuser.GELU()), rows().requires_grad_()
+    y = whole(lambda x: model(x), "eager")(x)
+    with pytest.raises(fuser.StateError, match="cannot be differentiated twice"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_fusions_that_are_registered_after_compiling_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fuser.runtime import pipeline
+
+    monkeypatch.setattr(pipeline, "_registered", pipeline._registered)
+    monkeypatch.setattr(pipeline, "_registered_count", pipeline._registered_count)
+
+    class Hundred(fuser.FusedOperation):
+        def fuser_forward(self, ctxs: Any, x: torch.Tensor, **_: Any) -> Any:
+            return x * 100, [(), ()]
+
+        def fuser_backward(self, ctxs: Any, dy: torch.Tensor, **_: Any) -> Any:
+            return dy * 100, [(), ()], [(), ()]
+
+    def fuse(ops: Any, *, recipe: Any = None) -> Any:
+        kinds = [fuser.GELU, fuser.ConstantScale]
+        return [Hundred(ops)] if [type(op) for op in ops] == kinds else ops
+
+    model, x = fuser.Sequential(fuser.GELU(), fuser.ConstantScale(2.0)), rows()
+    compiled = whole(lambda x: model(x))
+    compiled(x)
+    fuser.register_forward_fusion(fuse)
+    fuser.register_backward_fusion(fuse)
+    assert_equal(step(compiled, model, x), step(model, model, x))
+    assert torch.equal(compiled(x), 100 * x)
+
+
+def test_a_forward_that_is_set_on_a_composite_counts() -> None:
+    model, other = (fuser.Sequential(fuser.Linear(WIDTH, WIDTH), fuser.GELU()) for _ in range(2))
+    compiled, x = whole(lambda x: model(x)), rows()
+    compiled(x)
+    for one in (model, other):
+        one[0].forward = lambda x: 3 * x
+        assert torch.equal(whole(lambda x: one(x))(x), one(x))  # noqa: B023
+    assert torch.equal(compiled(x), model(x))
+
+
 # -- the number of graphs -------------------------------------------------------------------
 
 
@@ -337,6 +481,22 @@ def test_ten_numbers_of_tokens_are_few_graphs(recipe: Any) -> None:
         with under(recipe):
             assert_equal(step(compiled, model, x), step(model, model, x))
     assert graphs() <= 2
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT, MXFP8, DELAYED], ids=str)
+def test_ten_numbers_of_tokens_are_few_graphs_of_kernels(recipe: Any) -> None:
+    with on_kernels():
+        model = Blocks(1, dtype=BF16)
+        other = copy.deepcopy(model)
+        compiled = whole(other)
+        for count in (64, 32, 96, 48, 7, 100, 33, 160, 80, 1):
+            x = rows(count, BF16)
+            with under(recipe):
+                expected = step(model, model, x)
+            with under(recipe):
+                assert_equal(step(compiled, other, x), expected)
+        # One of them for one token; under MXFP8, one more for rows that are padded.
+        assert graphs() <= 3 + (recipe is MXFP8)
 
 
 def test_train_and_eval_are_compiled_once() -> None:
