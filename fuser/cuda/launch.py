@@ -193,11 +193,18 @@ class _FakeTensors(TorchFunctionMode):
 
 FAKE_ADDRESS = 1 << 20
 _LAUNCHERS = os.path.dirname(__file__)
+
+
+def _getter(name: str) -> Any:
+    """What a function mode gets of a read of this attribute."""
+    attribute: Any = getattr(torch.Tensor, name)
+    return attribute.__get__
+
+
 _SIZES = frozenset(
     (
         *(torch.Tensor.size, torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.storage_offset),
-        *(torch.Tensor.shape.__get__, torch.Tensor.nbytes.__get__, torch.Tensor.is_contiguous),
-        torch.Tensor.__len__,
+        *(_getter("shape"), _getter("nbytes"), torch.Tensor.is_contiguous, torch.Tensor.__len__),
     )
 )
 

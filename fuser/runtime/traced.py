@@ -187,7 +187,8 @@ def traced_call(
     # Compared by each call of the graph.
     composites = [_at(container, path)._structure for path in trace.composites]
     given = {name: value for name, value in keywords.items() if value}
-    if given or tuple(container._modules) != trace.names:
+    is_same = tuple(container._modules) == trace.names
+    if given or not is_same:
         return _broken(container, None, x, extras, keywords, "it has keyword arguments for its ops")
     if len(trace.parts) == 1 and isinstance(trace.parts[0], Pipeline):
         return _traced_pipeline(container, None, trace.parts[0], x, extras, composites)

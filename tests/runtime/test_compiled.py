@@ -420,10 +420,10 @@ def test_fusions_that_are_registered_after_compiling_count(
     monkeypatch.setattr(pipeline, "_registered_count", pipeline._registered_count)
 
     class Hundred(fuser.FusedOperation):
-        def fuser_forward(self, ctxs: Any, x: torch.Tensor, **_: Any) -> Any:
+        def fuser_forward(self, ctxs: Any, x: torch.Tensor, **_: Any) -> Any:  # type: ignore[override]
             return x * 100, [(), ()]
 
-        def fuser_backward(self, ctxs: Any, dy: torch.Tensor, **_: Any) -> Any:
+        def fuser_backward(self, ctxs: Any, dy: torch.Tensor, **_: Any) -> Any:  # type: ignore[override]
             return dy * 100, [(), ()], [(), ()]
 
     def fuse(ops: Any, *, recipe: Any = None) -> Any:
