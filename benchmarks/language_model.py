@@ -2,9 +2,10 @@
 
 The model of examples/train_lm.py with 32 layers of width 1024, sequences of 1024 bytes, 8 in a
 batch, parameters in fp32, torch's autocast in bf16, and torch's fused AdamW. Variants: plain torch,
-eager and compiled whole; feed-forward blocks in fuser, with attention in eager torch or compiled;
-and norms, projections and residuals of attention in fuser too. They run alternately (timing.py). On
-a CPU sizes are small, to try the script.
+eager and compiled whole, with CUDA graphs or without; feed-forward blocks in fuser, with attention
+in eager torch or compiled, and the model compiled whole; and norms, projections and residuals of
+attention in fuser too. They run alternately (timing.py). On a CPU sizes are small, to try the
+script.
 
     python benchmarks/language_model.py --out out/language_model.csv
 """
@@ -65,6 +66,24 @@ def compiled(options: train_lm.Options) -> nn.Module:
     return model
 
 
+def compiled_with_graphs(options: train_lm.Options) -> nn.Module:
+    model = plain(options)
+    model.compile(dynamic=False, mode="reduce-overhead")
+    return model
+
+
+def fused_compiled(options: train_lm.Options) -> nn.Module:
+    model = fused(options)
+    model.compile(dynamic=False, fullgraph=True)
+    return model
+
+
+def fused_compiled_with_graphs(options: train_lm.Options) -> nn.Module:
+    model = fused(options)
+    model.compile(dynamic=False, fullgraph=True, mode="reduce-overhead")
+    return model
+
+
 def fused(options: train_lm.Options) -> train_lm.LanguageModel:
     return train_lm.LanguageModel(options, train_lm.fused_feed_forward)
 
@@ -88,15 +107,26 @@ Make = Callable[[train_lm.Options], nn.Module]
 VARIANTS: dict[str, tuple[Make, str]] = {
     "torch eager": (plain, "none"),
     "torch.compile": (compiled, "none"),
+    "torch.compile, graphs": (compiled_with_graphs, "none"),
     "fuser": (fused, "none"),
     "fuser, attention compiled": (fused_beside_compiled, "none"),
     "the same, current": (fused_beside_compiled, "current"),
+    "fuser compiled": (fused_compiled, "none"),
+    "fuser compiled, current": (fused_compiled, "current"),
+    "fuser compiled, delayed": (fused_compiled, "delayed"),
+    "fuser compiled, 128-block": (fused_compiled, "block"),
+    "fuser compiled, graphs": (fused_compiled_with_graphs, "none"),
+    "the same, current, graphs": (fused_compiled_with_graphs, "current"),
+    "the same, 128-block, graphs": (fused_compiled_with_graphs, "block"),
     "fuser everywhere": (fused_everywhere, "none"),
     "fuser everywhere, current": (fused_everywhere, "current"),
     "fuser everywhere, 128-block": (fused_everywhere, "block"),
 }
 
-COMPILED = (compiled, fused_beside_compiled)
+COMPILED = (
+    *(compiled, compiled_with_graphs, fused_beside_compiled),
+    *(fused_compiled, fused_compiled_with_graphs),
+)
 
 
 def step_of(make: Make, options: train_lm.Options) -> Call:

@@ -93,6 +93,7 @@ class Options(parallel.Options):
     recipe: str = "none"
     override: str = "none"
     out: Path = Path("out")
+    compile: bool = False
     compare: bool = True
     prompt: str = "def "
     temperature: float = 0.5
@@ -338,6 +339,8 @@ def train(
     run = Run(name)
     progress = progress or Progress(name)
     trained = ranks.trained(model)
+    if options.compile:  # validation and samples, whose windows have other lengths, run as they are
+        trained = torch.compile(trained, dynamic=False)
     optimizer = make_optimizer(model, options)
     if options.resume is not None and learning_rates is None:
         run.start = checkpoints.load(options.resume, model, optimizer, ranks)
@@ -666,6 +669,7 @@ def parse(argv: list[str] | None) -> Options:
     add = parser.add_argument
     add("--recipe", choices=tuple(RECIPES), default=default.recipe, help="low precision")
     add("--override", choices=OVERRIDES, default=default.override, help="how backward runs then")
+    add("--compile", action="store_true", help="compile training steps by torch.compile")
     add(
         "--no-compare",
         dest="compare",

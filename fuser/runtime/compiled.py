@@ -1,4 +1,7 @@
-"""The operations of compiled graphs: ``fuser::forward`` and ``fuser::backward``."""
+"""The operations of compiled graphs: ``fuser::forward`` and ``fuser::backward``, and these on hosts.
+
+``fuser::host_forward`` and ``fuser::host_backward`` are the same for passes that need the host.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,10 @@ VERSION = 4
 
 _library = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_library.define(  # type: ignore[no-untyped-call]
-    "forward(str call, Tensor x, Tensor[] params, Tensor[] extras, Tensor[] seeds, Tensor[] host)"
-    " -> Tensor[]",
-    tags=_TAGS,
-)
-_library.define(  # type: ignore[no-untyped-call]
-    "backward(str call, SymInt[] sizes, int[] inputs, int[] outputs, Tensor?[] grads,"
-    " Tensor[] saved, Tensor[] params, Tensor[] host) -> Tensor[]",
-    tags=_TAGS,
+_FORWARD = "(str call, Tensor x, Tensor[] params, Tensor[] extras, Tensor[] seeds, Tensor[] host)"
+_BACKWARD = (
+    "(str call, SymInt[] sizes, int[] inputs, int[] outputs, Tensor?[] grads, Tensor[] saved,"
+    " Tensor[] params, Tensor[] host)"
 )
 
 
@@ -80,7 +78,7 @@ def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.main = (output[0].shape, output[0].dtype, output[0].device)
 
 
-def _gradients(ctx: Any, grads: Any) -> tuple[Any, ...]:
+def _gradients(backward: Any, ctx: Any, grads: Any) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         refuse_second_derivative()
     params, _, seeds, host = ctx.counts
@@ -92,17 +90,36 @@ def _gradients(ctx: Any, grads: Any) -> tuple[Any, ...]:
         shape, dtype, device = ctx.main
         given[0] = torch.zeros(shape, dtype=dtype, device=device)
     inputs, outputs, _ = ctx.saved
-    found = iter(torch.ops.fuser.backward(ctx.call, ctx.sizes, inputs, outputs, given, *tensors))
+    found = iter(backward(ctx.call, ctx.sizes, inputs, outputs, given, *tensors))
     wanted = [requires_grad for _, _, requires_grad in _passes_of(ctx.call).facts.tensors]
     each = [next(found) if is_wanted else None for is_wanted in wanted]
     nothing = [None] * seeds, [None] * host
     return None, each[0], each[1 : 1 + params], each[1 + params :], *nothing
 
 
-for _name, _function in (("forward", _forward), ("backward", _backward)):
-    _real, _fake = functools.partial(_function, False), functools.partial(_function, True)
-    _library.impl(_name, _real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"fuser::{_name}", _fake, lib=_library)
-torch.library.register_autograd(
-    "fuser::forward", _gradients, setup_context=_keep_for_backward, lib=_library
-)
+def _define(name: str, arguments: str, function: Any, tags: tuple[torch.Tag, ...]) -> Any:
+    """The operation with this name; its fake runs the same function."""
+    _library.define(f"{name}{arguments} -> Tensor[]", tags=tags)  # type: ignore[no-untyped-call]
+    real, fake = functools.partial(function, False), functools.partial(function, True)
+    _library.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"fuser::{name}", fake, lib=_library)
+    return getattr(torch.ops.fuser, name)
+
+
+def _define_passes(prefix: str, *tags: torch.Tag) -> Any:
+    """Both passes; the forward."""
+    backward = _define(f"{prefix}backward", _BACKWARD, _backward, (*_TAGS, *tags))
+    forward = _define(f"{prefix}forward", _FORWARD, _forward, (*_TAGS, *tags))
+    torch.library.register_autograd(
+        f"fuser::{prefix}forward",
+        functools.partial(_gradients, backward),
+        setup_context=_keep_for_backward,
+        lib=_library,
+    )
+    return forward
+
+
+forward = _define_passes("")
+# What they do on the host, such as the steps of delayed scaling, a replay of a CUDA graph would
+# leave out.
+forward_on_host = _define_passes("host_", torch.Tag.cudagraph_unsafe)

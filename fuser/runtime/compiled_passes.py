@@ -282,10 +282,15 @@ class Passes:
             return runner.forward(given, is_fake=False)
         if self.is_inside:
             stack.enter_context(autocast(recipe=self.recipe))
-        again = state_of_forward(runner.ops)
+        again = state_of_forward(tuple(ops))
         if again is not None:
             self._check_recomputation(again)
             stack.enter_context(recomputing_under(again))
+        elif current_recipe() != self.recipe:
+            raise StateError(
+                f"A compiled {self.title()} runs under {self.recipe} in a backward, in a thread "
+                f"under {current_recipe()}. Enter fuser.autocast in what runs there."
+            )
         if not self.facts.is_grad_enabled and not is_checkpointed_forward():
             stack.enter_context(evaluation())
         state = current_state()

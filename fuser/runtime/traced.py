@@ -30,7 +30,7 @@ from fuser.precision.contexts import (
     recomputing_under,
 )
 from fuser.recipe import DelayedScaling, QParams, Recipe, recipe_of_key
-from fuser.runtime.compiled import VERSION, add_passes
+from fuser.runtime.compiled import VERSION, add_passes, forward, forward_on_host
 from fuser.runtime.compiled_passes import Facts, Passes, TensorFacts, copied, lock, quantizing
 from fuser.runtime.pipeline import OperationFuser, registered_count
 from fuser.runtime.segment import PipelineSegment, Segment
@@ -260,7 +260,8 @@ def _traced_pipeline(
     host = [ops[i]._next_call for i in pipeline.quantizing if call.is_delayed]
     if call.rounds:
         host.append(torch.randint(MOST_ROUNDING, (1,), device="cpu"))
-    results = torch.ops.fuser.forward(call.name, x, parameters, list(extras), seeds, host)
+    operation = forward_on_host if host else forward
+    results = operation(call.name, x, parameters, list(extras), seeds, host)
     return results[0] if pipeline.outputs == 1 else tuple(results[: pipeline.outputs])
 
 

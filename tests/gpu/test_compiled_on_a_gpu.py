@@ -122,4 +122,5 @@ def test_ten_numbers_of_tokens_are_few_graphs_on_a_gpu(recipe: Any) -> None:
         x = torch.randn(count, 64, dtype=BF16, device="cuda")
         with under(recipe):
             assert_equal(step(compiled, model, x), step(model, model, x))
-    assert graphs() - before <= 3 + (recipe is MXFP8)
+    # One of them for one token; under a recipe, one more for rows that are padded.
+    assert graphs() - before <= 3 + (recipe is not None)
