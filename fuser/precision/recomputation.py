@@ -84,6 +84,13 @@ def state_of_forward(ops: Ops) -> AutocastState | None:
     return conditions
 
 
+def may_be_checkpointed(*, is_grad_enabled: bool) -> bool:
+    """Whether a checkpoint may run the code here, now or again; false is found in few calls."""
+    if graph_task() != -1 or saved_tensor_hooks(True) is not None:
+        return True
+    return not is_grad_enabled and _may_be_in_function()  # a reentrant one runs without gradients
+
+
 def is_checkpointed_forward() -> bool:
     """Whether a reentrant checkpoint is running its forward, without gradients, before a backward.
 

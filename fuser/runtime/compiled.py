@@ -1,4 +1,4 @@
-"""The operations of compiled graphs: ``fuser::forward`` and ``fuser::backward``, and these on hosts.
+"""The operations of compiled graphs: ``fuser::forward`` and ``fuser::backward``.
 
 ``fuser::host_forward`` and ``fuser::host_backward`` are the same for passes that need the host.
 """
@@ -91,8 +91,7 @@ def _gradients(backward: Any, ctx: Any, grads: Any) -> tuple[Any, ...]:
         given[0] = torch.zeros(shape, dtype=dtype, device=device)
     inputs, outputs, _ = ctx.saved
     found = iter(backward(ctx.call, ctx.sizes, inputs, outputs, given, *tensors))
-    wanted = [requires_grad for _, _, requires_grad in _passes_of(ctx.call).facts.tensors]
-    each = [next(found) if is_wanted else None for is_wanted in wanted]
+    each = [next(found) if is_wanted else None for is_wanted in _passes_of(ctx.call).wanted]
     nothing = [None] * seeds, [None] * host
     return None, each[0], each[1 : 1 + params], each[1 + params :], *nothing
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import operator
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -51,7 +53,11 @@ from fuser.precision.numbered_calls import (
     op_number,
     ops_of,
 )
-from fuser.precision.recomputation import is_checkpointed_forward, state_of_forward
+from fuser.precision.recomputation import (
+    is_checkpointed_forward,
+    may_be_checkpointed,
+    state_of_forward,
+)
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.runtime.diagnose import refuse_transform
 from fuser.runtime.executor import CompiledPlan
@@ -124,6 +130,11 @@ class Given(NamedTuple):
     host: Tensors
     """On the CPU: the numbers of the calls of ops with quantizers, and the seed of roundings."""
 
+    def is_untied(self) -> bool:
+        """Whether each tensor is another object."""
+        tensors = (self.x, *self.params, *self.extras)
+        return len(set(map(id, tensors))) == len(tensors)
+
     def with_ties(self, ties: Sequence[int]) -> Given:
         """The same tensors, with these ties of the input, the parameters and the extra inputs."""
         tensors = [self.x, *self.params, *self.extras]
@@ -169,10 +180,9 @@ class Place(NamedTuple):
     """Size, stride and offset in that tensor, if it is a view."""
 
     def of(self, tensors: Tensors | dict[int, torch.Tensor]) -> torch.Tensor:
-        """The saved tensor, from the inputs, outputs or saved tensors."""
+        """The saved view, of one of the inputs, outputs or saved tensors."""
         tensor = tensors[self.number]
-        if self.view is None:
-            return tensor
+        assert self.view is not None
         size, stride, offset = self.view
         return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
@@ -193,6 +203,8 @@ class _Pass(NamedTuple):
     made: tuple[int, ...]
     """The saved tensors that are neither inputs nor outputs."""
     recorded: RecordedForward | None
+    copied: tuple[bool, ...]
+    """Whether each output is a copy, because the forward returned a view of an input."""
     contexts: Contexts
     parts: list[Part]
     ends: Ends
@@ -206,23 +218,20 @@ class Passes:
         self.facts = facts
         self.recipe = recipe
         self.output_count = 1 + len(pipeline.returned)
+        self.wanted = [requires_grad for _, _, requires_grad in facts.tensors]
+        """Whether each tensor requires a gradient."""
         self.saved = Saved()
         """What the forward that was traced last saves. Graphs of other layouts save other sets."""
         self._traced: set[Saved] = set()
+        self.is_inside = facts.recipe_key.startswith(INSIDE)
+        """Whether the graph itself enters autocast."""
+        self.is_delayed = isinstance(recipe, DelayedScaling)
+        self._is_untied = all(first == number for number, first in enumerate(facts.ties))
         self._pipeline = pipeline
         self._runner = _Runner(self, pipeline)
         # Under delayed scaling each pipeline has its own states, and recordings that hold them.
         self._runners: weakref.WeakKeyDictionary[BasicOperation, tuple[list[int], _Runner]]
         self._runners = weakref.WeakKeyDictionary()
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the graph itself enters autocast."""
-        return self.facts.recipe_key.startswith(INSIDE)
-
-    @property
-    def is_delayed(self) -> bool:
-        return isinstance(self.recipe, DelayedScaling)
 
     def note_saved(self, saved: Saved, *, is_fake: bool) -> None:
         """Note what a graph saves; check it of a forward that runs, whose graph was traced here."""
@@ -246,9 +255,14 @@ class Passes:
 
     def forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
         """The outputs, and the saved tensors that are neither inputs nor outputs."""
-        given = given.with_ties(self.facts.ties)
-        if not is_fake and forward_ad_level() >= 0:
-            refuse_transform()
+        if not (self._is_untied and given.is_untied()):
+            given = given.with_ties(self.facts.ties)
+        if not is_fake:
+            if forward_ad_level() >= 0:
+                refuse_transform()
+            replayed = self._replayed(given)
+            if replayed is not None:
+                return replayed
         with lock, torch.no_grad(), contextlib.ExitStack() as stack:
             if self.recipe is not None:
                 use_autocast()
@@ -265,6 +279,31 @@ class Passes:
                 return self._runner.forward(given, is_fake=False)
             numbers = numbers_in(given.host[: len(given.host) - self.facts.rounds])
             return self._delayed_forward(given, numbers, stack)
+
+    def _replayed(self, given: Given) -> list[torch.Tensor] | None:
+        """The results of a recorded forward; None if a forward must find its conditions first."""
+        facts = self.facts
+        if may_be_checkpointed(is_grad_enabled=facts.is_grad_enabled) or facts.rounds:
+            return None
+        if not self.is_inside:
+            recipe = current_recipe()
+            if recipe is not self.recipe and recipe != self.recipe:
+                return None  # it is refused
+        elif self.is_delayed:
+            return None
+        if not self.is_delayed:
+            with lock, torch.no_grad():
+                return self._runner.replayed(given)
+        if not facts.is_grad_enabled:
+            return None
+        numbers = numbers_in(given.host)
+        ops = ops_of(numbers)
+        with lock, torch.no_grad():
+            runner = self._runner_of(ops)
+            results = runner.replayed(given)
+            if results is not None:
+                self._note_forward(numbers, ops, runner, current_state())
+            return results
 
     def _delayed_forward(
         self, given: Given, numbers: list[Number], stack: contextlib.ExitStack
@@ -297,6 +336,16 @@ class Passes:
         if state.region is not None and self.facts.is_checkpointed:
             state.region.may_be_recomputed = True
         results = runner.forward(given, is_fake=False)
+        self._note_forward(numbers, ops, runner, state)
+        return results
+
+    def _note_forward(
+        self,
+        numbers: list[Number],
+        ops: list[BasicOperation],
+        runner: _Runner,
+        state: AutocastState,
+    ) -> None:
         call = None
         if runner.plan.needs_backward:
             group = None if state.group is None else WeakGroup(state.group)
@@ -304,7 +353,6 @@ class Passes:
             gradients = tuple([weakref.ref(scales) for scales in modes if scales is not None])
             call = ForwardCall(state._replace(group=group), gradients)
         note_forward(numbers, ops, call)
-        return results
 
     def _runner_of(self, ops: list[BasicOperation]) -> _Runner:
         """The runner of the pipeline with these ops, over their states."""
@@ -322,12 +370,7 @@ class Passes:
         self, given: GivenBack, params: Tensors, host: Tensors, *, is_fake: bool
     ) -> list[torch.Tensor]:
         """The gradients of the inputs that require one."""
-        with (
-            lock,
-            torch.no_grad(),
-            recomputing_under(AutocastState(self.recipe)),
-            self._given_seeds((), host, draw=1),
-        ):
+        with lock, torch.no_grad(), self._given_seeds((), host, draw=1):
             if is_fake or not self.is_delayed:
                 return self._runner.backward(given, params, is_fake=is_fake)
             numbers = numbers_in(host[: len(host) - self.facts.rounds])
@@ -393,6 +436,10 @@ class _Runner:
         self._known = KnownParameters(pipeline.basic_ops)
         self._no_parameters = pipeline._slots.tensors()
         self._layouts: dict[tuple[int, ...], tuple[Any, ParameterLayout | None]] = {}
+        # Those of recorded forwards, which are the same for each repetition.
+        self._recorded_passes: dict[RecordedForward, _Pass] = {}
+        # Those whose gradients share no memory with saved tensors and parameters.
+        self._sound: weakref.WeakSet[RecordedForward] = weakref.WeakSet()
         # Apart for fake tensors: a backward may be traced after a forward has run.
         self._known_passes: dict[bool, dict[tuple[int | str, ...], _Pass]] = {False: {}, True: {}}
 
@@ -407,6 +454,28 @@ class _Runner:
             own.__dict__["_delayed"] = op._delayed
 
     # -- forward -------------------------------------------------------------------
+
+    def replayed(self, given: Given) -> list[torch.Tensor] | None:
+        """The results of a recorded forward, as of an eager one; None if there is none."""
+        if not self._recorded_passes:
+            return None
+        plan, (x, params, extras, seeds, _) = self.plan, given
+        layout = self._layout(params)
+        if plan.recorded is None or layout is None:
+            return None
+        tensors = (x, *params, *extras, *seeds)
+        found = plan.recorded.find(tensors, len(extras) + len(seeds), layout, None)
+        known = None if found is None else self._recorded_passes.get(found[0])
+        if found is None or known is None:
+            return None
+        recorded, keywords, groups = found
+        output, produced, _, saved, *_ = recorded.run(tensors, keywords, groups, _no_forward)
+        returned = (output, *[produced[n] for n in plan.returned])
+        outputs = [
+            tensor.clone() if is_copied else tensor
+            for tensor, is_copied in zip(returned, known.copied, strict=True)
+        ]
+        return [*outputs, *[saved[i] for i in known.made]]
 
     def forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
         inputs, (x, params, extras, seeds, _) = given.inputs, given
@@ -427,16 +496,19 @@ class _Runner:
                     "inside torch.compile."
                 )
             taken = set(map(storage_of, inputs))
-            outputs = [_own(t, taken) for t in (output, *(produced[n] for n in plan.returned))]
+            returned = (output, *(produced[n] for n in plan.returned))
+            outputs = [_own(tensor, taken) for tensor in returned]
             if not rest:
                 return outputs
-            made = self._keep(given, outputs, *rest, is_fake=is_fake)
+            copied = tuple(map(operator.is_not, outputs, returned))
+            made = self._keep(given, outputs, copied, *rest, is_fake=is_fake)
         return [*outputs, *made]
 
     def _keep(
         self,
         given: Given,
         outputs: Tensors,
+        copied: tuple[bool, ...],
         ctxs: Any,
         saved: Tensors,
         ends: Ends,
@@ -455,9 +527,6 @@ class _Runner:
             parts, held = taken_apart(saved)
             contexts = [(type(context), dict(context.__dict__)) for context in ctxs]
         key = _key(given.sizes())
-        known = passes.get(key)
-        if known is not None and recorded is not None and known.recorded is recorded:
-            return [held[i] for i in known.made]
         made: list[torch.Tensor] = []
         places = [_place(tensor, given.inputs, outputs, made) for tensor in held]
         numbers = {
@@ -469,7 +538,12 @@ class _Runner:
         while key not in passes and len(passes) >= MOST_SIZES:
             passes.pop(next(iter(passes)))
         of_made = tuple(next(i for i, t in enumerate(held) if t is tensor) for tensor in made)
-        passes[key] = _Pass(places, of_made, recorded, contexts, parts, ends, specs)
+        known = _Pass(places, of_made, recorded, copied, contexts, parts, ends, specs)
+        passes[key] = known
+        if recorded is not None:
+            while len(self._recorded_passes) >= MOST_LAYOUTS:
+                self._recorded_passes.pop(next(iter(self._recorded_passes)))
+            self._recorded_passes[recorded] = known
         return made
 
     # -- backward ------------------------------------------------------------------
@@ -489,37 +563,56 @@ class _Runner:
             "input": dict(zip(of_inputs, saved[inputs:outputs], strict=True)),
             "output": dict(zip(of_outputs, saved[outputs:], strict=True)),
         }
-        with self._conditions(params):
-            held = [place.of(groups[place.kind]) for place in known.places]
-            extras: list[torch.Tensor | None] | None = None
-            if known.specs:
-                extras = [None] * len(plan.places)
-                for n, grad in zip(plan.returned, grads[1:], strict=True):
-                    extras[n] = grad
-            assert grads[0] is not None  # the operation makes zeros
-            dy = grads[0].contiguous()
-            if known.recorded is not None:
-                replayed = plan.in_ranges[1]
-                assert replayed is not None
-                result = known.recorded.backward(replayed, held, {}, dy, extras, {})
-            else:
-                contexts = [context_of(*each) for each in known.contexts]
-                tensors = [put_together(known.parts, held)]
-                with dry_run() if is_fake else contextlib.nullcontext():
-                    backward = plan._backward if is_fake else plan.backward
-                    result = backward(contexts, tensors, known.ends, dy, extras, known.specs)
-            taken = set(map(storage_of, (*saved, *params, *(g for g in grads if g is not None))))
-            gradients: list[torch.Tensor] = []
-            facts = self._passes.facts
-            for gradient, (_, _, requires_grad) in zip(result[1:], facts.tensors, strict=True):
-                if requires_grad:
-                    if gradient is None:
-                        raise StateError(
-                            f"The backward of a compiled {self._passes.title()} returned no "
-                            "gradient for an input that requires one."
-                        )
-                    gradients.append(_own(gradient, taken))
-            return gradients
+        held = [
+            place.of(groups[place.kind]) if place.view else groups[place.kind][place.number]
+            for place in known.places
+        ]
+        extras: list[torch.Tensor | None] | None = None
+        if known.specs:
+            extras = [None] * len(plan.places)
+            for n, grad in zip(plan.returned, grads[1:], strict=True):
+                extras[n] = grad
+        assert grads[0] is not None  # the operation makes zeros
+        dy = grads[0].contiguous()
+        if known.recorded is not None:
+            backward = functools.partial(self._recorded_backward, params)
+            result = known.recorded.backward(backward, held, {}, dy, extras, {})
+        else:
+            contexts = [context_of(*each) for each in known.contexts]
+            tensors = [put_together(known.parts, held)]
+            run = plan._backward if is_fake else plan.backward
+            state = AutocastState(self._passes.recipe)
+            dry = dry_run() if is_fake else contextlib.nullcontext()
+            with self._conditions(params), recomputing_under(state), dry:
+                result = run(contexts, tensors, known.ends, dy, extras, known.specs)
+        taken = {storage_of(grad) for grad in grads if grad is not None}
+        is_sound = known.recorded in self._sound
+        if not is_sound:
+            others = set(map(storage_of, (*saved, *params)))
+            is_sound = others.isdisjoint(storage_of(g) for g in result[1:] if g is not None)
+            taken |= others
+            if is_sound and known.recorded is not None:
+                self._sound.add(known.recorded)
+        gradients: list[torch.Tensor] = []
+        for gradient, is_wanted in zip(result[1:], self._passes.wanted, strict=True):
+            if is_wanted:
+                if gradient is None:
+                    raise StateError(
+                        f"The backward of a compiled {self._passes.title()} returned no gradient "
+                        "for an input that requires one."
+                    )
+                gradients.append(_own(gradient, taken))
+        return gradients
+
+    def _recorded_backward(self, params: Tensors, *args: Any) -> Any:
+        """The plan's own code, which a backward that is not recorded yet runs."""
+        with (
+            self._conditions(params),
+            recomputing_under(AutocastState(self._passes.recipe)),
+        ):
+            backward = self.plan.in_ranges[1]
+            assert backward is not None
+            return backward(*args)
 
     # -- conditions ----------------------------------------------------------------
 
@@ -597,6 +690,10 @@ class _Runner:
                 self._layouts.pop(next(iter(self._layouts)))
             self._layouts[addresses] = (tensor_guard(params), layout)
         return layout
+
+
+def _no_forward(*_: Any) -> Any:
+    raise StateError("A recording is incomplete.")  # only complete ones are known
 
 
 def quantizing(ops: Sequence[BasicOperation]) -> list[BasicOperation]:
