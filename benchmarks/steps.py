@@ -100,7 +100,7 @@ def all_variants(
         ]
     if is_compiled and torch.cuda.is_available():
         found.append((Variant("torch.compile with graphs", BF16, with_cuda_graphs), separate))
-        for name in (BF16, *(name for name in recipes if name != "delayed")):
+        for name in (BF16, *recipes):
             for title, mode in (("compiled", None), ("compiled with graphs", "reduce-overhead")):
                 make = functools.partial(compiled_with_fuser, name, mode)
                 found.append((Variant(f"fuser {title}", name, make), separate))
