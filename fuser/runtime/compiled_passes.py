@@ -300,10 +300,18 @@ class Passes:
         ops = ops_of(numbers)
         with lock, torch.no_grad():
             runner = self._runner_of(ops)
+            state = self._state_of_step()
             results = runner.replayed(given)
             if results is not None:
-                self._note_forward(numbers, ops, runner, current_state())
+                self._note_forward(numbers, ops, runner, state)
             return results
+
+    def _state_of_step(self) -> AutocastState:
+        """The state of a forward that runs now; its step keeps scales if it may be run again."""
+        state = current_state()
+        if state.region is not None and self.facts.is_checkpointed:
+            state.region.may_be_recomputed = True
+        return state
 
     def _delayed_forward(
         self, given: Given, numbers: list[Number], stack: contextlib.ExitStack
@@ -332,9 +340,7 @@ class Passes:
             )
         if not self.facts.is_grad_enabled and not is_checkpointed_forward():
             stack.enter_context(evaluation())
-        state = current_state()
-        if state.region is not None and self.facts.is_checkpointed:
-            state.region.may_be_recomputed = True
+        state = self._state_of_step()
         results = runner.forward(given, is_fake=False)
         self._note_forward(numbers, ops, runner, state)
         return results

@@ -716,11 +716,24 @@ def states_of(model: torch.nn.Module) -> list[torch.Tensor]:
 def test_steps_under_delayed_scaling_have_the_bits_and_the_states_of_eager_ones(
     run: Run, make: Callable[[], torch.nn.Module]
 ) -> None:
-    model = make()
+    compare_delayed(run, make())
+
+
+RECORDED = [name for name in DELAYED_RUNS if "step" in name or "checkpoint" in name]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_steps_under_delayed_scaling_have_the_states_of_eager_ones(name: str) -> None:
+    run, make = DELAYED_RUNS[name]
+    with on_kernels():
+        compare_delayed(run, make().to(BF16), BF16)
+
+
+def compare_delayed(run: Run, model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
     other = copy.deepcopy(model)
     compiled = whole(other)
-    for number in range(1, 5):
-        x = rows() * number
+    for number in range(1, 6):
+        x = rows(dtype=dtype) * number
         assert_equal(run(compiled, other, x), run(model, model, x))
         assert_equal(states_of(other), states_of(model))
     assert any(state.numel() for state in states_of(model))
