@@ -340,7 +340,8 @@ def train(
     progress = progress or Progress(name)
     trained = ranks.trained(model)
     if options.compile:  # validation and samples, whose windows have other lengths, run as they are
-        trained = torch.compile(trained, dynamic=False)
+        compiled: Any = torch.compile(trained, dynamic=False)
+        trained = compiled
     optimizer = make_optimizer(model, options)
     if options.resume is not None and learning_rates is None:
         run.start = checkpoints.load(options.resume, model, optimizer, ranks)

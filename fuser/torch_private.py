@@ -308,6 +308,11 @@ def storage_of(tensor: torch.Tensor) -> int:
 # -- the Python stack --------------------------------------------------------------------
 
 
+def calling_file(level: int) -> str:
+    """The file of the function ``level`` calls above the one that asks."""
+    return sys._getframe(level).f_code.co_filename
+
+
 def frames() -> Iterator[FrameType]:
     """The frames that are running now, from that of the caller outwards."""
     frame: FrameType | None = sys._getframe(1)

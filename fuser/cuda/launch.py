@@ -8,7 +8,6 @@ import functools
 import math
 import os
 import struct
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from fuser.cuda.arguments import encode
 from fuser.cuda.sources import checked_source
 from fuser.errors import InputError
 from fuser.formats import ceil_div
-from fuser.torch_private import cuda_device, cuda_stream, size_hint
+from fuser.torch_private import calling_file, cuda_device, cuda_stream, size_hint
 
 Result = TypeVar("Result")
 
@@ -184,7 +183,7 @@ class _FakeTensors(TorchFunctionMode):
         if func is torch.Tensor.data_ptr:
             tensor = args[0]
             return FAKE_ADDRESS + size_hint(tensor.storage_offset()) * tensor.element_size()
-        if func in _SIZES and sys._getframe(1).f_code.co_filename.startswith(_LAUNCHERS):
+        if func in _SIZES and calling_file(2).startswith(_LAUNCHERS):
             if func is torch.Tensor.is_contiguous:
                 return _is_contiguous(args[0])
             return _in_numbers(func(*args, **(kwargs or {})))

@@ -151,7 +151,7 @@ COMPILING = (
         "                end_with_backward(call.state.region)\n",
         "                pass\n",
         DELAYED,
-        select="two_steps or two-steps or two steps",
+        select="autocast",
     ),
     Mutant(
         "an op may be called twice in an autocast with delayed scaling that a graph enters",
@@ -233,8 +233,8 @@ COMPILING = (
     Mutant(
         "a custom recipe whose quantizers have states is traced",
         TRACED,
-        "    return any(quantizer is not None and quantizer.state_tensors() for quantizer in made)\n",
-        "    return False\n",
+        "    return any(quantizer is not None and quantizer.state_tensors()",
+        "    return any(False and quantizer.state_tensors()",
         f"{TEST}test_what_cannot_be_in_a_graph_breaks_it_and_is_named_under_fullgraph",
     ),
 )
