@@ -109,18 +109,12 @@ class Facts(NamedTuple):
     """Whether the recipe rounds at random."""
     is_checkpointed: bool
     """Whether a checkpoint in the graph runs the forward again."""
-    ties: tuple[int, ...]
-    """Of each of the tensors, the number of the first one that is the same."""
     registered: str = ""
     """The process and the number of its functions that plan or run; empty for fuser's own."""
 
 
 class Given(NamedTuple):
-    """The tensors that a graph gives to a forward.
-
-    Those that are one tensor for Dynamo are one object, and no others: a graph may merge equal
-    tensors.
-    """
+    """The tensors that a graph gives to a forward."""
 
     x: torch.Tensor
     params: Tensors
@@ -130,21 +124,18 @@ class Given(NamedTuple):
     host: Tensors
     """On the CPU: the numbers of the calls of ops with quantizers, and the seed of roundings."""
 
-    def is_untied(self) -> bool:
-        """Whether each tensor is another object."""
+    def distinct(self) -> Given:
+        """The same tensors, each another object."""
         tensors = (self.x, *self.params, *self.extras)
-        return len(set(map(id, tensors))) == len(tensors)
-
-    def with_ties(self, ties: Sequence[int]) -> Given:
-        """The same tensors, with these ties of the input, the parameters and the extra inputs."""
-        tensors = [self.x, *self.params, *self.extras]
-        for number, first in enumerate(ties):
-            if number != first:
-                tensors[number] = tensors[first]
-            elif any(tensors[number] is other for other in tensors[:number]):
-                tensors[number] = tensors[number].detach()
+        if len(set(map(id, tensors))) == len(tensors):
+            return self
+        seen: set[int] = set()
+        each: list[torch.Tensor] = []
+        for tensor in tensors:
+            each.append(tensor.detach() if id(tensor) in seen else tensor)
+            seen.add(id(tensor))
         count = 1 + len(self.params)
-        return self._replace(x=tensors[0], params=tensors[1:count], extras=tensors[count:])
+        return self._replace(x=each[0], params=each[1:count], extras=each[count:])
 
     def sizes(self) -> list[int | torch.SymInt]:
         """Sizes and strides, which are numbers or symbols."""
@@ -226,7 +217,6 @@ class Passes:
         self.is_inside = facts.recipe_key.startswith(INSIDE)
         """Whether the graph itself enters autocast."""
         self.is_delayed = isinstance(recipe, DelayedScaling)
-        self._is_untied = all(first == number for number, first in enumerate(facts.ties))
         self._pipeline = pipeline
         self._runner = _Runner(self, pipeline)
         # Under delayed scaling each pipeline has its own states, and recordings that hold them.
@@ -255,8 +245,8 @@ class Passes:
 
     def forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
         """The outputs, and the saved tensors that are neither inputs nor outputs."""
-        if not (self._is_untied and given.is_untied()):
-            given = given.with_ties(self.facts.ties)
+        # So what is saved does not depend on ties of weights, nor on tensors that a graph merges.
+        given = given.distinct()
         if not is_fake:
             if forward_ad_level() >= 0:
                 refuse_transform()

@@ -149,8 +149,7 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
         places = tuple(paths[id(op.__dict__)] for op in ops)
     except KeyError:
         return Pipeline("its ops are not modules of it")
-    ties = [ops.index(op) for op in ops]  # an op may be there twice
-    text = repr((structures, ties, pipeline.fusions, sorted(pipeline.open_channels)))
+    text = repr((structures, pipeline.fusions, sorted(pipeline.open_channels)))
     names = "+".join(type(op).__name__ for op in ops)
     structure = f"{names} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if structure not in _pipelines:
@@ -227,9 +226,7 @@ def _traced_pipeline(
     training = [op.training for op in ops]
     fusions = [fusion.__qualname__ for fusion in getattr(container, "_fusions", ())]
     parameters = [ops[i]._parameters[name] for i, name in pipeline.parameters]
-    tensors = [x, *parameters, *extras]
-    facts = [(type(t).__name__, t.dtype, t.requires_grad) for t in tensors]
-    ties = [_first(tensors, t) for t in tensors]
+    facts = [(type(t).__name__, t.dtype, t.requires_grad) for t in [x, *parameters, *extras]]
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     call = describe(
@@ -243,7 +240,6 @@ def _traced_pipeline(
         tuple(training),
         tuple(structures + fusions + composites),
         _trace_made_last().is_checkpointed,
-        tuple(ties),
         registered_count(),
     )
     reason = call.refusal
@@ -279,14 +275,6 @@ def _broken(
         "fullgraph=True it runs between two graphs."
     )
     return _called_outside(container, number, x, extras, keywords)
-
-
-def _first(tensors: list[torch.Tensor], tensor: torch.Tensor) -> int:
-    """The number of the first tensor that is this one."""
-    for number, other in enumerate(tensors):
-        if other is tensor:
-            return number
-    return -1  # it is one of them
 
 
 def _at(module: Any, path: Path) -> Any:
@@ -340,7 +328,6 @@ def describe(
     training: tuple[bool, ...],
     read: tuple[str, ...],
     is_checkpointed: bool,
-    ties: tuple[int, ...],
     registered: int,
 ) -> Call:
     """The call with such facts; ``read`` is there for Dynamo to compare it at each call."""
@@ -378,7 +365,6 @@ def describe(
         training,
         _rounds_at_random(recipe),
         is_checkpointed,
-        ties,
         _others(pipeline, registered),
     )
     text = repr((__version__, VERSION, facts))

@@ -175,18 +175,11 @@ COMPILING = (
         f"{TEST}test_the_gradient_of_dropout_is_zero_where_its_output_is",
     ),
     Mutant(
-        "ties are no part of the facts",
-        TRACED,
-        "        is_checkpointed,\n        ties,\n",
-        "        is_checkpointed,\n        tuple(range(len(ties))),\n",
+        "tensors that are given twice are one",
+        PASSES,
+        "        given = given.distinct()\n",
+        "        pass\n",
         f"{TEST}test_a_backward_reads_the_tensors_of_its_forward_if_inputs_are_tied",
-    ),
-    Mutant(
-        "an op that is in a pipeline twice has no other structure",
-        TRACED,
-        "    ties = [ops.index(op) for op in ops]",
-        "    ties = list(range(len(ops)))",
-        f"{TEST}test_an_op_may_be_in_a_pipeline_twice",
     ),
     Mutant(
         "torch's autocast around a backward counts",
