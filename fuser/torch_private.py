@@ -273,18 +273,22 @@ def graph_break(reason: str) -> None:
     torch._dynamo.graph_break(msg=reason)
 
 
-def is_dispatch_watched() -> bool:
-    """Whether a mode gets each call of an operator, as fake and selective checkpoint modes do."""
-    return bool(_dispatch_modes())
+dispatch_modes = torch._C._len_torch_dispatch_stack
+"""The number of modes that get each call of an operator, such as those of selective checkpoints."""
 
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack
+def is_in_selective_checkpoint() -> bool:
+    """Whether a selective checkpoint compares each call of an operator."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    kinds = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+    return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager
 def outside_fake_mode() -> Iterator[None]:
     """Context in which tensors are real, inside a function that is being traced."""
-    if not is_dispatch_watched():
+    if not dispatch_modes():
         yield
         return
     # Their import takes long, and has happened if there is such a mode.

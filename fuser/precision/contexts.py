@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from threading import get_ident
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -60,15 +60,6 @@ def is_called_again_inside(ops: Iterable[object]) -> bool:
     before = _called_inside
     _called_inside = (*before, *ops)
     return any(op is other for op in ops for other in before)
-
-
-def _note_key(key: str | None) -> None:
-    """The key of the recipe that this thread is under now; None if it is in no autocast."""
-    global _recipe_key
-    _keys_of_threads.pop(threading.get_ident(), None)
-    if key is not None:
-        _keys_of_threads[threading.get_ident()] = key
-    _recipe_key = next(reversed(list(_keys_of_threads.values())), "")
 
 
 def recipe_key_here() -> str:
@@ -241,7 +232,8 @@ class autocast(contextlib.ContextDecorator):
             _recipe_key = INSIDE + self._key
             return
         is_autocast_used = True
-        _note_key(self._key)
+        _keys_of_threads.pop(get_ident(), None)
+        _keys_of_threads[get_ident()] = _recipe_key = self._key  # the last
         scopes = _scopes.get()
         regions = scopes[-1].regions if scopes else _Regions()
         scope = _AutocastFrame(
@@ -270,7 +262,10 @@ class autocast(contextlib.ContextDecorator):
         left = (*scopes[:place], *inner)
         _scopes.set(left)
         active = current_recipe()
-        _note_key(("" if active is None else active._key) if left else None)
+        _keys_of_threads.pop(get_ident(), None)
+        if left:
+            _keys_of_threads[get_ident()] = "" if active is None else active._key
+        _recipe_key = next(reversed(_keys_of_threads.values()), "")
         if not left and exc_type is None and scope.regions.last is not None:
             scope.regions.last.end()
 

@@ -41,8 +41,9 @@ from fuser.runtime.known_parameters import MOST_LAYOUTS, ParameterLayout
 from fuser.source import SourceCode
 from fuser.tensors import Float8Quantizer, QuantizedTensor
 from fuser.torch_private import (
+    dispatch_modes,
     is_any_autocast_enabled,
-    is_dispatch_watched,
+    is_in_selective_checkpoint,
     saved_tensor_hooks,
     without_autocast,
 )
@@ -149,8 +150,9 @@ class RecordedPasses:
         must run.
         """
         is_hooked = saved_tensor_hooks(False) is not None and not is_in_checkpoint()
-        # A selective checkpoint compares each call of torch.
-        if is_hooked or is_dispatch_watched() or launch.recording.listener is not None:
+        if is_hooked or launch.recording.listener is not None:
+            return None
+        if dispatch_modes() and is_in_selective_checkpoint():
             return None
         reader = self._readers.get(extra_count)
         if reader is None:

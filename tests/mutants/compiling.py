@@ -60,8 +60,8 @@ COMPILING = (
     Mutant(
         "an autocast leaves no key",
         "precision/contexts.py",
-        "        is_autocast_used = True\n        _note_key(self._key)\n",
-        "        is_autocast_used = True\n",
+        "        _keys_of_threads[get_ident()] = _recipe_key = self._key  # the last\n",
+        "        pass\n",
         BITS,
         select="current",
     ),
