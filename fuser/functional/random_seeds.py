@@ -51,7 +51,7 @@ def rounding_seed() -> int:
 
 
 def rounding_seeds(first: int) -> Iterator[int]:
-    """Seeds that follow from one, each with other high and low bits than the one before it."""
+    """Seeds that follow from one, by the linear congruential generator of ANSI C's ``rand``."""
     seed = first
     while True:
         yield seed

@@ -81,7 +81,7 @@ def note_op(op: Quantizing) -> int:
 
 
 def forget_op(number: int) -> None:
-    """Take an op out that is no part of a model."""
+    """Remove an op from the list: the copy of a pipeline for a graph belongs to no model."""
     _ops.pop(number, None)
 
 
