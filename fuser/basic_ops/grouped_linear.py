@@ -191,10 +191,12 @@ class GroupedLinear(GroupParameters):
         return TensorSpec((*spec.shape[:-1], self.out_features), autocast or self._dtype)
 
     def runs_at_once(self, key: PlanKey) -> bool:
-        """Whether all groups are one launch, and the split sizes are not read on the host."""
-        is_narrow = (key.autocast_dtype or self._dtype) is not torch.float32
-        has_kernel = is_narrow and key.arch is not None and key.arch[0] in (9, 10)
-        return has_kernel and not self.check_device_splits and quantizes_groups_of(key.recipe)
+        """Whether all groups are one product, for which the host reads no split sizes."""
+        dtype = key.autocast_dtype or self._dtype
+        is_one = dtype is not torch.float32 and key.arch is not None and key.arch[0] in (9, 10)
+        if key.recipe is not None and key.device == "cpu":
+            is_one = is_one or grouped.multiplies_quantized(torch.device("cpu"), dtype)
+        return is_one and not self.check_device_splits and quantizes_groups_of(key.recipe)
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         (op,), recipe, weights = key.ops, key.recipe, self.main_grad_count
@@ -299,7 +301,8 @@ class GroupedLinear(GroupParameters):
 
     def _product(self, ctx: OperationContext, split_sizes: torch.Tensor, x: Any) -> GroupedProduct:
         """The product of all groups at once if they can be quantized so, else one by one."""
-        is_read = self.check_device_splits or not grouped.has_grouped_mm(x.device, x.dtype)
+        has_product = grouped.multiplies_quantized if ctx.has_recipe else grouped.has_grouped_mm
+        is_read = self.check_device_splits or not has_product(x.device, x.dtype)
         quantizers = None
         if ctx.has_recipe:
             quantizers = None if is_read else quantizers_of_groups(self, ctx)

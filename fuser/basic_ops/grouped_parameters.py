@@ -137,8 +137,10 @@ class GroupParameters(GroupedWeightGradients, QuantizedGroupWeights, KeepsWeight
         """Note the versions of weights or biases that backward reads but autograd does not save.
 
         These are quantized weights, and separate ones, of which autograd saves one view with the
-        version counter of the first.
+        version counter of the first. In graphs autograd saves each parameter.
         """
+        if self.runs_in_graph:
+            return
         parts = self._parts(kind)
         if len(parts) > 1 or are_quantized(parts):
             noted = ctx.versions.tensors if "versions" in ctx.__dict__ else []

@@ -154,6 +154,7 @@ class GroupedLinearSaved(NamedTuple):
     """
 
     ends: torch.Tensor
+    sizes: torch.Tensor | None
     padded_ends: torch.Tensor | None
     tiles: torch.Tensor | None
     scales: torch.Tensor | None
@@ -163,15 +164,20 @@ class GroupedLinearSaved(NamedTuple):
 
     def tensors(self) -> Saved:
         """All of them, to be saved."""
-        return (*self[:5], *self.x, *self.weight)
+        return (*self.places, self.scales, self.bias, *self.x, *self.weight)
+
+    @property
+    def places(self) -> tuple[Any, ...]:
+        """Those of the groups."""
+        return (self.ends, self.sizes, self.padded_ends, self.tiles)
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> GroupedLinearSaved:
         """Those of :meth:`tensors`."""
-        ends, padded_ends, tiles, scales, bias, *operands = tensors
+        *first, scales, bias = tensors[:6]
+        operands = tensors[6:]
         half = len(operands) // 2
-        x, weight = tuple(operands[:half]), tuple(operands[half:])
-        return cls(ends, padded_ends, tiles, scales, bias, x, weight)
+        return cls(*first, scales, bias, tuple(operands[:half]), tuple(operands[half:]))
 
 
 class SeparateWeights(NamedTuple):
@@ -189,7 +195,6 @@ class GroupedLinearState(NamedTuple):
     """What a grouped linear keeps for its backward besides the tensors that it saves."""
 
     product: type[GroupedProduct]
-    sizes: tuple[int, ...] | None
     quantizers: GroupsQuantizers | None
     is_padded: tuple[bool, bool]
     separate: SeparateWeights | None
@@ -239,7 +244,7 @@ class GroupedProduct:
         """
         linear.check_versions(ctx)
         saved, state = GroupedLinearSaved.of(ctx.saved_tensors), ctx.state
-        groups = Groups.at(saved.ends, state.sizes, saved.padded_ends, saved.tiles, rows)
+        groups = Groups.at(*saved.places, rows)
         is_exact = groups.padded is not None and ctx.backward_override is not None
         product = GroupedProduct if is_exact else state.product
         return product(linear, ctx, groups, state.quantizers, state.is_padded, saved)
@@ -310,12 +315,13 @@ class GroupedProduct:
         y, bias = self._with_biases(self._multiplied(operand, weight), scales)
         saved_weight, separate = self._saved_weight(weights, weight, is_first_microbatch is None)
         if ctx.requires_grad:
-            saved_x = self._saved_input(x, operand) if keeps_input else (None,) * len(saved_weight)
-            places = (self.groups.ends, *self.groups.places())
-            saved = GroupedLinearSaved(*places, scales, bias, saved_x, saved_weight)
+            saved_x = self._saved_input(x, operand) if keeps_input else ()
+            missing = (None,) * (len(saved_weight) - len(saved_x))
+            saved_x = (*saved_x, *missing)
+            saved = GroupedLinearSaved(*self.groups.places(), scales, bias, saved_x, saved_weight)
             ctx.save_for_backward(*saved.tensors())
             ctx.state = GroupedLinearState(
-                type(self), self.groups.sizes, self.quantizers, self.is_padded, separate
+                type(self), self.quantizers, self.is_padded, separate
             )
         return y
 
@@ -361,7 +367,8 @@ class GroupedProduct:
         if not (ctx.requires_grad and wants_dscales):
             return y, None
         linear.note_versions(ctx, "bias")
-        return y, bias
+        # Parameters of which it is a view are apart in graphs.
+        return y, bias.clone() if linear.runs_in_graph else bias
 
     def _saved_input(self, x: Values, operand: Operand) -> Saved:
         return (self._kept(x, operand, is_own=True),)
@@ -394,6 +401,8 @@ class GroupedProduct:
             return (None,), None
         kept = self._kept(weights, operand, is_own=is_own)
         parts = self.linear._parts("weight")
+        if kept is weights and self.linear.runs_in_graph and parts[0].dtype is self.dtype:
+            return tuple(parts), None  # put together again by backward
         is_copy = kept is weights and weights.data_ptr() != parts[0].data_ptr()
         if is_copy and len(parts) > 1 and packed(parts) is None and gathered_by(parts):
             return (None,), SeparateWeights(None, parts)
@@ -458,7 +467,10 @@ class GroupedProduct:
 
     def _dgrad(self, dy: Operand, saved: GroupedLinearSaved) -> torch.Tensor:
         """``dy_g @ weight_g``, the gradient of the input ``[T, K]``."""
-        (weight,), separate = saved.weight, self.ctx.state.separate
+        (weight, *others), separate = saved.weight, self.ctx.state.separate
+        if others:
+            buffer = packed(saved.weight)
+            weight = stacked(saved.weight) if buffer is None else buffer
         if separate is not None and separate.usage is None:
             weight = stacked_values(separate.weights, self.dtype)
         elif separate is not None:
@@ -473,7 +485,7 @@ class GroupedProduct:
 
     def _wgrad(self, dy: Operand, saved_x: Callable[[], Saved]) -> torch.Tensor:
         """``dy_g.T @ x_g``, the gradients of the weights ``[G, N, K]``."""
-        (x,), is_padded = saved_x(), self.is_padded[0]
+        (x, *_), is_padded = saved_x(), self.is_padded[0]
         if isinstance(x, QuantizedTensor):
             x, is_padded = x.dequantize(dtype=dy.dtype), True
         return grouped.wgrad(dy, self._padded(x, is_padded), self.rows)
@@ -589,7 +601,7 @@ class QuantizedProduct(GroupedProduct):
         return dx
 
     def _wgrad(self, dy: Operand, saved_x: Callable[[], Saved]) -> torch.Tensor:
-        (x,), is_split = saved_x(), self.ctx.split_accumulators[2]
+        (x, *_), is_split = saved_x(), self.ctx.split_accumulators[2]
         return quantized_groups.quantized_wgrad(dy, x, self.padded, self.dtype, is_split=is_split)
 
 

@@ -250,6 +250,24 @@ def call_each_time(function: Callable[..., Result], *args: Any) -> Result:
     return result
 
 
+def check_each_time(check: Callable[..., None], *args: Any) -> None:
+    """As :func:`call_each_time`, for a check of values, which fake tensors do not have."""
+    if not recording.is_dry:
+        call_each_time(check, *args)
+
+
+def values_on_host(tensor: torch.Tensor) -> list[int]:
+    """The values of a tensor ``[n]`` of integers, for which the host waits; zeros of a fake one.
+
+    What reads them is not repeated from a recording.
+    """
+    if recording.is_dry:
+        return [0] * len(tensor)
+    # ``item`` and not only ``tolist``, which a recording would not observe.
+    tensor.sum().item()
+    return tensor.tolist()  # type: ignore[no-any-return]
+
+
 def refuse_recording(reason: str) -> None:
     """If a recording is being made, note that it cannot be repeated."""
     if recording.recorder is not None:

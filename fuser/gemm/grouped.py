@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from fuser.cuda.launch import recording, values_on_host
 from fuser.errors import InputError
 from fuser.formats import round_up
 from fuser.functional import grouped
@@ -27,19 +28,20 @@ class Groups(NamedTuple):
     """The rows of each group.
 
     ``ends`` is int32 ``[G]`` on the device of the rows: where each group ends, and the next one
-    begins. ``sizes`` are the numbers of rows, None if they have not been read. ``padded``: the same
-    groups with padding, None if :func:`groups_of` was called without ``is_padded``.
+    begins. ``sizes`` are the numbers of rows, int64 ``[G]`` on the CPU, None if they have not been
+    read. ``padded``: the same groups with padding, None if :func:`groups_of` was called without
+    ``is_padded``.
     """
 
     ends: torch.Tensor
-    sizes: tuple[int, ...] | None
+    sizes: torch.Tensor | None
     padded: PaddedGroups | None = None
 
     @classmethod
     def at(
         cls,
         ends: torch.Tensor,
-        sizes: tuple[int, ...] | None,
+        sizes: torch.Tensor | None,
         padded_ends: torch.Tensor | None,
         tiles: torch.Tensor | None,
         rows: int,
@@ -49,15 +51,17 @@ class Groups(NamedTuple):
             return cls(ends, sizes)
         return cls(ends, sizes, PaddedGroups(ends, padded_ends, tiles, rows))
 
-    def places(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Where the padded groups are, to be saved for backward beside ``ends``."""
-        return (None, None) if self.padded is None else (self.padded.padded_ends, self.padded.tiles)
+    def places(self) -> tuple[torch.Tensor | None, ...]:
+        """What :meth:`at` takes, to be saved for backward."""
+        padded = self.padded
+        of_padded = (None, None) if padded is None else (padded.padded_ends, padded.tiles)
+        return (self.ends, self.sizes, *of_padded)
 
     def slices(self) -> list[slice]:
         """The rows of each group; the sizes must have been read."""
         assert self.sizes is not None
         slices, start = [], 0
-        for size in self.sizes:
+        for size in values_on_host(self.sizes):
             slices.append(slice(start, start + size))
             start += size
         return slices
@@ -70,6 +74,12 @@ def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 _capability = functools.cache(torch.cuda.get_device_capability)
+
+
+def multiplies_quantized(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether groups that were quantized together are one product, also on the CPU."""
+    is_on_cpu = device.type == "cpu" and dtype is not torch.float64
+    return is_on_cpu or has_grouped_mm(device, dtype)
 
 
 def groups_of(
@@ -94,25 +104,26 @@ def groups_of(
     InputError
         If sizes that are read are negative, or sum to more than the rows.
     """
-    rows = x.shape[0]
+    rows, sizes = x.shape[0], None
     if split_sizes.device.type == "cpu" or is_read:
-        # ``item`` and not ``tolist``, which a recording would not observe.
-        split_sizes.sum().item()
-        sizes = tuple(split_sizes.tolist())
-        total = sum(sizes)
-        if any(size < 0 for size in sizes):
-            raise InputError(f"Split sizes must not be negative; got {listed(sizes)}.")
-        if total > rows:
-            raise InputError(
-                f"Split sizes sum to {total}, more than the {rows} rows of the input: "
-                f"{listed(sizes)}."
-            )
+        _check_sizes(values_on_host(split_sizes), rows)
+    if is_read:  # not the caller's tensor, which may change before the backward
+        sizes = split_sizes.to("cpu", torch.int64, copy=True)
     if split_sizes.device != x.device:
         split_sizes = split_sizes.to(x.device, non_blocking=True)
     if is_padded:
         padded = grouped.padded_groups(split_sizes, len(split_sizes), rows, x.device)
-        return Groups(padded.ends, sizes if is_read else None, padded)
-    return Groups(grouped.group_ends(split_sizes, x), sizes if is_read else None)
+        return Groups(padded.ends, sizes, padded)
+    return Groups(grouped.group_ends(split_sizes, x), sizes)
+
+
+def _check_sizes(sizes: Sequence[int], rows: int) -> None:
+    if any(size < 0 for size in sizes):
+        raise InputError(f"Split sizes must not be negative; got {listed(sizes)}.")
+    if (total := sum(sizes)) > rows:
+        raise InputError(
+            f"Split sizes sum to {total}, more than the {rows} rows of the input: {listed(sizes)}."
+        )
 
 
 def listed(sizes: Sequence[int], most: int = 16) -> str:
@@ -141,7 +152,7 @@ def wgrad(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         n, k = dy.shape[1], x.shape[1]
         if not len(dy):  # torch refuses a product over no rows
             return dy.new_zeros(len(groups.ends), n, k)
-        products = F.grouped_mm(whole_vectors(dy).t(), whole_vectors(x), offs=groups.ends)
+        products = grouped_mm(whole_vectors(dy).t(), whole_vectors(x), groups.ends)
         return products if products.shape[1:] == (n, k) else products[:, :n, :k]
     products = dy.new_empty(len(groups.sizes), dy.shape[1], x.shape[1])
     for product, rows in zip(products, groups.slices(), strict=True):
@@ -158,7 +169,7 @@ def sums(dy: torch.Tensor, groups: Groups, scales: torch.Tensor | None = None) -
         factors = dy.new_ones(1) if scales is None else scales.to(dy.dtype)
         width = VECTOR_BYTES // dy.element_size()
         left = factors[:, None].expand(dy.shape[0], width).contiguous()
-        products = F.grouped_mm(left.t(), whole_vectors(dy), offs=groups.ends)
+        products = grouped_mm(left.t(), whole_vectors(dy), groups.ends)
         return products[:, 0, : dy.shape[1]]
     weighted = dy if scales is None else dy * scales[:, None].to(dy.dtype)
     return torch.stack([weighted[rows].sum(0) for rows in groups.slices()])
@@ -170,13 +181,23 @@ def _multiply(
     """``a_g @ b_g`` for the rows of each group; ``b`` is ``[G, inner, columns]``."""
     if groups.sizes is None:
         columns = b.shape[2]
-        y = F.grouped_mm(whole_vectors(a), aligned_matrices(b), offs=groups.ends)
+        y = grouped_mm(whole_vectors(a), aligned_matrices(b), groups.ends)
         y = y if y.shape[1] == columns else y[:, :columns].contiguous()
         y = grouped.zero_tail(groups.ends, y)
         return y if out is None else out.copy_(y)
     parts = [torch.mm(a[rows], weight) for rows, weight in zip(groups.slices(), b, strict=True)]
-    y = torch.cat([*parts, a.new_zeros(a.shape[0] - sum(groups.sizes), b.shape[2])])
+    rest = a.shape[0] - sum(map(len, parts))
+    y = torch.cat([*parts, a.new_zeros(rest, b.shape[2])])
     return y if out is None else out.copy_(y)
+
+
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """``torch.nn.functional.grouped_mm``, also of fake tensors in any dtype."""
+    if not recording.is_dry:
+        return F.grouped_mm(a, b, offs=ends)
+    # Of fake tensors torch takes bf16 alone.
+    groups = () if b.dim() == 3 else (len(ends),)
+    return a.new_empty(*groups, a.shape[0], b.shape[-1])
 
 
 def whole_vectors(matrix: torch.Tensor) -> torch.Tensor:

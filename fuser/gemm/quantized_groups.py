@@ -10,14 +10,14 @@ multiplied by torch.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from fuser.cuda import grouped_gemm as kernel
 from fuser.cuda.grouped_gemm import Sums
 from fuser.errors import KernelUnavailable
 from fuser.formats import NumberFormat
-from fuser.functional.grouped import PaddedGroups, unpad, zero_tail
-from fuser.gemm.grouped import Groups, aligned_matrices, wgrad, whole_vectors
+from fuser.functional.grouped import PaddedGroups, padded_rows, unpad, zero_tail
+from fuser.functional.lazy import materialize
+from fuser.gemm.grouped import Groups, aligned_matrices, grouped_mm, wgrad, whole_vectors
 from fuser.gemm.matmul import column_values
 from fuser.tensors import (
     Float8CurrentScalingQuantizer,
@@ -112,10 +112,11 @@ def quantized_wgrad(
             return kernel.multiply_depth(of_dy, of_x, groups.padded_ends, sums, out=dw)
         except KernelUnavailable:
             pass
-    if dy.column_transform is not None:
-        values = column_values(dy, x, dtype)
-    else:
-        values = _values(dy, "columnwise", dtype), _values(x, "columnwise", dtype)
+    if dy.column_transform is not None:  # rows of padding have values too
+        return wgrad(*column_values(dy, x, dtype), Groups(groups.padded_ends, None))
+    values = _values(dy, "columnwise", dtype), _values(x, "columnwise", dtype)
+    if _is_unpadded(values[0]):
+        return wgrad(*(unpad(each, groups) for each in values), Groups(groups.ends, None))
     return wgrad(*values, Groups(groups.padded_ends, None))
 
 
@@ -165,6 +166,14 @@ def _values(tensor: QuantizedTensor, usage: str, dtype: torch.dtype) -> torch.Te
 
 def _product(a: torch.Tensor, b: torch.Tensor, groups: PaddedGroups) -> torch.Tensor:
     """``a_g @ b_g`` for the padded rows of each group; rows after the last group are undefined."""
-    columns = b.shape[2]
-    y = F.grouped_mm(whole_vectors(a), aligned_matrices(b), offs=groups.padded_ends)
-    return y if y.shape[1] == columns else y[:, :columns].contiguous()
+    columns, ends, is_unpadded = b.shape[2], groups.padded_ends, _is_unpadded(a)
+    if is_unpadded:
+        a, ends = unpad(a, groups), groups.ends
+    y = grouped_mm(whole_vectors(a), aligned_matrices(b), ends)
+    y = y if y.shape[1] == columns else y[:, :columns].contiguous()
+    return materialize(padded_rows(y, groups)) if is_unpadded else y
+
+
+def _is_unpadded(values: torch.Tensor) -> bool:
+    """Whether rows of padding are not multiplied: on a CPU they take as long as others."""
+    return values.device.type == "cpu"

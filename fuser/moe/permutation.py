@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fuser.errors import InputError, InputTypeError
-from fuser.functional import permutation as ops
+from fuser.functional import permutation
 from fuser.functional.routing import (
     DropPolicy,
     check_assignments,
@@ -20,7 +20,7 @@ from fuser.functional.routing import (
     check_values,
     route,
 )
-from fuser.torch_private import breaks_graph
+from fuser.moe import graph_operations
 
 
 class Permuted(NamedTuple):
@@ -38,7 +38,6 @@ class Permuted(NamedTuple):
     """int32 ``[T, k]``: the row of each assignment, -1 if it was dropped."""
 
 
-@breaks_graph
 def permute(
     x: torch.Tensor,
     expert_indices: torch.Tensor,
@@ -103,10 +102,12 @@ def permute(
     check_device("permute", "expert_indices", expert_indices, "x", x)
     if probs is not None:
         check_device("permute", "probs", probs, "the rows", x)
-    check_values("permute", expert_indices, num_experts)
-    split_sizes, row_map, inverse_map = route(
-        expert_indices, probs, num_experts, capacity, drop_policy
-    )
+    options = (num_experts, capacity, drop_policy)
+    if torch.compiler.is_compiling():
+        split_sizes, row_map, inverse_map = graph_operations.route(expert_indices, probs, *options)
+    else:
+        check_values("permute", expert_indices, num_experts)
+        split_sizes, row_map, inverse_map = route(expert_indices, probs, *options)
     y: torch.Tensor = _Permute.apply(x, row_map, inverse_map)  # type: ignore[no-untyped-call]
     row_probs: torch.Tensor | None = None
     if probs is not None:  # a matrix of one column, and a token for each assignment
@@ -117,7 +118,6 @@ def permute(
     return Permuted(y, split_sizes, row_probs, row_map, inverse_map)
 
 
-@breaks_graph
 def unpermute(
     y: torch.Tensor, permuted: Permuted, *, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -171,6 +171,11 @@ def unpermute(
 # -- gradients ----------------------------------------------------------------
 
 
+def _operations() -> Any:
+    """The functions of permutations, or the operations that graphs contain in their place."""
+    return graph_operations if torch.compiler.is_compiling() else permutation
+
+
 class _Permute(torch.autograd.Function):
     """Rows of x by the maps; the gradient of x is an unpermute without probabilities."""
 
@@ -179,13 +184,13 @@ class _Permute(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, row_map: torch.Tensor, inverse_map: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(inverse_map)
-        return ops.permute(x, row_map, inverse_map)
+        return _operations().permute(x, row_map, inverse_map)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (inverse_map,) = ctx.saved_tensors
-        return ops.unpermute(dy, inverse_map, None), None, None
+        return _operations().unpermute(dy, inverse_map, None), None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -201,7 +206,7 @@ class _Unpermute(torch.autograd.Function):
     ) -> torch.Tensor:
         kept = y if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(kept, probs, row_map, inverse_map)
-        return ops.unpermute(y, inverse_map, probs)
+        return _operations().unpermute(y, inverse_map, probs)
 
     @staticmethod
     @once_differentiable
@@ -210,6 +215,6 @@ class _Unpermute(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         y, probs, row_map, inverse_map = ctx.saved_tensors
         if probs is None:
-            return ops.permute(dout, row_map, inverse_map), None, None, None
-        dy, dprobs = ops.unpermute_backward(dout, y, row_map, inverse_map, probs)
+            return _operations().permute(dout, row_map, inverse_map), None, None, None
+        dy, dprobs = _operations().unpermute_backward(dout, y, row_map, inverse_map, probs)
         return dy, None if dprobs is None else dprobs.to(probs.dtype), None, None

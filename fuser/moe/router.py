@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from fuser.errors import InputError
 from fuser.op import check_sizes
 from fuser.op.parameters import default_device, default_dtype
-from fuser.torch_private import breaks_graph
 
 Score = Literal["softmax", "sigmoid"]
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -133,7 +132,6 @@ class Router(torch.nn.Module):
         if not self.weight.is_meta:
             torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
-    @breaks_graph
     def forward(self, x: torch.Tensor) -> Routing:
         """Route ``x [..., hidden]``; T is the product of its leading dimensions.
 

@@ -83,6 +83,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     """Attributes of the op that a plan copies into the context, for every forward that runs it,
     fused or not: the fields of a ``NamedTuple``, which is then the context's ``state``, or names,
     which are then attributes of the context."""
+    runs_in_graph: bool = False
+    """Whether this is the copy that passes of compiled graphs run, over the graph's tensors."""
     rows_are_sharded: bool = False
     """Whether each rank has some rows of the input, so that gradients of parameters that are
     ``DTensor``s are sums over these rows, which backward adds over the ranks of the mesh."""

@@ -21,15 +21,13 @@ _NOT_STRUCTURE = frozenset(
         *("_parameters", "_buffers", "_modules", "training", "_changes", "_captured", "_delayed"),
         *("_quantizers", "_made_quantizers", "_last_recipe", "_quantizer_views", "_group"),
         *("_agreement", "_structure", "_is_full_backward_hook", "_init"),
-        "_next_call",
+        *("_next_call", "runs_in_graph", "_rng_state_tracker_function", "_delayed_wgrads", "_wgrad_hooks"),
         *("_non_persistent_buffers_set", "_forward_hooks_with_kwargs"),
         *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks"),
         *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
     )
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Ops whose passes may read numbers on the host.
-_NOT_YET = ("GroupedLinear", "MoeDispatch", "MoeCombine")
 
 
 def structure_of(op: Any) -> str:
@@ -47,8 +45,6 @@ def structure_of(op: Any) -> str:
         return f"{REFUSED}{name} has methods of its own"
     if op.process_groups:
         return f"{REFUSED}{name} communicates between ranks"
-    if name in _NOT_YET:
-        return f"{REFUSED}{name} is not supported in graphs yet"
     if op.accumulates_into_main_grad:
         return f"{REFUSED}{name} adds gradients to main_grad"
     parts = [

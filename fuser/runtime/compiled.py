@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fuser.errors import StateError
+from fuser.graph_operations import define, library
 from fuser.runtime.compiled_passes import Given, GivenBack, Passes, Tensors, lock
 from fuser.runtime.diagnose import refuse_second_derivative
 
@@ -19,12 +20,13 @@ from fuser.runtime.diagnose import refuse_second_derivative
 # because torch keeps compiled graphs on disk.
 VERSION = 4
 
-_library = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_FORWARD = "(str call, Tensor x, Tensor[] params, Tensor[] extras, Tensor[] seeds, Tensor[] host)"
+_FORWARD = (
+    "(str call, Tensor x, Tensor[] params, Tensor[] extras, Tensor[] seeds, Tensor[] host)"
+    " -> Tensor[]"
+)
 _BACKWARD = (
     "(str call, SymInt[] sizes, int[] inputs, int[] outputs, Tensor?[] grads, Tensor[] saved,"
-    " Tensor[] params, Tensor[] host)"
+    " Tensor[] params, Tensor[] host) -> Tensor[]"
 )
 
 
@@ -90,30 +92,29 @@ def _gradients(backward: Any, ctx: Any, grads: Any) -> tuple[Any, ...]:
         shape, dtype, device = ctx.main
         given[0] = torch.zeros(shape, dtype=dtype, device=device)
     inputs, outputs, _ = ctx.saved
-    found = iter(backward(ctx.call, ctx.sizes, inputs, outputs, given, *tensors))
-    each = [next(found) if is_wanted else None for is_wanted in _passes_of(ctx.call).wanted]
+    passes = _passes_of(ctx.call)
+    found = iter(passes.gradients(backward(ctx.call, ctx.sizes, inputs, outputs, given, *tensors)))
+    each = [next(found) if is_wanted else None for is_wanted in passes.wanted]
     nothing = [None] * seeds, [None] * host
     return None, each[0], each[1 : 1 + params], each[1 + params :], *nothing
 
 
-def _define(name: str, arguments: str, function: Any, tags: tuple[torch.Tag, ...]) -> Any:
-    """The operation with this name; its fake runs the same function."""
-    _library.define(f"{name}{arguments} -> Tensor[]", tags=tags)  # type: ignore[no-untyped-call]
-    real, fake = functools.partial(function, False), functools.partial(function, True)
-    _library.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"fuser::{name}", fake, lib=_library)
-    return getattr(torch.ops.fuser, name)
-
-
 def _define_passes(prefix: str, *tags: torch.Tag) -> Any:
-    """Both passes; the forward."""
-    backward = _define(f"{prefix}backward", _BACKWARD, _backward, (*_TAGS, *tags))
-    forward = _define(f"{prefix}forward", _FORWARD, _forward, (*_TAGS, *tags))
+    """Both passes, whose fakes run the same functions; the forward."""
+    backward, forward = (
+        define(
+            f"{prefix}{name}",
+            functools.partial(function, False),
+            functools.partial(function, True),
+            (torch.Tag.needs_exact_strides, *tags),
+        )
+        for name, function in ((f"backward{_BACKWARD}", _backward), (f"forward{_FORWARD}", _forward))
+    )
     torch.library.register_autograd(
         f"fuser::{prefix}forward",
         functools.partial(_gradients, backward),
         setup_context=_keep_for_backward,
-        lib=_library,
+        lib=library,
     )
     return forward
 

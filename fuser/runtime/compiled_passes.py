@@ -102,6 +102,8 @@ class Facts(NamedTuple):
     """Why fuser's kernels do not run on the device; None if they run."""
     autocast: torch.dtype | None
     parameter_count: int
+    first: tuple[int, ...]
+    """For each extra input, the first one that is the same tensor."""
     tensors: tuple[TensorFacts, ...]
     """The input, the parameters, and the extra inputs."""
     training: tuple[bool, ...]
@@ -124,10 +126,11 @@ class Given(NamedTuple):
     host: Tensors
     """On the CPU: the numbers of the calls of ops with quantizers, and the seed of roundings."""
 
-    def distinct(self) -> Given:
-        """The same tensors, each another object."""
+    def distinct(self, first: Sequence[int]) -> Given:
+        """The same tensors, each another object; but ``extras[i]`` is ``extras[first[i]]``."""
         tensors = (self.x, *self.params, *self.extras)
-        if len(set(map(id, tensors))) == len(tensors):
+        is_distinct = len(set(map(id, tensors))) == len(tensors)
+        if is_distinct and len(set(first)) == len(first):
             return self
         seen: set[int] = set()
         each: list[torch.Tensor] = []
@@ -135,7 +138,8 @@ class Given(NamedTuple):
             each.append(tensor.detach() if id(tensor) in seen else tensor)
             seen.add(id(tensor))
         count = 1 + len(self.params)
-        return self._replace(x=each[0], params=each[1:count], extras=each[count:])
+        extras = [each[count + i] for i in first]
+        return self._replace(x=each[0], params=each[1:count], extras=extras)
 
     def sizes(self) -> list[int | torch.SymInt]:
         """Sizes and strides, which are numbers or symbols."""
@@ -178,6 +182,25 @@ class Place(NamedTuple):
         return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
 
+class Slice(NamedTuple):
+    """Where a gradient is that shares memory with others, such as those of experts."""
+
+    number: int
+    """That of the result which has the memory of all of them, as a vector."""
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, results: Tensors | dict[int, torch.Tensor]) -> torch.Tensor:
+        """The gradient."""
+        return results[self.number].as_strided(self.size, self.stride, self.offset)
+
+    def end(self) -> int:
+        """Where the gradient ends in that memory."""
+        steps = zip(self.size, self.stride, strict=True)
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in steps)
+
+
 class Saved(NamedTuple):
     """What a forward saves for backward."""
 
@@ -214,6 +237,8 @@ class Passes:
         self.saved = Saved()
         """What the forward that was traced last saves. Graphs of other layouts save other sets."""
         self._traced: set[Saved] = set()
+        self.slices: list[Slice | None] = []
+        """Of each wanted gradient, its place if it shares memory; noted when it is traced."""
         self.is_inside = facts.recipe_key.startswith(INSIDE)
         """Whether the graph itself enters autocast."""
         self.is_delayed = isinstance(recipe, DelayedScaling)
@@ -246,7 +271,7 @@ class Passes:
     def forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
         """The outputs, and the saved tensors that are neither inputs nor outputs."""
         # So what is saved does not depend on ties of weights, nor on tensors that a graph merges.
-        given = given.distinct()
+        given = given.distinct(self.facts.first)
         if not is_fake:
             if forward_ad_level() >= 0:
                 refuse_transform()
@@ -362,10 +387,15 @@ class Passes:
 
     # -- backward ------------------------------------------------------------------
 
+    def gradients(self, results: Tensors) -> list[torch.Tensor]:
+        """The wanted gradients, from the results of :meth:`backward`."""
+        alone = iter(results)
+        return [next(alone) if s is None else s.of(results) for s in self.slices]
+
     def backward(
         self, given: GivenBack, params: Tensors, host: Tensors, *, is_fake: bool
     ) -> list[torch.Tensor]:
-        """The gradients of the inputs that require one."""
+        """The memory of the gradients of inputs that require one; see :class:`Slice`."""
         with lock, torch.no_grad(), self._given_seeds((), host, draw=1):
             if is_fake or not self.is_delayed:
                 return self._runner.backward(given, params, is_fake=is_fake)
@@ -589,16 +619,16 @@ class _Runner:
             taken |= others
             if is_sound and known.recorded is not None:
                 self._sound.add(known.recorded)
-        gradients: list[torch.Tensor] = []
-        for gradient, is_wanted in zip(result[1:], self._passes.wanted, strict=True):
-            if is_wanted:
-                if gradient is None:
-                    raise StateError(
-                        f"The backward of a compiled {self._passes.title()} returned no gradient "
-                        "for an input that requires one."
-                    )
-                gradients.append(_own(gradient, taken))
-        return gradients
+        wanted = [g for g, is_one in zip(result[1:], self._passes.wanted, strict=True) if is_one]
+        gradients = [gradient for gradient in wanted if gradient is not None]
+        if len(gradients) != len(wanted):
+            raise StateError(
+                f"The backward of a compiled {self._passes.title()} returned no gradient for an "
+                "input that requires one."
+            )
+        if is_fake or not self._passes.slices:
+            self._passes.slices = _slices(gradients, taken)
+        return _together(gradients, self._passes.slices, taken)
 
     def _recorded_backward(self, params: Tensors, *args: Any) -> Any:
         """The plan's own code, which a backward that is not recorded yet runs."""
@@ -707,6 +737,7 @@ def copied(pipeline: OperationFuser) -> OperationFuser:
             memo[id(parameter)] = Parameter(like, requires_grad=parameter.requires_grad)
     ops = [copy.deepcopy(op, memo) for op in pipeline.basic_ops]
     for op in ops:
+        op.__dict__["runs_in_graph"] = True
         forget_op(op_number(op))
     twin = OperationFuser(ops, pipeline.fusions, open_channels=pipeline.open_channels)
     twin._find_parameters()
@@ -719,6 +750,44 @@ def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
     tensor = tensor.clone() if storage_of(tensor) in taken else tensor
     taken.add(storage_of(tensor))
     return tensor
+
+
+def _slices(gradients: Tensors, taken: set[int]) -> list[Slice | None]:
+    """Where the gradients are that share memory with others of them alone."""
+    storages = [storage_of(gradient) for gradient in gradients]
+    shared = [s for s in dict.fromkeys(storages) if storages.count(s) > 1 and s not in taken]
+    alone = sum(storage not in shared for storage in storages)
+    return [
+        Slice(alone + shared.index(storage), g.size(), g.stride(), int(g.storage_offset()))
+        if storage in shared
+        else None
+        for g, storage in zip(gradients, storages, strict=True)
+    ]
+
+
+def _together(
+    gradients: Tensors, slices: Sequence[Slice | None], taken: set[int]
+) -> list[torch.Tensor]:
+    """The gradients that share no memory, then the memory of others; copies where needed."""
+    results = [_own(g, taken) for g, place in zip(gradients, slices, strict=True) if place is None]
+    shared: dict[int, list[tuple[torch.Tensor, Slice]]] = {}
+    for gradient, place in zip(gradients, slices, strict=True):
+        if place is not None:
+            shared.setdefault(place.number, []).append((gradient, place))
+    for members in shared.values():
+        storage, size = storage_of(members[0][0]), max(place.end() for _, place in members)
+        is_there = storage not in taken and all(
+            (storage_of(g), g.storage_offset(), g.stride()) == (storage, s.offset, s.stride)
+            for g, s in members
+        )
+        memory = members[0][0].as_strided((size,), (1,), 0) if is_there else None
+        if memory is None:  # a recording may have other places
+            memory = members[0][0].new_empty(size)
+            for gradient, place in members:
+                place.of({place.number: memory}).copy_(gradient)
+        taken.add(storage_of(memory))
+        results.append(memory)
+    return results
 
 
 def _place(

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fuser.basic_ops import Dropout
+from fuser.basic_ops import Dropout, GroupedLinear
 from fuser.cuda.launch import kernel_refusal
 from fuser.errors import InputError
 from fuser.functional.random_seeds import MOST_DROPOUT, MOST_ROUNDING
+from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.op.fusible import traces_ops
 from fuser.op.structure import REFUSED, structure_of
@@ -35,6 +36,7 @@ from fuser.runtime.compiled_passes import Facts, Passes, TensorFacts, copied, lo
 from fuser.runtime.pipeline import OperationFuser, registered_count
 from fuser.runtime.segment import PipelineSegment, Segment
 from fuser.runtime.segments import Segments
+from fuser.specs import PlanKey
 from fuser.torch_private import (
     breaks_graph,
     call_while_tracing,
@@ -229,6 +231,7 @@ def _traced_pipeline(
     facts = [(type(t).__name__, t.dtype, t.requires_grad) for t in [x, *parameters, *extras]]
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    first = tuple([min([j for j in range(i + 1) if extras[j] is e]) for i, e in enumerate(extras)])
     call = describe(
         pipeline.structure,
         recipe_key_here(),
@@ -236,6 +239,7 @@ def _traced_pipeline(
         device,
         autocast,
         len(parameters),
+        first,
         tuple(facts),
         tuple(training),
         tuple(structures + fusions + composites),
@@ -256,7 +260,7 @@ def _traced_pipeline(
     host = [ops[i]._next_call for i in pipeline.quantizing if call.is_delayed]
     if call.rounds:
         host.append(torch.randint(MOST_ROUNDING, (1,), device="cpu"))
-    operation = forward_on_host if host else forward
+    operation = forward_on_host if host or call.reads_sizes else forward
     results = operation(call.name, x, parameters, list(extras), seeds, host)
     return results[0] if pipeline.outputs == 1 else tuple(results[: pipeline.outputs])
 
@@ -314,6 +318,8 @@ class Call(NamedTuple):
     """Whether the graph enters the autocast with delayed scaling."""
     rounds: bool = False
     """Whether the recipe rounds at random."""
+    reads_sizes: bool = False
+    """Whether the host waits for split sizes."""
 
 
 @constant_in_graphs
@@ -324,6 +330,7 @@ def describe(
     device: str,
     autocast: torch.dtype | None,
     parameter_count: int,
+    first: tuple[int, ...],
     tensors: tuple[TensorFacts, ...],
     training: tuple[bool, ...],
     read: tuple[str, ...],
@@ -354,6 +361,10 @@ def describe(
         pipeline.checks.kinds(like[0], like[1:count], like[count:])
     except InputError as error:
         return Call(str(error).removesuffix("."))
+    alone = [op for op in pipeline.basic_ops if _multiplies_alone(op, recipe, device, autocast)]
+    if alone and recipe is not None:
+        name = type(alone[0]).__name__
+        return Call(f"{name} quantizes each group alone, and split sizes decide what it keeps")
     facts = Facts(
         recipe_key,
         is_grad_enabled,
@@ -361,6 +372,7 @@ def describe(
         kernel_refusal(device),
         autocast,
         parameter_count,
+        first,
         tensors,
         training,
         _rounds_at_random(recipe),
@@ -371,7 +383,18 @@ def describe(
     name = f"{structure} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     add_passes(name, lambda: Passes(pipeline, facts, recipe))
     is_delayed = isinstance(recipe, DelayedScaling)
-    return Call("", name, is_delayed, is_delayed and recipe_key != key, facts.rounds)
+    is_inside = is_delayed and recipe_key != key
+    return Call("", name, is_delayed, is_inside, facts.rounds, bool(alone))
+
+
+def _multiplies_alone(
+    op: BasicOperation, recipe: Recipe | None, device: str, autocast: torch.dtype | None
+) -> bool:
+    """Whether each group of the op has a product of its own, and the host reads their sizes."""
+    if not isinstance(op, GroupedLinear):
+        return False
+    key = PlanKey((), recipe, autocast, device, architecture(torch.device(device)), ())
+    return not op.runs_at_once(key)
 
 
 def _others(pipeline: OperationFuser, registered: int) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from fuser.cuda import fp8_scaling as kernels
 from fuser.cuda import nvfp4 as nvfp4_kernels
+from fuser.cuda.launch import values_on_host
 from fuser.errors import KernelUnavailable
 from fuser.formats import GROUP_TILE, DType, NumberFormat
 from fuser.functional.grouped import PaddedGroups, padded_rows
@@ -105,7 +106,7 @@ class Float8GroupsQuantizer(Quantizer):
         scale_inv = x.new_ones(m // GROUP_TILE, dtype=torch.float32)
         found = x.new_zeros(len(self.groups.ends), dtype=torch.float32)
         start = 0
-        for g, end in enumerate(self.groups.padded_ends.tolist()):
+        for g, end in enumerate(values_on_host(self.groups.padded_ends)):
             rows, start = slice(start, end), end
             if rows.start == end:
                 continue
@@ -144,7 +145,7 @@ def amaxes_of_groups(rows: torch.Tensor | LazyTensor, groups: PaddedGroups) -> t
         else:
             return found
     start = 0
-    for g, end in enumerate(groups.padded_ends.tolist()):
+    for g, end in enumerate(values_on_host(groups.padded_ends)):
         found[g : g + 1] = reference.amax(rows[start:end])
         start = end
     return found
@@ -216,7 +217,7 @@ class NVFP4GroupsQuantizer(Quantizer):
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         usages: dict[str, Any] = {"rowwise": self.rowwise, "columnwise": self.columnwise}
-        ends, is_square = self.groups.padded_ends.tolist(), self.alone.with_2d_quantization
+        ends, is_square = values_on_host(self.groups.padded_ends), self.alone.with_2d_quantization
         options = {**usages, **self.alone._options(), "two_dimensional": is_square}
         return self.copies(*nvfp4_reference.quantize_groups(x, ends, **options))
 

@@ -11,6 +11,15 @@ from fuser.functional.grouped import group_ends
 from fuser.gemm import grouped
 
 
+def one_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Let each group be quantized and multiplied alone, also on the CPU, as on older GPUs."""
+
+    def multiplies_quantized(device: torch.device, dtype: torch.dtype) -> bool:
+        return grouped.has_grouped_mm(device, dtype)
+
+    patch.setattr(grouped, "multiplies_quantized", multiplies_quantized)
+
+
 def in_one_launch(patch: pytest.MonkeyPatch) -> None:
     """Let grouped linears in 16 bits run as they do on a Hopper GPU."""
 

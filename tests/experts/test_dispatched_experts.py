@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emulator import why_unavailable
+from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
 from test_grouped_mlp import OVERRIDES, groups_at_once  # noqa: F401 - a fixture
 from test_grouped_products import (  # noqa: F401 - a fixture, and marks
@@ -493,7 +494,8 @@ def steps_of_frozen(model: fuser.Sequential, recipe: Any) -> list[Any]:
     return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
 
 
-def test_on_a_cpu_the_ops_run() -> None:
+def test_the_ops_run_where_each_group_is_quantized_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_by_one(monkeypatch)
     found = reasons(layer(), recipes.MXFP8BlockScaling())
     assert found == {"under MXFP8BlockScaling here, each group is quantized and multiplied alone."}
 

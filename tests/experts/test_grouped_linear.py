@@ -221,7 +221,9 @@ def test_a_linear_before_it_gives_an_unquantized_tensor_that_is_quantized_once_a
         grouped = model[2](middle, torch.tensor(splits))
     assert torch.equal(y, grouped)
     assert plan.forward[1].emits is None
-    assert plan.forward[2].kernel == "4 x quantize input, 4 x quantize weight, 4 x mm (emulated)"
+    assert plan.forward[2].kernel == (
+        "grouped quantize input, grouped quantize weight, grouped mm of 4 (emulated)"
+    )
 
 
 def test_a_mixture_of_experts_trains() -> None:

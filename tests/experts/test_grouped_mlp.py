@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from every_format import RECIPES
+from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
 from pointwise_cases import FORMULAS
 from test_grouped_products import (  # noqa: F401 - a fixture, and marks
@@ -781,8 +782,12 @@ def test_kept_weights_serve_a_backward_after_an_evaluation(groups_at_once: None)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_under_recipes_a_cpu_runs_the_ops(name: str) -> None:
+def test_the_ops_run_where_each_group_is_quantized_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = RECIPES[name]()
+    assert is_fused(mlp(), recipe) == quantizes_groups_of(recipe)  # on a CPU too
+    one_by_one(monkeypatch)
     plan = plan_of(mlp(), recipe)
     reasons = [refusal.reason for refusal in plan.refusals if refusal.fusion == "GroupedMLP"]
     assert reasons == [

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
 from test_grouped_linear import (
     BF16,
@@ -61,6 +62,8 @@ EVERY_RECIPE = pytest.mark.parametrize("make", PADDED.values(), ids=PADDED)
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on, narrow products of groups are one call of torch."""
+
+    one_by_one(monkeypatch)
 
     def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
         return dtype in (FP16, BF16)

@@ -9,6 +9,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from one_launch_experts import one_by_one
 from sharded_models import RECIPES
 
 import fuser
@@ -22,7 +23,8 @@ STATELESS = [name for name in RECIPES if name != "delayed"]
 
 @pytest.fixture(params=["one by one", "one launch"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each expert alone, as on a CPU; or all at once, as on a Hopper GPU."""
+    """Each expert alone, as on older GPUs; or all at once, as on a Hopper GPU."""
+    one_by_one(monkeypatch)
     if request.param == "one launch":
         monkeypatch.setattr(grouped, "has_grouped_mm", lambda device, dtype: True)
     found: str = request.param

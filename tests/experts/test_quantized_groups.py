@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from emulator import emulated
+from one_launch_experts import one_by_one
 from test_grouped_linear import assert_close, run
 from test_grouped_linear import values as random_values
 
@@ -129,6 +130,7 @@ def test_each_product_of_the_loop_has_it_too(
 
     for name in ("quantized_linear", "quantized_dgrad", "quantized_wgrad"):
         monkeypatch.setattr(gemm, name, functools.partial(noted, name, getattr(gemm, name)))
+    one_by_one(monkeypatch)
     op = fuser.GroupedLinear(4, 64, 32, dtype=BF16, device="cpu")
     x, dy = (random_values(10, size, seed=size, dtype=BF16) for size in (64, 32))
     run(op, x=x, dy=dy, splits=(7, 0, 2, 1), recipe=with_accumulators(is_split))
