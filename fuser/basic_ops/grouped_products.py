@@ -30,7 +30,7 @@ from fuser.formats import GROUP_TILE
 from fuser.functional.grouped import PaddedGroups, add_bias, padded_groups, padded_rows, unpad
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.gemm import grouped, quantized_groups
-from fuser.gemm.grouped import Groups
+from fuser.gemm.grouped import Groups, Places
 from fuser.gemm.quantized_groups import reads_columns
 from fuser.op import BasicOperation, OperationContext, cast
 from fuser.precision.contexts import current_recipe
@@ -153,10 +153,8 @@ class GroupedLinearSaved(NamedTuple):
     ``x`` and ``weight`` have a tensor of all groups, or one of each group.
     """
 
-    ends: torch.Tensor
-    sizes: torch.Tensor | None
-    padded_ends: torch.Tensor | None
-    tiles: torch.Tensor | None
+    places: Places
+    """Those of the groups."""
     scales: torch.Tensor | None
     bias: torch.Tensor | None
     x: Saved
@@ -166,18 +164,13 @@ class GroupedLinearSaved(NamedTuple):
         """All of them, to be saved."""
         return (*self.places, self.scales, self.bias, *self.x, *self.weight)
 
-    @property
-    def places(self) -> tuple[Any, ...]:
-        """Those of the groups."""
-        return (self.ends, self.sizes, self.padded_ends, self.tiles)
-
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> GroupedLinearSaved:
         """Those of :meth:`tensors`."""
-        *first, scales, bias = tensors[:6]
-        operands = tensors[6:]
+        ends, sizes, padded_ends, tiles, scales, bias, *operands = tensors
         half = len(operands) // 2
-        return cls(*first, scales, bias, tuple(operands[:half]), tuple(operands[half:]))
+        x, weight = tuple(operands[:half]), tuple(operands[half:])
+        return cls((ends, sizes, padded_ends, tiles), scales, bias, x, weight)
 
 
 class SeparateWeights(NamedTuple):
@@ -244,7 +237,7 @@ class GroupedProduct:
         """
         linear.check_versions(ctx)
         saved, state = GroupedLinearSaved.of(ctx.saved_tensors), ctx.state
-        groups = Groups.at(*saved.places, rows)
+        groups = Groups.at(saved.places, rows)
         is_exact = groups.padded is not None and ctx.backward_override is not None
         product = GroupedProduct if is_exact else state.product
         return product(linear, ctx, groups, state.quantizers, state.is_padded, saved)
@@ -318,11 +311,9 @@ class GroupedProduct:
             saved_x = self._saved_input(x, operand) if keeps_input else ()
             missing = (None,) * (len(saved_weight) - len(saved_x))
             saved_x = (*saved_x, *missing)
-            saved = GroupedLinearSaved(*self.groups.places(), scales, bias, saved_x, saved_weight)
+            saved = GroupedLinearSaved(self.groups.places(), scales, bias, saved_x, saved_weight)
             ctx.save_for_backward(*saved.tensors())
-            ctx.state = GroupedLinearState(
-                type(self), self.quantizers, self.is_padded, separate
-            )
+            ctx.state = GroupedLinearState(type(self), self.quantizers, self.is_padded, separate)
         return y
 
     def _input(self, x: Values, has_columns: bool) -> Operand:

@@ -19,7 +19,7 @@ from fuser.basic_ops.expert_parallel import (
 from fuser.basic_ops.linear_operands import plain
 from fuser.basic_ops.remote_rows import RemoteRows
 from fuser.communication import GroupArgument, divided
-from fuser.cuda.launch import check_each_time
+from fuser.cuda.launch import call_each_time
 from fuser.errors import InputError
 from fuser.functional import permutation as ops
 from fuser.functional.lazy import LazyTensor, materialize
@@ -501,7 +501,7 @@ def _check_exchange(exchange: Exchange) -> None:
 def _check_rows(inverse_map: torch.Tensor, rows: int) -> None:
     """Raise if a map on the CPU names a row that the input does not have, or a row twice."""
     if inverse_map.device.type == "cpu":
-        check_each_time(_check_rows_on_cpu, inverse_map, rows)
+        call_each_time(_check_rows_on_cpu, inverse_map, rows)
 
 
 def _check_rows_on_cpu(inverse_map: torch.Tensor, rows: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import warnings
 import weakref
@@ -141,6 +142,35 @@ def resolved(op: str, group: GroupArgument) -> dist.ProcessGroup:
             f"({group!r}); every rank that makes or calls the op must be in its group."
         )
     return group
+
+
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_next_number = itertools.count()
+
+
+def group_number(op: str, group: GroupArgument) -> int:
+    """A number for the process group of ``op``, which no other group of this process has.
+
+    Raises
+    ------
+    StateError, InputError
+        If :func:`resolved` refuses the group.
+    """
+    return _numbers.setdefault(resolved(op, group), next(_next_number))
+
+
+def group_with_number(number: int) -> dist.ProcessGroup:
+    """The process group with this :func:`group_number`.
+
+    Raises
+    ------
+    StateError
+        If it has been destroyed since.
+    """
+    for group, its_number in list(_numbers.items()):
+        if its_number == number:
+            return resolved("A graph", group)
+    raise StateError("A graph communicates over a process group that has been destroyed since.")
 
 
 def _is_group(group: object) -> bool:

@@ -236,24 +236,20 @@ def dry_run() -> Iterator[None]:
         recording.listener, recording.is_dry = outer
 
 
-def call_each_time(function: Callable[..., Result], *args: Any) -> Result:
-    """``function(*args)``; the repetition of a recording calls it too.
+def call_each_time(function: Callable[..., Result], *args: Any) -> Result | None:
+    """``function(*args)``; the repetition of a recording calls it too. None in a dry run.
 
     It is recorded as a whole: a collective, or a check of values. Its result depends on tensors,
     on results of such calls, on the process groups that the recording has as inputs, and on
     constants, all of which are in ``args``; it allocates nothing that is read later.
     """
+    if recording.is_dry:
+        return None
     recorder = recording.recorder
     if recorder is None:
         return function(*args)
     result: Result = recorder.called(function, args)
     return result
-
-
-def check_each_time(check: Callable[..., None], *args: Any) -> None:
-    """As :func:`call_each_time`, for a check of values, which fake tensors do not have."""
-    if not recording.is_dry:
-        call_each_time(check, *args)
 
 
 def values_on_host(tensor: torch.Tensor) -> list[int]:
@@ -265,7 +261,8 @@ def values_on_host(tensor: torch.Tensor) -> list[int]:
         return [0] * len(tensor)
     # ``item`` and not only ``tolist``, which a recording would not observe.
     tensor.sum().item()
-    return tensor.tolist()  # type: ignore[no-any-return]
+    values: list[int] = tensor.tolist()
+    return values
 
 
 def refuse_recording(reason: str) -> None:

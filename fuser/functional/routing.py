@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from fuser.cuda.launch import check_each_time
+from fuser.cuda.launch import call_each_time
 from fuser.errors import InputError, InputTypeError
 from fuser.functional.permutation import sort_by_expert
 from fuser.wrapper_tensor import WrapperTensor
@@ -168,7 +168,7 @@ def check_device(
 def check_values(name: str, expert_indices: torch.Tensor, num_experts: int) -> None:
     """Raise if an index on the CPU is neither an expert nor -1. Others are not read."""
     if expert_indices.device.type == "cpu":
-        check_each_time(_check_values, name, expert_indices, num_experts)
+        call_each_time(_check_values, name, expert_indices, num_experts)
 
 
 def _check_values(name: str, expert_indices: torch.Tensor, num_experts: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,12 @@ from fuser.functional.grouped import PaddedGroups
 
 # grouped_mm reads rows in vectors of 16 bytes.
 VECTOR_BYTES = 16
+
+
+Places: TypeAlias = tuple[
+    torch.Tensor, "torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"
+]
+"""The tensors of :class:`Groups`."""
 
 
 class Groups(NamedTuple):
@@ -38,24 +44,18 @@ class Groups(NamedTuple):
     padded: PaddedGroups | None = None
 
     @classmethod
-    def at(
-        cls,
-        ends: torch.Tensor,
-        sizes: torch.Tensor | None,
-        padded_ends: torch.Tensor | None,
-        tiles: torch.Tensor | None,
-        rows: int,
-    ) -> Groups:
+    def at(cls, places: Places, rows: int) -> Groups:
         """Groups of ``rows`` rows from the tensors of :meth:`places`."""
+        ends, sizes, padded_ends, tiles = places
         if padded_ends is None or tiles is None:
             return cls(ends, sizes)
         return cls(ends, sizes, PaddedGroups(ends, padded_ends, tiles, rows))
 
-    def places(self) -> tuple[torch.Tensor | None, ...]:
+    def places(self) -> Places:
         """What :meth:`at` takes, to be saved for backward."""
-        padded = self.padded
-        of_padded = (None, None) if padded is None else (padded.padded_ends, padded.tiles)
-        return (self.ends, self.sizes, *of_padded)
+        if self.padded is None:
+            return self.ends, self.sizes, None, None
+        return self.ends, self.sizes, self.padded.padded_ends, self.padded.tiles
 
     def slices(self) -> list[slice]:
         """The rows of each group; the sizes must have been read."""

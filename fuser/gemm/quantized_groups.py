@@ -114,10 +114,10 @@ def quantized_wgrad(
             pass
     if dy.column_transform is not None:  # rows of padding have values too
         return wgrad(*column_values(dy, x, dtype), Groups(groups.padded_ends, None))
-    values = _values(dy, "columnwise", dtype), _values(x, "columnwise", dtype)
-    if _is_unpadded(values[0]):
-        return wgrad(*(unpad(each, groups) for each in values), Groups(groups.ends, None))
-    return wgrad(*values, Groups(groups.padded_ends, None))
+    a, b = _values(dy, "columnwise", dtype), _values(x, "columnwise", dtype)
+    if _is_unpadded(a):
+        return wgrad(unpad(a, groups), unpad(b, groups), Groups(groups.ends, None))
+    return wgrad(a, b, Groups(groups.padded_ends, None))
 
 
 def _by_kernel(

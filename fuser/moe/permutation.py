@@ -184,7 +184,8 @@ class _Permute(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, row_map: torch.Tensor, inverse_map: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(inverse_map)
-        return _operations().permute(x, row_map, inverse_map)
+        y: torch.Tensor = _operations().permute(x, row_map, inverse_map)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -206,7 +207,8 @@ class _Unpermute(torch.autograd.Function):
     ) -> torch.Tensor:
         kept = y if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(kept, probs, row_map, inverse_map)
-        return _operations().unpermute(y, inverse_map, probs)
+        out: torch.Tensor = _operations().unpermute(y, inverse_map, probs)
+        return out
 
     @staticmethod
     @once_differentiable

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from fuser.communication import group_number
+from fuser.errors import InputError, StateError
+
 REFUSED = "refused: "
 
 # Attributes on which no code of an op depends, or which are read apart.
@@ -21,7 +24,8 @@ _NOT_STRUCTURE = frozenset(
         *("_parameters", "_buffers", "_modules", "training", "_changes", "_captured", "_delayed"),
         *("_quantizers", "_made_quantizers", "_last_recipe", "_quantizer_views", "_group"),
         *("_agreement", "_structure", "_is_full_backward_hook", "_init"),
-        *("_next_call", "runs_in_graph", "_rng_state_tracker_function", "_delayed_wgrads", "_wgrad_hooks"),
+        *("_next_call", "runs_in_graph", "_rng_state_tracker_function"),
+        *("_delayed_wgrads", "_wgrad_hooks"),
         *("_non_persistent_buffers_set", "_forward_hooks_with_kwargs"),
         *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks"),
         *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -43,8 +47,6 @@ def structure_of(op: Any) -> str:
         return f"{REFUSED}{name} is an op from outside of fuser"
     if op.has_own_methods():
         return f"{REFUSED}{name} has methods of its own"
-    if op.process_groups:
-        return f"{REFUSED}{name} communicates between ranks"
     if op.accumulates_into_main_grad:
         return f"{REFUSED}{name} adds gradients to main_grad"
     parts = [
@@ -52,6 +54,12 @@ def structure_of(op: Any) -> str:
         repr(called),  # a container calls an op with hooks by itself
         repr([(n, p is not None) for n, p in op._parameters.items()]),
     ]
+    try:
+        parts += [f"group {group_number(name, group)}" for group in op.process_groups]
+    except (InputError, StateError) as error:
+        return f"{REFUSED}{str(error).removesuffix('.')}"
+    if op.process_groups and not op.is_recordable:
+        return f"{REFUSED}{name} reads on the host how many rows other ranks send"
     for attribute, value in sorted(op.__dict__.items()):
         if attribute in _NOT_STRUCTURE or attribute in _HOOKS:
             continue

@@ -13,7 +13,8 @@ import torch
 
 from fuser.errors import StateError
 from fuser.graph_operations import define, library
-from fuser.runtime.compiled_passes import Given, GivenBack, Passes, Tensors, lock
+from fuser.runtime.compiled_passes import Passes, lock
+from fuser.runtime.compiled_values import Given, GivenBack, Tensors
 from fuser.runtime.diagnose import refuse_second_derivative
 
 # Part of the names of passes: another number after a change of what the operations take or return,
@@ -21,12 +22,12 @@ from fuser.runtime.diagnose import refuse_second_derivative
 VERSION = 4
 
 _FORWARD = (
-    "(str call, Tensor x, Tensor[] params, Tensor[] extras, Tensor[] seeds, Tensor[] host)"
+    "forward(str call, Tensor x, Tensor[] params, Tensor[] extras, Tensor[] seeds, Tensor[] host)"
     " -> Tensor[]"
 )
 _BACKWARD = (
-    "(str call, SymInt[] sizes, int[] inputs, int[] outputs, Tensor?[] grads, Tensor[] saved,"
-    " Tensor[] params, Tensor[] host) -> Tensor[]"
+    "backward(str call, SymInt[] sizes, int[] inputs, int[] outputs, Tensor?[] grads,"
+    " Tensor[] saved, Tensor[] params, Tensor[] host) -> Tensor[]"
 )
 
 
@@ -103,12 +104,12 @@ def _define_passes(prefix: str, *tags: torch.Tag) -> Any:
     """Both passes, whose fakes run the same functions; the forward."""
     backward, forward = (
         define(
-            f"{prefix}{name}",
+            f"{prefix}{schema}",
             functools.partial(function, False),
             functools.partial(function, True),
             (torch.Tag.needs_exact_strides, *tags),
         )
-        for name, function in ((f"backward{_BACKWARD}", _backward), (f"forward{_FORWARD}", _forward))
+        for schema, function in ((_BACKWARD, _backward), (_FORWARD, _forward))
     )
     torch.library.register_autograd(
         f"fuser::{prefix}forward",

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fuser.basic_ops import Dropout, GroupedLinear
+from fuser.basic_ops import Dropout, GroupedLinear, MoeCombine, MoeDispatch
+from fuser.communication import group_number
 from fuser.cuda.launch import kernel_refusal
-from fuser.errors import InputError
+from fuser.errors import InputError, StateError
 from fuser.functional.random_seeds import MOST_DROPOUT, MOST_ROUNDING
 from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, FusibleOperation
@@ -32,11 +33,15 @@ from fuser.precision.contexts import (
 )
 from fuser.recipe import DelayedScaling, QParams, Recipe, recipe_of_key
 from fuser.runtime.compiled import VERSION, add_passes, forward, forward_on_host
-from fuser.runtime.compiled_passes import Facts, Passes, TensorFacts, copied, lock, quantizing
+from fuser.runtime.compiled_passes import Passes, lock
+from fuser.runtime.compiled_runner import copied, quantizing
+from fuser.runtime.compiled_values import Facts, TensorFacts
+from fuser.runtime.local_parts import check_gates, check_placement
 from fuser.runtime.pipeline import OperationFuser, registered_count
 from fuser.runtime.segment import PipelineSegment, Segment
 from fuser.runtime.segments import Segments
 from fuser.specs import PlanKey
+from fuser.tensors.sharding import is_distributed
 from fuser.torch_private import (
     breaks_graph,
     call_while_tracing,
@@ -66,6 +71,10 @@ class Pipeline(NamedTuple):
     ops: tuple[Path, ...] = ()
     parameters: tuple[tuple[int, str], ...] = ()
     """The number of the op and the name of each parameter."""
+    distributed: tuple[bool, ...] = ()
+    """Whether each parameter is a ``DTensor``, whose local tensor the ops read."""
+    summed: tuple[int | None, ...] = ()
+    """The number of the group over which the gradient of each parameter is added."""
     dropouts: tuple[int, ...] = ()
     """The ops that draw a seed in training."""
     quantizing: tuple[int, ...] = ()
@@ -138,6 +147,8 @@ def _is_open(part: Pipeline | Path) -> bool:
 
 def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
     ops = pipeline.basic_ops
+    if any(_is_apart(op, ops) for op in ops):
+        return Pipeline("a MoeCombine apart from its MoeDispatch reads numbers of rows on the host")
     structures = []
     for op in ops:
         structure = structure_of(op)
@@ -151,6 +162,13 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
         places = tuple(paths[id(op.__dict__)] for op in ops)
     except KeyError:
         return Pipeline("its ops are not modules of it")
+    try:
+        held = [(ops[i], name, ops[i]._parameters[name]) for i, name in parameters]
+        distributed = tuple(is_distributed(parameter) for _, _, parameter in held)
+        summed = tuple(_summed_over(*each) for each in held)
+        check_gates(ops)
+    except (InputError, StateError) as error:
+        return Pipeline(str(error).removesuffix("."))
     text = repr((structures, pipeline.fusions, sorted(pipeline.open_channels)))
     names = "+".join(type(op).__name__ for op in ops)
     structure = f"{names} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -162,11 +180,25 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
         structure,
         places,
         parameters,
+        distributed,
+        summed,
         tuple(i for i, op in enumerate(ops) if _drops(op)),
         tuple(i for i, op in enumerate(ops) if op in quantizers),
         pipeline.num_extra_inputs,
         1 + len(pipeline.returned),
     )
+
+
+def _is_apart(op: BasicOperation, ops: Sequence[BasicOperation]) -> bool:
+    """Whether the op combines rows of other ranks, which a pipeline before it dispatched."""
+    are_sent = isinstance(op, MoeCombine) and bool(op.process_groups)
+    return are_sent and not any(isinstance(other, MoeDispatch) for other in ops)
+
+
+def _summed_over(op: BasicOperation, name: str, parameter: Any) -> int | None:
+    """The number of the group over which the gradient of a parameter is added."""
+    group = check_placement(op, name, parameter) if is_distributed(parameter) else None
+    return None if group is None else group_number(type(op).__name__, group)
 
 
 def _drops(op: BasicOperation) -> bool:
@@ -228,6 +260,9 @@ def _traced_pipeline(
     training = [op.training for op in ops]
     fusions = [fusion.__qualname__ for fusion in getattr(container, "_fusions", ())]
     parameters = [ops[i]._parameters[name] for i, name in pipeline.parameters]
+    if True in pipeline.distributed:
+        pairs = zip(parameters, pipeline.distributed, strict=True)
+        parameters = [p.to_local() if is_distributed else p for p, is_distributed in pairs]
     facts = [(type(t).__name__, t.dtype, t.requires_grad) for t in [x, *parameters, *extras]]
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -238,7 +273,7 @@ def _traced_pipeline(
         torch.is_grad_enabled(),
         device,
         autocast,
-        len(parameters),
+        pipeline.summed,
         first,
         tuple(facts),
         tuple(training),
@@ -329,7 +364,7 @@ def describe(
     is_grad_enabled: bool,
     device: str,
     autocast: torch.dtype | None,
-    parameter_count: int,
+    summed: tuple[int | None, ...],
     first: tuple[int, ...],
     tensors: tuple[TensorFacts, ...],
     training: tuple[bool, ...],
@@ -357,7 +392,7 @@ def describe(
             return Call(f"a {kind} is among its inputs and parameters")
     like = [torch.empty(1, 1, dtype=dtype, device="meta") for _, dtype, _ in tensors]
     try:
-        count = 1 + parameter_count
+        count = 1 + len(summed)
         pipeline.checks.kinds(like[0], like[1:count], like[count:])
     except InputError as error:
         return Call(str(error).removesuffix("."))
@@ -371,7 +406,7 @@ def describe(
         device,
         kernel_refusal(device),
         autocast,
-        parameter_count,
+        summed,
         first,
         tensors,
         training,

@@ -1,0 +1,452 @@
+"""A pipeline's forward and backward over the tensors that a graph gives, real or fake.
+
+A copy of the pipeline runs, whose parameters are those tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import operator
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from fuser.communication import group_with_number, start_all_reduce
+from fuser.cuda.launch import dry_run
+from fuser.errors import StateError
+from fuser.gemm.matmul import architecture
+from fuser.op import BasicOperation
+from fuser.plan.planner import make_plan
+from fuser.precision.amax_reduction import forget_op
+from fuser.precision.availability import warn_if_emulated
+from fuser.precision.contexts import (
+    AutocastState,
+    recomputing_under,
+)
+from fuser.precision.numbered_calls import (
+    op_number,
+)
+from fuser.runtime.compiled_values import (
+    Contexts,
+    Ends,
+    Given,
+    GivenBack,
+    Place,
+    Saved,
+    Sizes,
+    Slice,
+    Specs,
+    Tensors,
+)
+from fuser.runtime.executor import CompiledPlan
+from fuser.runtime.known_parameters import KnownParameters, ParameterLayout, tensor_guard
+from fuser.runtime.pipeline import OperationFuser, registered_fusions
+from fuser.runtime.recorded import Part, RecordedForward, context_of, put_together, taken_apart
+from fuser.tensors import QuantizedTensor
+from fuser.torch_private import (
+    is_any_autocast_enabled,
+    outside_fake_mode,
+    size_hint,
+    storage_of,
+    without_autocast,
+)
+
+if TYPE_CHECKING:
+    from fuser.runtime.compiled_passes import Passes
+
+MOST_LAYOUTS = 256
+MOST_SIZES = 4096
+
+
+class _Pass(NamedTuple):
+    """What a backward needs of its forward besides tensors; equal for equal sizes."""
+
+    places: list[Place]
+    made: tuple[int, ...]
+    """The saved tensors that are neither inputs nor outputs."""
+    recorded: RecordedForward | None
+    copied: tuple[bool, ...]
+    """Whether each output is a copy, because the forward returned a view of an input."""
+    contexts: Contexts
+    parts: list[Part]
+    ends: Ends
+    specs: Specs
+
+
+class Runner:
+    """Runs a copy of a pipeline over the tensors of each call."""
+
+    def __init__(self, passes: Passes, pipeline: OperationFuser) -> None:
+        self.ops = pipeline.basic_ops
+        self._passes = passes
+        self._pipeline = pipeline
+        self._plan: CompiledPlan | None = None
+        self._known = KnownParameters(pipeline.basic_ops)
+        self._no_parameters = pipeline._slots.tensors()
+        self._layouts: dict[tuple[int, ...], tuple[Any, ParameterLayout | None]] = {}
+        # Those of recorded forwards, which are the same for each repetition.
+        self._recorded_passes: dict[RecordedForward, _Pass] = {}
+        # Those whose gradients share no memory with saved tensors and parameters.
+        self._sound: weakref.WeakSet[RecordedForward] = weakref.WeakSet()
+        # Apart for fake tensors: a backward may be traced after a forward has run.
+        self._known_passes: dict[bool, dict[tuple[int | str, ...], _Pass]] = {False: {}, True: {}}
+
+    @property
+    def plan(self) -> CompiledPlan:
+        assert self._plan is not None  # a forward comes first
+        return self._plan
+
+    def use_states_of(self, ops: Sequence[BasicOperation]) -> None:
+        """Use delayed scaling's states of ``ops``, those of the pipeline that have quantizers."""
+        for own, op in zip(quantizing(self.ops), ops, strict=True):
+            own.__dict__["_delayed"] = op._delayed
+
+    # -- forward -------------------------------------------------------------------
+
+    def replayed(self, given: Given) -> list[torch.Tensor] | None:
+        """The results of a recorded forward, as of an eager one; None if there is none."""
+        if not self._recorded_passes:
+            return None
+        plan, (x, params, extras, seeds, _) = self.plan, given
+        layout = self._layout(params)
+        if plan.recorded is None or layout is None:
+            return None
+        tensors = (x, *params, *extras, *seeds)
+        found = plan.recorded.find(tensors, len(extras) + len(seeds), layout, None)
+        known = None if found is None else self._recorded_passes.get(found[0])
+        if found is None or known is None:
+            return None
+        recorded, keywords, groups = found
+        output, produced, _, saved, *_ = recorded.run(tensors, keywords, groups, _no_forward)
+        returned = (output, *[produced[n] for n in plan.returned])
+        outputs = [
+            tensor.clone() if is_copied else tensor
+            for tensor, is_copied in zip(returned, known.copied, strict=True)
+        ]
+        return [*outputs, *[saved[i] for i in known.made]]
+
+    def forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
+        inputs, (x, params, extras, seeds, _) = given.inputs, given
+        if is_fake:
+            self._forget_states()
+        with self._conditions(params):
+            plan = self._planned(inputs)
+            if is_fake:
+                with dry_run():
+                    results = plan._forward(x, extras, None)
+            else:
+                others = (*extras, *seeds)
+                results = plan.run(x, inputs[1:], others, None, self._layout(params))
+            output, produced, *rest = results
+            if any(isinstance(t, QuantizedTensor) for t in (output, *produced)):
+                raise StateError(
+                    f"A {self._passes.title()} returns a quantized tensor, which is not supported "
+                    "inside torch.compile."
+                )
+            taken = set(map(storage_of, inputs))
+            returned = (output, *(produced[n] for n in plan.returned))
+            outputs = [_own(tensor, taken) for tensor in returned]
+            if not rest:
+                return outputs
+            copied = tuple(map(operator.is_not, outputs, returned))
+            made = self._keep(given, outputs, copied, *rest, is_fake=is_fake)
+        return [*outputs, *made]
+
+    def _keep(
+        self,
+        given: Given,
+        outputs: Tensors,
+        copied: tuple[bool, ...],
+        ctxs: Any,
+        saved: Tensors,
+        ends: Ends,
+        specs: Specs,
+        *,
+        is_fake: bool,
+    ) -> list[torch.Tensor]:
+        """Note what backward needs besides tensors; the saved tensors that are not elsewhere."""
+        passes = self._known_passes[is_fake]
+        recorded: RecordedForward | None = None
+        contexts: Contexts = []
+        parts: list[Part] = []
+        if ends is None:
+            recorded, held = ctxs[0], saved
+        else:
+            parts, held = taken_apart(saved)
+            contexts = [(type(context), dict(context.__dict__)) for context in ctxs]
+        key = _key(given.sizes())
+        made: list[torch.Tensor] = []
+        places = [_place(tensor, given.inputs, outputs, made) for tensor in held]
+        numbers = {
+            kind: {p.number for p in places if p.kind == kind} for kind in ("input", "output")
+        }
+        inputs, outs = (tuple(sorted(numbers[kind])) for kind in ("input", "output"))
+        where = Saved(inputs, outs, len(made))
+        self._passes.note_saved(where, is_fake=is_fake)
+        while key not in passes and len(passes) >= MOST_SIZES:
+            passes.pop(next(iter(passes)))
+        of_made = tuple(next(i for i, t in enumerate(held) if t is tensor) for tensor in made)
+        known = _Pass(places, of_made, recorded, copied, contexts, parts, ends, specs)
+        passes[key] = known
+        if recorded is not None:
+            while len(self._recorded_passes) >= MOST_LAYOUTS:
+                self._recorded_passes.pop(next(iter(self._recorded_passes)))
+            self._recorded_passes[recorded] = known
+        return made
+
+    # -- backward ------------------------------------------------------------------
+
+    def backward(self, given: GivenBack, params: Tensors, *, is_fake: bool) -> list[torch.Tensor]:
+        plan, (sizes, of_inputs, of_outputs, grads, saved) = self.plan, given
+        known = self._known_passes[is_fake].get(_key(sizes))
+        if known is None:
+            raise StateError(
+                f"A compiled {self._passes.title()} runs the backward of a forward that is not "
+                f"known: it ran in another process, or {MOST_SIZES} other layouts ago."
+            )
+        inputs = len(saved) - len(of_inputs) - len(of_outputs)
+        outputs = inputs + len(of_inputs)
+        groups: dict[str, Tensors | dict[int, torch.Tensor]] = {
+            "saved": saved[:inputs],
+            "input": dict(zip(of_inputs, saved[inputs:outputs], strict=True)),
+            "output": dict(zip(of_outputs, saved[outputs:], strict=True)),
+        }
+        held = [
+            place.of(groups[place.kind]) if place.view else groups[place.kind][place.number]
+            for place in known.places
+        ]
+        extras: list[torch.Tensor | None] | None = None
+        if known.specs:
+            extras = [None] * len(plan.places)
+            for n, grad in zip(plan.returned, grads[1:], strict=True):
+                extras[n] = grad
+        assert grads[0] is not None  # the operation makes zeros
+        dy = grads[0].contiguous()
+        if known.recorded is not None:
+            backward = functools.partial(self._recorded_backward, params)
+            result = known.recorded.backward(backward, held, {}, dy, extras, {})
+        else:
+            contexts = [context_of(*each) for each in known.contexts]
+            tensors = [put_together(known.parts, held)]
+            run = plan._backward if is_fake else plan.backward
+            state = AutocastState(self._passes.recipe)
+            dry = dry_run() if is_fake else contextlib.nullcontext()
+            with self._conditions(params), recomputing_under(state), dry:
+                result = run(contexts, tensors, known.ends, dy, extras, known.specs)
+        found = result[1:] if is_fake else self._summed(result[1:])
+        taken = {storage_of(grad) for grad in grads if grad is not None}
+        is_sound = known.recorded in self._sound
+        if not is_sound:
+            others = set(map(storage_of, (*saved, *params)))
+            is_sound = others.isdisjoint(storage_of(g) for g in found if g is not None)
+            taken |= others
+            if is_sound and known.recorded is not None:
+                self._sound.add(known.recorded)
+        wanted = [g for g, is_one in zip(found, self._passes.wanted, strict=True) if is_one]
+        gradients = [gradient for gradient in wanted if gradient is not None]
+        if len(gradients) != len(wanted):
+            raise StateError(
+                f"The backward of a compiled {self._passes.title()} returned no gradient for an "
+                "input that requires one."
+            )
+        if is_fake or not self._passes.slices:
+            self._passes.slices = _slices(gradients, taken)
+        return _together(gradients, self._passes.slices, taken)
+
+    def _summed(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """The gradients of a backward, those of parameters of some rows added over ranks."""
+        summed = self._passes.facts.summed
+        if not any(number is not None for number in summed):
+            return gradients
+        found = list(gradients)
+        for place, number in enumerate(summed, start=1):
+            if number is not None and found[place] is not None:
+                group = group_with_number(number)
+                found[place] = start_all_reduce(found[place], group).wait()
+        return found
+
+    def _recorded_backward(self, params: Tensors, *args: Any) -> Any:
+        """The plan's own code, which a backward that is not recorded yet runs."""
+        with (
+            self._conditions(params),
+            recomputing_under(AutocastState(self._passes.recipe)),
+        ):
+            backward = self.plan.in_ranges[1]
+            assert backward is not None
+            return backward(*args)
+
+    # -- conditions ----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _conditions(self, params: Tensors) -> Iterator[None]:
+        """The parameters and the autocast of the traced call."""
+        facts = self._passes.facts
+        with contextlib.ExitStack() as stack:
+            if facts.autocast is not None:
+                stack.enter_context(torch.autocast(facts.device, dtype=facts.autocast))
+            elif is_any_autocast_enabled():  # around a backward
+                stack.enter_context(without_autocast())
+            self._give(params)
+            for op, training in zip(self.ops, facts.training, strict=True):
+                op.__dict__["training"] = training
+            try:
+                yield
+            finally:
+                self._give(self._no_parameters)
+
+    def _forget_states(self) -> None:
+        """Delayed scaling's states of fake tensors are no longer than a pass."""
+        for op in self.ops:
+            op.__dict__["_delayed"] = {}
+
+    def _planned(self, inputs: Tensors) -> CompiledPlan:
+        if self._plan is None:
+            pipeline, facts = self._pipeline, self._passes.facts
+            device = inputs[0].device
+            with outside_fake_mode(), torch.set_grad_enabled(facts.is_grad_enabled):
+                # Seeds are no inputs of a plan.
+                like = [
+                    torch.empty(
+                        [size_hint(size) for size in tensor.shape],
+                        dtype=tensor.dtype,
+                        device="meta",
+                    ).requires_grad_(requires_grad)
+                    for tensor, (_, _, requires_grad) in zip(inputs, facts.tensors, strict=False)
+                ]
+                count = 1 + len(facts.summed)
+                x, params, extras = like[0], tuple(like[1:count]), like[count:]
+                graph = pipeline._graph(x, extras, facts.autocast)
+                key = pipeline._plan_key(
+                    pipeline._op_keys(graph, x, params, extras),
+                    autocast_dtype=facts.autocast,
+                    device=device.type,
+                    arch=architecture(device),
+                    no_kernels=facts.no_kernels,
+                )
+                if key.recipe is not None:
+                    warn_if_emulated(key.recipe, key.arch)
+                planned = make_plan(graph, key, registered_fusions())
+            self._plan = CompiledPlan(
+                planned.plan,
+                key,
+                pipeline.basic_ops,
+                pipeline.sources,
+                pipeline.returned,
+                pipeline._slots.counts,
+                planned.forward,
+                planned.backward,
+            )
+        return self._plan
+
+    def _give(self, params: Tensors) -> None:
+        for (held, name), parameter in zip(self._pipeline._slots.slots, params, strict=True):
+            held[name] = parameter
+
+    def _layout(self, params: Tensors) -> ParameterLayout | None:
+        addresses = tuple(map(torch.Tensor.data_ptr, params))
+        guard, layout = self._layouts.get(addresses, (None, None))
+        if guard is None or not guard(*params):
+            layout = self._known.renew(params)[1]
+            while len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.pop(next(iter(self._layouts)))
+            self._layouts[addresses] = (tensor_guard(params), layout)
+        return layout
+
+
+def _no_forward(*_: Any) -> Any:
+    raise StateError("A recording is incomplete.")  # only complete ones are known
+
+
+def quantizing(ops: Sequence[BasicOperation]) -> list[BasicOperation]:
+    """The ops with quantizers, and so with states under delayed scaling."""
+    return [op for op in ops if any(map(op.num_quantizers, ("forward", "backward")))]
+
+
+def copied(pipeline: OperationFuser) -> OperationFuser:
+    """A pipeline of the same structure, without the memory of the parameters."""
+    memo: dict[int, Any] = {}
+    for op in pipeline.basic_ops:
+        memo[id(op._delayed)] = {}
+        for parameter in op.parameters():
+            like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            memo[id(parameter)] = Parameter(like, requires_grad=parameter.requires_grad)
+    ops = [copy.deepcopy(op, memo) for op in pipeline.basic_ops]
+    for op in ops:
+        op.__dict__["runs_in_graph"] = True
+        forget_op(op_number(op))
+    twin = OperationFuser(ops, pipeline.fusions, open_channels=pipeline.open_channels)
+    twin._find_parameters()
+    twin._is_started = True
+    return twin
+
+
+def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """``tensor``, or a copy if its storage is taken: results of operations share no memory."""
+    tensor = tensor.clone() if storage_of(tensor) in taken else tensor
+    taken.add(storage_of(tensor))
+    return tensor
+
+
+def _slices(gradients: Tensors, taken: set[int]) -> list[Slice | None]:
+    """Where the gradients are that share memory with others of them alone."""
+    storages = [storage_of(gradient) for gradient in gradients]
+    shared = [s for s in dict.fromkeys(storages) if storages.count(s) > 1 and s not in taken]
+    alone = sum(storage not in shared for storage in storages)
+    return [
+        Slice(alone + shared.index(storage), g.size(), g.stride(), int(g.storage_offset()))
+        if storage in shared
+        else None
+        for g, storage in zip(gradients, storages, strict=True)
+    ]
+
+
+def _together(
+    gradients: Tensors, slices: Sequence[Slice | None], taken: set[int]
+) -> list[torch.Tensor]:
+    """The gradients that share no memory, then the memory of others; copies where needed."""
+    results = [_own(g, taken) for g, place in zip(gradients, slices, strict=True) if place is None]
+    shared: dict[int, list[tuple[torch.Tensor, Slice]]] = {}
+    for gradient, place in zip(gradients, slices, strict=True):
+        if place is not None:
+            shared.setdefault(place.number, []).append((gradient, place))
+    for members in shared.values():
+        storage, size = storage_of(members[0][0]), max(place.end() for _, place in members)
+        is_there = storage not in taken and all(
+            (storage_of(g), g.storage_offset(), g.stride()) == (storage, s.offset, s.stride)
+            for g, s in members
+        )
+        memory = members[0][0].as_strided((size,), (1,), 0) if is_there else None
+        if memory is None:  # a recording may have other places
+            memory = members[0][0].new_empty(size)
+            for gradient, place in members:
+                place.of({place.number: memory}).copy_(gradient)
+        taken.add(storage_of(memory))
+        results.append(memory)
+    return results
+
+
+def _place(
+    tensor: torch.Tensor, inputs: Tensors, outputs: Tensors, made: list[torch.Tensor]
+) -> Place:
+    """Where a saved tensor is; a new one is added to ``made``."""
+    for kind, tensors in (("input", inputs), ("output", outputs), ("saved", made)):
+        for number, other in enumerate(tensors):
+            if tensor is other:
+                return Place(kind, number)
+    for kind, tensors in (("input", inputs), ("output", outputs), ("saved", made)):
+        for number, other in enumerate(tensors):
+            if storage_of(tensor) == storage_of(other):
+                offset = tensor.storage_offset() - other.storage_offset()
+                view = (tensor.size(), tensor.stride(), offset)
+                return Place(kind, number, view)
+    made.append(tensor)
+    return Place("saved", len(made) - 1)
+
+
+def _key(sizes: Sizes) -> tuple[int | str, ...]:
+    return tuple([size if type(size) is int else str(size) for size in sizes])

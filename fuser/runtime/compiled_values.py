@@ -1,0 +1,140 @@
+"""The tensors of passes of compiled graphs, and what is known of them without their values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from fuser.op import OperationContext
+
+Tensors: TypeAlias = Sequence[torch.Tensor]
+Sizes: TypeAlias = Sequence["int | torch.SymInt"]
+Ends: TypeAlias = "tuple[int, ...] | None"
+"""The ends of the ops' saved tensors; None of a recorded forward."""
+Contexts: TypeAlias = list[tuple[type[OperationContext], dict[str, Any]]]
+"""The class and the attributes of each op's context."""
+Specs: TypeAlias = tuple[Any, ...]
+"""Shape and dtype of every extra output."""
+TensorFacts: TypeAlias = tuple[str, torch.dtype, bool]
+"""Of a tensor: the name of its class, its dtype, and whether it requires a gradient."""
+
+
+class Facts(NamedTuple):
+    """What a plan depends on besides the structure of its pipeline."""
+
+    recipe_key: str
+    is_grad_enabled: bool
+    device: str
+    no_kernels: str | None
+    """Why fuser's kernels do not run on the device; None if they run."""
+    autocast: torch.dtype | None
+    summed: tuple[int | None, ...]
+    """The number of the process group over which the gradient of each parameter is added."""
+    first: tuple[int, ...]
+    """For each extra input, the first one that is the same tensor."""
+    tensors: tuple[TensorFacts, ...]
+    """The input, the parameters, and the extra inputs."""
+    training: tuple[bool, ...]
+    rounds: bool
+    """Whether the recipe rounds at random."""
+    is_checkpointed: bool
+    """Whether a checkpoint in the graph runs the forward again."""
+    registered: str = ""
+    """The process and the number of its functions that plan or run; empty for fuser's own."""
+
+
+class Given(NamedTuple):
+    """The tensors that a graph gives to a forward."""
+
+    x: torch.Tensor
+    params: Tensors
+    extras: Tensors
+    seeds: Tensors
+    """Those of each dropout."""
+    host: Tensors
+    """On the CPU: the numbers of the calls of ops with quantizers, and the seed of roundings."""
+
+    def distinct(self, first: Sequence[int]) -> Given:
+        """The same tensors, each another object; but ``extras[i]`` is ``extras[first[i]]``."""
+        tensors = (self.x, *self.params, *self.extras)
+        is_distinct = len(set(map(id, tensors))) == len(tensors)
+        if is_distinct and len(set(first)) == len(first):
+            return self
+        seen: set[int] = set()
+        each: list[torch.Tensor] = []
+        for tensor in tensors:
+            each.append(tensor.detach() if id(tensor) in seen else tensor)
+            seen.add(id(tensor))
+        count = 1 + len(self.params)
+        extras = [each[count + i] for i in first]
+        return self._replace(x=each[0], params=each[1:count], extras=extras)
+
+    def sizes(self) -> list[int | torch.SymInt]:
+        """Sizes and strides, which are numbers or symbols."""
+        tensors = (self.x, *self.params, *self.extras)
+        return [size for tensor in tensors for size in [*tensor.shape, *tensor.stride()]]
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that backward may read."""
+        return (self.x, *self.params, *self.extras, *self.seeds)
+
+
+class GivenBack(NamedTuple):
+    """What a graph gives to a backward, besides parameters."""
+
+    sizes: Sizes
+    """Those of :meth:`Given.sizes` in forward."""
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    """The numbers of the inputs and of the outputs among the saved tensors."""
+    grads: Sequence[torch.Tensor | None]
+    saved: Tensors
+    """The saved tensors that forward returned, then the inputs and the outputs among them."""
+
+
+class Place(NamedTuple):
+    """Where a saved tensor is: it is, or views, an input, an output or another saved tensor."""
+
+    kind: str
+    """"input", "output" or "saved"."""
+    number: int
+    view: tuple[torch.Size, tuple[int, ...], int | torch.SymInt] | None = None
+    """Size, stride and offset in that tensor, if it is a view."""
+
+    def of(self, tensors: Tensors | dict[int, torch.Tensor]) -> torch.Tensor:
+        """The saved view, of one of the inputs, outputs or saved tensors."""
+        tensor = tensors[self.number]
+        assert self.view is not None
+        size, stride, offset = self.view
+        return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
+class Slice(NamedTuple):
+    """Where a gradient is that shares memory with others, such as those of experts."""
+
+    number: int
+    """That of the result which has the memory of all of them, as a vector."""
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, results: Tensors | dict[int, torch.Tensor]) -> torch.Tensor:
+        """The gradient."""
+        return results[self.number].as_strided(self.size, self.stride, self.offset)
+
+    def end(self) -> int:
+        """Where the gradient ends in that memory."""
+        steps = zip(self.size, self.stride, strict=True)
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+class Saved(NamedTuple):
+    """What a forward saves for backward."""
+
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    others: int = 0
+    """The number of other tensors."""
