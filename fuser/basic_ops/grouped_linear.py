@@ -319,7 +319,7 @@ class GroupedLinear(GroupParameters):
         buffer, matrix = ctx.state.grad_input, rows_of_groups(dy, ctx)
         if buffer is not None and overlap(buffer, dy):
             raise InputError("GroupedLinear got a buffer grad_input in the memory of the gradient.")
-        product = GroupedProduct.of_backward(self, ctx, len(matrix))
+        product = GroupedProduct.of_backward(self, ctx, matrix.shape[0])
         dx, grads, extras = product.backward([matrix], dy.shape[:-1])
         if dx is not None:
             dx = dx.view(*dy.shape[:-1], self.in_features)

@@ -104,7 +104,7 @@ def padded_rows(producer: Producer, tiles: torch.Tensor, *, is_padded: bool = Fa
     return Producer(
         f"fuser::GroupedProducer<{producer.type}>",
         Struct((*producer.argument.fields, tiles, int32(is_padded))),
-        len(tiles) * TILE,
+        tiles.shape[0] * TILE,
         producer.columns,
         producer.dtype,
         producer.is_aligned,

@@ -103,10 +103,10 @@ def multiply_rows(
     """
     has_rows = b_groups == "rows"
     size = b.data.shape[0 if has_rows else 1]
-    if size % len(padded_ends) or a.data.shape[0] != GROUP_TILE * len(tiles):
+    if size % len(padded_ends) or a.data.shape[0] != GROUP_TILE * tiles.shape[0]:
         raise InputError(
             f"multiply_rows got {tuple(a.data.shape)} rows and {tuple(b.data.shape)} weights of "
-            f"{len(padded_ends)} groups with {len(tiles)} tiles."
+            f"{len(padded_ends)} groups with {tiles.shape[0]} tiles."
         )
     return _multiply(a, b, padded_ends, tiles, sums, out, is_padded, not has_rows)
 
@@ -197,7 +197,7 @@ def _launch(
     else:
         step = b.shape[1 if divides_depth_of_b else 0] // groups
         b_steps = (0, step) if divides_depth_of_b else (step, 0)
-        count = len(tiles)
+        count = tiles.shape[0]
         if sums in (Sums.FAST.value, Sums.SPLIT.value):
             b_scale_stride = step // FP8_BLOCK
     backend = launches.backend

@@ -34,7 +34,7 @@ class PaddedGroups(NamedTuple):
     @property
     def padded_rows(self) -> int:
         """Rows of a padded matrix."""
-        return len(self.tiles) * GROUP_TILE
+        return self.tiles.shape[0] * GROUP_TILE
 
 
 def padded_groups(
@@ -126,7 +126,7 @@ def _padded_by_torch(rows: torch.Tensor, groups: PaddedGroups, is_padded: bool) 
     tiles = groups.tiles
     if is_padded:
         tiles = tiles.clone()
-        tiles[:, 1] = torch.arange(len(tiles), device=tiles.device) * GROUP_TILE
+        tiles[:, 1] = torch.arange(tiles.shape[0], device=tiles.device) * GROUP_TILE
     return reference.pad(rows, tiles)
 
 

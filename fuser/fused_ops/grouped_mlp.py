@@ -216,8 +216,8 @@ class GroupedMLP(FusedOperation):
         if not isinstance(ctx.state, GroupedMLPState):
             return self._one_by_one_backward(ctxs, dy)
         matrix = rows_of_groups(dy, ctxs[0])
-        up = GroupedProduct.of_backward(self.members[0], ctxs[0], len(matrix))
-        down = GroupedProduct.of_backward(self.members[2], ctxs[2], len(matrix))
+        up = GroupedProduct.of_backward(self.members[0], ctxs[0], matrix.shape[0])
+        down = GroupedProduct.of_backward(self.members[2], ctxs[2], matrix.shape[0])
         repeated_h = None
         if ctx.state.is_repeated:
             source = ActivationSaved(*ctx.saved_tensors)

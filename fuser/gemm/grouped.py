@@ -150,7 +150,7 @@ def wgrad(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``dy_g.T @ x_g`` of each group: the gradient of the weights, ``[G, N, K]``."""
     if groups.sizes is None:
         n, k = dy.shape[1], x.shape[1]
-        if not len(dy):  # torch refuses a product over no rows
+        if dy.shape[0] == 0:  # torch refuses a product over no rows
             return dy.new_zeros(len(groups.ends), n, k)
         products = grouped_mm(whole_vectors(dy).t(), whole_vectors(x), groups.ends)
         return products if products.shape[1:] == (n, k) else products[:, :n, :k]
@@ -162,7 +162,7 @@ def wgrad(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 def sums(dy: torch.Tensor, groups: Groups, scales: torch.Tensor | None = None) -> torch.Tensor:
     """The sum of the rows of each group, times their ``scales`` ``[T]``: ``[G, N]``."""
-    if groups.sizes is None and not len(dy):
+    if groups.sizes is None and dy.shape[0] == 0:
         return dy.new_zeros(len(groups.ends), dy.shape[1])
     if groups.sizes is None:
         # A product with rows of ones, of which it needs whole vectors.

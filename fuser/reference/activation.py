@@ -205,7 +205,7 @@ def _rounded(
     if not is_split:
         return function(*tensors).to(x.dtype)
     rows = [tensor.view(-1, tensor.shape[-1]) for tensor in tensors]
-    y = torch.empty(len(rows[0]), features, dtype=x.dtype)
+    y = torch.empty(rows[0].shape[0], features, dtype=x.dtype)
     step = max(1, CACHED_ELEMENTS // x.shape[-1])
     for begin in range(0, len(y), step):
         some = slice(begin, begin + step)

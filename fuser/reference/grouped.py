@@ -52,7 +52,7 @@ def group_tiles(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
 def pad(x: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
     """The rows of padded groups, ``[128 tiles, K]``, from ``x [rows, K]``; zeros in between."""
     inside = torch.arange(TILE, dtype=torch.int32, device=x.device)
-    rows = (tiles[:, 1:2] + inside).clamp(max=max(len(x) - 1, 0)).flatten()
+    rows = (tiles[:, 1:2] + inside).clamp(max=max(x.shape[0] - 1, 0)).flatten()
     is_row = (inside < tiles[:, 2:3]).flatten()
     return x.index_select(0, rows).masked_fill_(~is_row[:, None], 0)
 
@@ -64,7 +64,7 @@ def unpad(
     places = torch.arange(rows, dtype=torch.int32, device=ends.device)
     group = torch.bucketize(places, ends, right=True).clamp(max=len(ends) - 1)
     shift = (F.pad(padded_ends[:-1], (1, 0)) - F.pad(ends[:-1], (1, 0)))[group]
-    from_rows = (places + shift).clamp(max=max(len(padded) - 1, 0))
+    from_rows = (places + shift).clamp(max=max(padded.shape[0] - 1, 0))
     return zero_tail(ends, padded.index_select(0, from_rows))
 
 
@@ -74,7 +74,7 @@ def sum_groups(padded: torch.Tensor, tiles: torch.Tensor, groups: int) -> torch.
     Padding is not read. Sums are in fp32, of the rows of each tile and then of a group's tiles.
     """
     is_row = torch.arange(TILE, dtype=torch.int32, device=tiles.device) < tiles[:, 2:3]
-    rows = padded.view(len(tiles), TILE, padded.shape[-1]).float()
+    rows = padded.view(tiles.shape[0], TILE, padded.shape[-1]).float()
     parts = rows.masked_fill(~is_row[..., None], 0).sum(1)
     return sum_tiles(parts, tiles, groups).to(padded.dtype)
 

@@ -110,6 +110,8 @@ class Passes:
         if not is_fake:
             if forward_ad_level() >= 0:
                 refuse_transform()
+            for shared in self._pipeline._shared_sizes:
+                shared.check(given.extras[shared.first], given.extras[shared.second])
             replayed = self._replayed(given)
             if replayed is not None:
                 return replayed

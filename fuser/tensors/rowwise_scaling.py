@@ -84,7 +84,9 @@ class Float8RowwiseQuantizer(Quantizer):
         """Those of columns, for their copy."""
         if not self.columnwise:
             return None
-        return rows.abs().amax(0).float() if len(rows) else rows.new_zeros(rows.shape[1]).float()
+        return (
+            rows.abs().amax(0).float() if rows.shape[0] else rows.new_zeros(rows.shape[1]).float()
+        )
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         buffers, (m, k), given = self.new_buffers(x), matrix_of(x), self.reduced_amaxes
