@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from evidence import Sink, progress, provenance, say
+from evidence import Sink, provenance, say
+from model_steps import measured_steps, table
 from options import new_parser, parsed
-from timing import Call, Failure, Result, Timing, clock, measure
+from timing import Call
 from torch import nn
 from torch.nn import functional as F
 
@@ -151,54 +152,15 @@ def step_of(make: Make, options: train_lm.Options) -> Call:
 
 def measured(chosen: Sequence[str], options: train_lm.Options, rounds: int) -> list[dict[str, Any]]:
     """A record for each variant."""
-    calls: dict[str, Call] = {}
-    results: dict[str, Result] = {}
-    for name in progress(chosen, "warm up"):
+
+    def maker(name: str) -> Callable[[], Call]:
         make, recipe = VARIANTS[name]
-        try:
-            calls[name] = step_of(make, replace(options, recipe=recipe))
-            for _ in range(4):  # compiled, recorded, and repeated
-                calls[name]()
-        except Exception as error:  # a variant that fails must not stop the others
-            results[name] = Failure.of(error)
-            calls.pop(name, None)
-    results |= measure([calls], clock(options.device, is_captured=False), rounds=rounds)
+        return lambda: step_of(make, replace(options, recipe=recipe))
+
     tokens = options.batch_size * options.context
-    records = []
-    for name in chosen:
-        result, eager = results[name], results.get("torch eager")
-        row: dict[str, Any] = {
-            **{size: getattr(options, size) for size in NAMES},
-            "variant": name,
-            **dict.fromkeys(("ms", "p20", "p80", "tokens/s", "/ eager", "failure"), ""),
-        }
-        if isinstance(result, Failure):
-            row["failure"] = result.reason
-        else:
-            row |= {
-                "ms": round(result.median * 1e3, 3),
-                "p20": round(result.p20 * 1e3, 3),
-                "p80": round(result.p80 * 1e3, 3),
-                "tokens/s": round(tokens / result.median),
-            }
-            if isinstance(eager, Timing):
-                row["/ eager"] = round(eager.median / result.median, 3)
-        records.append(row)
-    return records
-
-
-def table(records: Sequence[dict[str, Any]]) -> str:
-    """The records as text; tokens a second over those of eager torch."""
-    lines = [f"{'':<30}{'ms':>9}{'p20':>9}{'p80':>9}{'tokens/s':>10}{'/ eager':>9}"]
-    for row in records:
-        if row["failure"]:
-            lines.append(f"{row['variant']:<30}  FAILED {row['failure']}")
-        else:
-            lines.append(
-                f"{row['variant']:<30}{row['ms']:>9.2f}{row['p20']:>9.2f}{row['p80']:>9.2f}"
-                f"{row['tokens/s']:>10}{row['/ eager']:>9}"
-            )
-    return "\n".join(lines)
+    makers = {name: maker(name) for name in chosen}
+    sizes = {size: getattr(options, size) for size in NAMES}
+    return [sizes | row for row in measured_steps(makers, tokens, options.device, rounds)]
 
 
 def main(argv: list[str] | None = None) -> None:

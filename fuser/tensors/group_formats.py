@@ -83,6 +83,17 @@ class Float8GroupsQuantizer(Quantizer):
         how = (self.force_pow_2_scales, self.amax_epsilon, len(self.groups.ends))
         return ("groups", self.fp8_dtype, *copies, *how)
 
+    def unbound(self) -> Quantizer:
+        if self.scales:
+            return super().unbound()
+        return Float8CurrentScalingQuantizer(
+            self.fp8_dtype,
+            force_pow_2_scales=self.force_pow_2_scales,
+            amax_epsilon=self.amax_epsilon,
+            rowwise=self.rowwise,
+            columnwise=self.columnwise,
+        )
+
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return (self.groups.tiles,)
 
