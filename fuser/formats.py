@@ -412,4 +412,5 @@ def tile_count(rows: int, groups: int, size: int | None = None) -> int:
     """The most tiles that groups of altogether ``rows`` rows can have, or all have of one size."""
     if size is not None:
         return groups * -(-size // GROUP_TILE)
-    return min(rows, (rows + (GROUP_TILE - 1) * groups) // GROUP_TILE)
+    least = min if isinstance(rows, int) else torch.sym_min  # without a guard on symbolic rows
+    return least(rows, (rows + (GROUP_TILE - 1) * groups) // GROUP_TILE)

@@ -273,6 +273,12 @@ def graph_break(reason: str) -> None:
     torch._dynamo.graph_break(msg=reason)
 
 
+def is_compiled_ahead() -> bool:
+    """Whether AOTInductor compiles a program now."""
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    return virtualized is not None and bool(virtualized.V.aot_compilation)
+
+
 dispatch_modes = torch._C._len_torch_dispatch_stack
 """The number of modes that get each call of an operator, such as those of selective checkpoints."""
 

@@ -16,6 +16,8 @@ from fuser.graph_operations import define, library
 from fuser.runtime.compiled_passes import Passes, lock
 from fuser.runtime.compiled_values import Given, GivenBack, Tensors
 from fuser.runtime.diagnose import refuse_second_derivative
+from fuser.runtime.exported import is_exported, passes_of_export
+from fuser.torch_private import is_compiled_ahead
 
 # Part of the names of passes: another number after a change of what the operations take or return,
 # because torch keeps compiled graphs on disk.
@@ -43,6 +45,9 @@ def add_passes(call: str, make: Callable[[], Passes]) -> None:
 
 def _passes_of(call: str) -> Passes:
     passes = _passes.get(call)
+    if passes is None and is_exported(call):
+        add_passes(call, lambda: passes_of_export(call))
+        passes = _passes[call]
     if passes is None:
         raise StateError(f"No pipeline in this process was traced as {call!r}.")
     return passes
@@ -57,6 +62,12 @@ def _forward(
     seeds: Tensors,
     host: Tensors,
 ) -> list[torch.Tensor]:
+    if is_fake and is_compiled_ahead():
+        raise StateError(
+            "AOTInductor makes a library that runs without Python, and fuser plans and launches in "
+            "Python. Run the exported program by its module(), or compile the model by "
+            "torch.compile."
+        )
     given = Given(x, tuple(params), tuple(extras), tuple(seeds), host)
     return _passes_of(call).forward(given, is_fake=is_fake)
 

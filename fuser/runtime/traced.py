@@ -36,6 +36,7 @@ from fuser.runtime.compiled import VERSION, add_passes, forward, forward_on_host
 from fuser.runtime.compiled_passes import Passes, lock
 from fuser.runtime.compiled_runner import copied, quantizing
 from fuser.runtime.compiled_values import Facts, TensorFacts
+from fuser.runtime.exported import exported_name
 from fuser.runtime.local_parts import check_gates, check_placement
 from fuser.runtime.pipeline import OperationFuser, registered_count
 from fuser.runtime.segment import PipelineSegment, Segment
@@ -309,6 +310,8 @@ def _broken(
     reason: str,
 ) -> Any:
     """The call of part ``number`` of a container, or of all of it, outside of the graph."""
+    if not torch.compiler.is_dynamo_compiling():
+        raise StateError(f"A {type(container).__name__} cannot be exported: {reason}.")
     graph_break(
         f"a {type(container).__name__} is called outside of the graph: {reason}. Without "
         "fullgraph=True it runs between two graphs."
@@ -390,8 +393,9 @@ def describe(
     for kind, _, _ in tensors:
         if kind not in ("Tensor", "Parameter", "FakeTensor", "FunctionalTensor"):
             return Call(f"a {kind} is among its inputs and parameters")
-    like = [torch.empty(1, 1, dtype=dtype, device="meta") for _, dtype, _ in tensors]
     try:
+        with outside_fake_mode():
+            like = [torch.empty(1, 1, dtype=dtype, device="meta") for _, dtype, _ in tensors]
         count = 1 + len(summed)
         pipeline.checks.kinds(like[0], like[1:count], like[count:])
     except InputError as error:
@@ -416,6 +420,18 @@ def describe(
     )
     text = repr((__version__, VERSION, facts))
     name = f"{structure} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    if torch.compiler.is_exporting():
+        if isinstance(recipe, DelayedScaling):
+            return Call("scales of delayed scaling are no part of an exported program")
+        if facts.registered:
+            return Call("code from outside of fuser plans it, which another process lacks")
+        # The program is under this recipe, wherever it runs.
+        facts = facts._replace(recipe_key=INSIDE + key)
+        with lock, outside_fake_mode():
+            try:
+                name = exported_name(pipeline, facts, recipe)
+            except StateError as error:
+                return Call(str(error).removesuffix("."))
     add_passes(name, lambda: Passes(pipeline, facts, recipe))
     is_delayed = isinstance(recipe, DelayedScaling)
     is_inside = is_delayed and recipe_key != key

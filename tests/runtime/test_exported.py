@@ -1,0 +1,132 @@
+"""Pipelines in torch.export: the bits of the model, in this process and in a fresh one."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import pickle
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_compiled import CURRENT, DELAYED, MXFP8, Blocks, _nothing_compiled_yet, rows, under
+from test_compiled_experts import Layer
+
+import fuser
+from fuser import recipe as recipes
+from fuser.errors import StateError
+from fuser.runtime import exported
+
+__all__ = ["_nothing_compiled_yet"]  # the fixture
+pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
+
+MODELS: dict[str, Any] = {"blocks": Blocks, "experts": lambda: Layer("ops")}
+FRESH = """
+import sys, warnings, torch, fuser
+warnings.simplefilter("ignore")
+program = torch.export.load(sys.argv[1]).module()
+for x, expected in torch.load(sys.argv[2]):
+    y = program(x)
+    y = y[0] if isinstance(y, tuple) else y
+    assert torch.equal(y, expected), "other bits"
+"""
+
+
+def export(model: Any, x: torch.Tensor, *, is_dynamic: bool = False, strict: bool = False) -> Any:
+    # Under MXFP8 torch asks for whole blocks, if it saw whole ones.
+    sizes = ({0: 32 * torch.export.Dim("blocks", min=1, max=128)},) if is_dynamic else None
+    return torch.export.export(model, (x,), dynamic_shapes=sizes, strict=strict)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("recipe", [None, CURRENT, MXFP8], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fresh_process_has_the_bits_of_the_model(
+    name: str, recipe: Any, is_dynamic: bool, strict: bool, tmp_path: Path
+) -> None:
+    """And the recipe of the export: no autocast is entered there."""
+    model = MODELS[name]()
+    pairs = []
+    with torch.no_grad(), under(recipe):
+        program = export(model, rows(), is_dynamic=is_dynamic, strict=strict)
+        for count in (32, 64, 128) if is_dynamic else (32,):
+            y = model(rows(count))
+            pairs.append((rows(count), y[0] if isinstance(y, tuple) else y))
+    torch.export.save(program, tmp_path / "program.pt2")
+    torch.save(pairs, tmp_path / "pairs.pt")
+    command = [sys.executable, "-c", FRESH, tmp_path / "program.pt2", tmp_path / "pairs.pt"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_an_exported_program_contains_the_operation_and_not_the_ops_of_torch() -> None:
+    with torch.no_grad():
+        program = export(Blocks(), rows())
+    names = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert names.count("fuser.forward.default") == 2
+    assert not [name for name in names if "aten" in name]
+
+
+def test_a_program_is_under_the_recipe_of_its_export_alone() -> None:
+    model = Blocks()
+    with torch.no_grad():
+        expected = model(rows())
+        program = export(model, rows()).module()
+        with under(CURRENT):
+            assert torch.equal(program(rows()), expected)
+            quantized = export(model, rows()).module()
+            found = model(rows())
+        assert torch.equal(quantized(rows()), found)
+        assert not torch.equal(found, expected)
+
+
+def custom(role: Any) -> Any:
+    return fuser.Float8CurrentScalingQuantizer()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (DELAYED, "scales of delayed scaling are no part of an exported program"),
+        (
+            recipes.CustomRecipe(qfactory=custom),
+            r"names test_exported\.custom, which no pipeline of fuser contains",
+        ),
+    ],
+    ids=["delayed", "custom"],
+)
+def test_what_cannot_be_exported_is_refused(recipe: Any, words: str) -> None:
+    with torch.no_grad(), under(recipe):
+        with pytest.raises(StateError, match=f"A Sequential cannot be exported: .*({words})"):
+            export(Blocks(), rows())
+        with contextlib.suppress(StateError):
+            assert Blocks()(rows()) is not None  # the next call works
+
+
+def test_aot_inductor_is_refused() -> None:
+    with torch.no_grad():
+        program = export(Blocks(), rows())
+    with pytest.raises(Exception, match="AOTInductor makes a library that runs without Python"):
+        torch._inductor.aoti_compile_and_package(program)
+
+
+class Other:
+    """A class that no exported program of fuser contains."""
+
+
+def test_names_load_classes_of_fuser_alone() -> None:
+    def name(content: Any) -> str:
+        data = zlib.compress(pickle.dumps(content))
+        return exported._PREFIX + base64.b85encode(data).decode()
+
+    with pytest.raises(StateError, match=r"names test_exported.Other, which no pipeline of fuser"):
+        exported.passes_of_export(name(("0", Other())))
+    with pytest.raises(StateError, match=r"names builtins\.eval"):
+        exported.passes_of_export(name(("0", eval)))
+    with pytest.raises(StateError, match="exported with fuser 0, and this is fuser"):
+        exported.passes_of_export(name(("0", [])))
