@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_compiled import BF16, CURRENT, DELAYED, MXFP8, assert_equal, graphs, step, under, whole
 from test_compiled_experts import Experts, G, K, Layer, T
+from torch._dynamo.utils import counters
 
 import fuser
 from fuser import recipe as recipes
@@ -27,6 +28,7 @@ EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 
 def layer_and_tokens(kind: str = "ops", capacity: int | None = None) -> tuple[Layer, torch.Tensor]:
     torch._dynamo.reset()
+    counters.clear()
     layer = Layer(kind, capacity).to("cuda", BF16)
     return layer, torch.randn(T, K, dtype=BF16, device="cuda")
 
