@@ -400,10 +400,20 @@ def describe(
         pipeline.checks.kinds(like[0], like[1:count], like[count:])
     except InputError as error:
         return Call(str(error).removesuffix("."))
-    alone = [op for op in pipeline.basic_ops if _multiplies_alone(op, recipe, device, autocast)]
-    if alone and recipe is not None:
-        name = type(alone[0]).__name__
-        return Call(f"{name} quantizes each group alone, and split sizes decide what it keeps")
+    dtypes = iter([dtype for _, dtype, _ in tensors[1:]])
+    reads_sizes = False
+    for op, parameters in zip(pipeline.basic_ops, pipeline._slots.counts, strict=True):
+        # Not those of the copy, which may be of a pipeline of the same structure in another dtype.
+        of_op = [next(dtypes) for _ in range(parameters)]
+        if not isinstance(op, GroupedLinear):
+            continue
+        arch = architecture(torch.device(device))
+        place = PlanKey((), recipe, autocast or of_op[0], device, arch, ())
+        reads_sizes |= not op.runs_at_once(place)
+    if reads_sizes and recipe is not None:
+        return Call(
+            "GroupedLinear quantizes each group alone, and split sizes decide what it keeps"
+        )
     facts = Facts(
         recipe_key,
         is_grad_enabled,
@@ -435,17 +445,7 @@ def describe(
     add_passes(name, lambda: Passes(pipeline, facts, recipe))
     is_delayed = isinstance(recipe, DelayedScaling)
     is_inside = is_delayed and recipe_key != key
-    return Call("", name, is_delayed, is_inside, facts.rounds, bool(alone))
-
-
-def _multiplies_alone(
-    op: BasicOperation, recipe: Recipe | None, device: str, autocast: torch.dtype | None
-) -> bool:
-    """Whether each group of the op has a product of its own, and the host reads their sizes."""
-    if not isinstance(op, GroupedLinear):
-        return False
-    key = PlanKey((), recipe, autocast, device, architecture(torch.device(device)), ())
-    return not op.runs_at_once(key)
+    return Call("", name, is_delayed, is_inside, facts.rounds, reads_sizes)
 
 
 def _others(pipeline: OperationFuser, registered: int) -> str:

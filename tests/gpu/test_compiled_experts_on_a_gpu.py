@@ -79,6 +79,8 @@ def test_in_fp32_the_host_reads_sizes_and_no_cuda_graph_contains_them() -> None:
     model = Experts(dtype=torch.float32).to("cuda")
     x, scales = torch.randn(T, K, device="cuda"), torch.rand(T, device="cuda")
     sizes = torch.tensor([20, 0, 33, 20], device="cuda")
+    narrow = Experts(dtype=BF16).to("cuda")  # of the same structure, whose sizes are not read
+    step(functools.partial(whole(narrow), sizes=sizes), narrow, x.to(BF16), scales)
     compiled = whole(model, "inductor", mode="reduce-overhead")
     for number in range(5):
         each = sizes.roll(number)
