@@ -58,8 +58,8 @@ class GroupedLinear(GroupParameters):
     sizes are not read on the host: the op can be captured in a CUDA graph, and its output may be
     replayed with other sizes. There negative sizes count as zero, and groups end at the last row.
     The same holds under recipes of current and delayed scaling, blocks of 128, MXFP8 and NVFP4,
-    which quantize the operands of all groups in one launch. Elsewhere each group has its own
-    product, and sizes on a GPU are read.
+    which quantize the operands of all groups in one launch; on a CPU, too, these quantize all
+    groups together. Elsewhere each group has its own product, and sizes on a GPU are read.
 
     Parameters
     ----------
@@ -240,12 +240,15 @@ class GroupedLinear(GroupParameters):
     def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
         """Groups, split sizes, padding, and what the bits of a row depend on."""
         is_one, recipe = self.runs_at_once(key), key.recipe
-        how = (
-            "one launch for all; split sizes are not read on the host, so that a CUDA graph can "
-            "contain it."
-            if is_one
-            else "one after the other; split sizes are read on the host."
-        )
+        if is_one and key.device == "cpu":
+            how = "quantized and multiplied together."
+        elif is_one:
+            how = (
+                "one launch for all; split sizes are not read on the host, so that a CUDA graph "
+                "can contain it."
+            )
+        else:
+            how = "one after the other; split sizes are read on the host."
         notes = (
             f"{self.num_groups} groups, {how}",
             padding_note(recipe, self.num_groups, rows, is_one_launch=is_one),

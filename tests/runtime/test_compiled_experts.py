@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
 from test_compiled import (
@@ -28,6 +29,7 @@ import fuser
 from fuser import moe
 from fuser import recipe as recipes
 from fuser.errors import InputError
+from fuser.runtime import traced
 
 __all__ = ["_nothing_compiled_yet"]  # the fixture
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -252,6 +254,20 @@ def test_on_kernels() -> None:
             compiled = whole(model)
             for one in expected:
                 assert_equal(step(compiled, model, tokens(dtype=BF16)), one)
+
+
+def test_the_dtype_of_its_own_weights_decides_whether_a_layer_reads_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On Hopper; of two layers of one structure, whose pipelines share a copy."""
+    monkeypatch.setattr(traced, "architecture", lambda device: (9, 0))
+    for dtype, name in ((BF16, "forward"), (torch.float32, "host_forward"), (BF16, "forward")):
+        model = Experts(dtype=dtype)
+        graphs = torch._dynamo.testing.EagerAndRecordGraphs()
+        call = torch.compile(model, backend=graphs, fullgraph=True)
+        call(tokens(dtype=dtype), torch.ones(T), sizes(20, 0, 33, 20))
+        targets = [str(node.target) for node in graphs.graphs[0].graph.nodes]
+        assert f"fuser.{name}" in targets
 
 
 def test_bad_values_are_refused_when_the_graph_runs() -> None:

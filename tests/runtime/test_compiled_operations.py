@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from pipeline_kernels import on_kernels
 from test_compiled import (
     BF16,
@@ -24,6 +23,7 @@ from test_compiled import (
 )
 from test_compiled_experts import Layer, tokens
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import fuser
 from fuser import modules
