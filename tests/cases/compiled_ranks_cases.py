@@ -155,9 +155,12 @@ def compared(name: str, recipe: str, rank: int) -> dict[str, Any]:
 
 
 def names() -> list[tuple[str, str]]:
-    pairs = [(name, recipe) for name in MODELS for recipe in RECIPES]
+    """Each model, with the recipes whose communication differs."""
+    found = [(name, recipe) for name in MODELS for recipe in ("none", "current")]
+    found += [(name, "delayed") for name in ("experts", "tensor parallel")]
     # Experts of different ranks would share scales.
-    return [(n, r) for n, r in pairs if not (n.startswith("experts") and r == "delayed over ranks")]
+    others = ("sequence parallel", "sequence parallel DTensors", *IN_BLOCKS)
+    return found + [(name, recipe) for name in others for recipe in ("mxfp8", "delayed over ranks")]
 
 
 def cases() -> dict[str, Any]:

@@ -22,7 +22,6 @@ from test_compiled import (
     under,
     whole,
 )
-from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fuser
@@ -113,22 +112,34 @@ def sizes(*each: int) -> torch.Tensor:
     return torch.tensor(each)
 
 
+FEW = [None, CURRENT, DELAYED, TOGETHER["nvfp4 high_precision"]]
+OTHERS: list[dict[str, Any]] = [{"bias": True, "dtype": BF16}, {"single_grouped_weight": True}]
+
+
 @EVERY_RECIPE
 def test_a_compiled_step_has_the_bits_of_an_eager_one(recipe: Any) -> None:
-    for options in ({}, {"bias": True, "dtype": BF16}, {"single_grouped_weight": True}):
-        model, given = Experts(**options), (tokens(dtype=options.get("dtype", torch.float32)),)
-        call = functools.partial(model, sizes=sizes(20, 0, 33, 20))
-        scales = torch.rand(T)
-        with under(recipe):
-            expected = [step(call, model, *given, scales) for _ in range(2)]
+    check_steps(recipe, {})
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=["biases", "one weight"])
+@pytest.mark.parametrize(
+    "recipe", [None, CURRENT, DELAYED, RECIPES["nvfp4 high_precision"]], ids=str
+)
+def test_so_has_one_with_biases_and_one_with_a_single_weight(recipe: Any, options: Any) -> None:
+    check_steps(recipe, options)
+
+
+def check_steps(recipe: Any, options: dict[str, Any]) -> None:
+    x, scales = tokens(dtype=options.get("dtype", torch.float32)), torch.rand(T)
+    found = []
+    for function in (lambda model: model, whole):
         model = Experts(**options)
-        call = functools.partial(whole(model), sizes=sizes(20, 0, 33, 20))
+        call = functools.partial(function(model), sizes=sizes(20, 0, 33, 20))
         with under(recipe):
-            found = [step(call, model, *given, scales) for _ in range(2)]
-        for one, other in zip(found, expected, strict=True):
-            assert_equal(one, other)
-        assert graphs() == 1
-        counters.clear()
+            found.append([step(call, model, x, scales) for _ in range(2)])
+    for one, other in zip(*found, strict=True):
+        assert_equal(one, other)
+    assert graphs() == 1
 
 
 KINDS = ("ops", "probs of rows", "probs of sums")

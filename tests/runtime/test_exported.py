@@ -9,7 +9,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from test_compiled_experts import Layer
 import fuser
 from fuser import recipe as recipes
 from fuser.errors import StateError
-from fuser.runtime import exported
+from fuser.runtime import compiled, exported
 
 __all__ = ["_nothing_compiled_yet"]  # the fixture
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -28,11 +28,11 @@ MODELS: dict[str, Any] = {"blocks": Blocks, "experts": lambda: Layer("ops")}
 FRESH = """
 import sys, warnings, torch, fuser
 warnings.simplefilter("ignore")
-program = torch.export.load(sys.argv[1]).module()
-for x, expected in torch.load(sys.argv[2]):
-    y = program(x)
-    y = y[0] if isinstance(y, tuple) else y
-    assert torch.equal(y, expected), "other bits"
+for folder in sys.argv[1:]:
+    program = torch.export.load(f"{folder}/program.pt2").module()
+    for x, expected in torch.load(f"{folder}/pairs.pt"):
+        y = program(x)
+        assert torch.equal(y[0] if isinstance(y, tuple) else y, expected), folder
 """
 
 
@@ -41,27 +41,49 @@ def export(model: Any, x: torch.Tensor, rows: Any = None, *, strict: bool = Fals
     return torch.export.export(model, (x,), dynamic_shapes=sizes, strict=strict)
 
 
+Pairs: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
+
+
+def saved(folder: Path, name: str, recipe: Any, *, is_dynamic: bool, strict: bool) -> Pairs:
+    """Export a model to a folder; inputs, and what the model returns for them."""
+    model, pairs = MODELS[name](), []
+    with torch.no_grad(), under(recipe):
+        # Under MXFP8 torch asks for whole blocks, if it saw whole ones.
+        blocks = 32 * torch.export.Dim("blocks", min=1, max=128)
+        sizes = blocks if recipe is MXFP8 else torch.export.Dim("tokens", min=2, max=4096)
+        program = export(model, rows(64), sizes if is_dynamic else None, strict=strict)
+        for count in (64, 32, 128) if is_dynamic else (64,):
+            y = model(rows(count))
+            pairs.append((rows(count), y[0] if isinstance(y, tuple) else y))
+    folder.mkdir(exist_ok=True)
+    torch.export.save(program, folder / "program.pt2")
+    torch.save(pairs, folder / "pairs.pt")
+    return pairs
+
+
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("recipe", [None, CURRENT, MXFP8], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_fresh_process_has_the_bits_of_the_model(
+def test_a_loaded_program_has_the_bits_of_the_model(
     name: str, recipe: Any, is_dynamic: bool, strict: bool, tmp_path: Path
 ) -> None:
-    """And the recipe of the export: no autocast is entered there."""
-    model = MODELS[name]()
-    pairs = []
-    with torch.no_grad(), under(recipe):
-        # Under MXFP8 torch asks for whole blocks, if it saw whole ones.
-        blocks = 32 * torch.export.Dim("blocks", min=1, max=128)
-        tokens = blocks if recipe is MXFP8 else torch.export.Dim("tokens", min=2, max=4096)
-        program = export(model, rows(64), tokens if is_dynamic else None, strict=strict)
-        for count in (64, 32, 128) if is_dynamic else (64,):
-            y = model(rows(count))
-            pairs.append((rows(count), y[0] if isinstance(y, tuple) else y))
-    torch.export.save(program, tmp_path / "program.pt2")
-    torch.save(pairs, tmp_path / "pairs.pt")
-    command = [sys.executable, "-c", FRESH, tmp_path / "program.pt2", tmp_path / "pairs.pt"]
+    """And the recipe of the export: no autocast is entered then."""
+    pairs = saved(tmp_path, name, recipe, is_dynamic=is_dynamic, strict=strict)
+    compiled._passes.clear()  # as in another process
+    program = torch.export.load(tmp_path / "program.pt2").module()
+    for x, expected in pairs:
+        y = program(x)
+        assert torch.equal(y[0] if isinstance(y, tuple) else y, expected)
+
+
+def test_a_fresh_process_has_them_too(tmp_path: Path) -> None:
+    folders = []
+    for name in MODELS:
+        for recipe in (None, CURRENT):
+            folders.append(tmp_path / f"{name} {recipe is None}")
+            saved(folders[-1], name, recipe, is_dynamic=True, strict=False)
+    command = [sys.executable, "-c", FRESH, *folders]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 
