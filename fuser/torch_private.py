@@ -273,6 +273,13 @@ def graph_break(reason: str) -> None:
     torch._dynamo.graph_break(msg=reason)
 
 
+PICKLED_META_PARAMETERS = [
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"),
+]
+"""The functions that a pickle of parameters on the meta device names."""
+
+
 def is_compiled_ahead() -> bool:
     """Whether AOTInductor compiles a program now."""
     virtualized = sys.modules.get("torch._inductor.virtualized")

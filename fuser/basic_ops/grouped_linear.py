@@ -240,15 +240,12 @@ class GroupedLinear(GroupParameters):
     def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
         """Groups, split sizes, padding, and what the bits of a row depend on."""
         is_one, recipe = self.runs_at_once(key), key.recipe
-        if is_one and key.device == "cpu":
-            how = "quantized and multiplied together."
-        elif is_one:
-            how = (
-                "one launch for all; split sizes are not read on the host, so that a CUDA graph "
-                "can contain it."
-            )
-        else:
-            how = "one after the other; split sizes are read on the host."
+        how = (
+            "one launch for all; split sizes are not read on the host, so that a CUDA graph can "
+            "contain it."
+            if is_one
+            else "one after the other; split sizes are read on the host."
+        )
         notes = (
             f"{self.num_groups} groups, {how}",
             padding_note(recipe, self.num_groups, rows, is_one_launch=is_one),

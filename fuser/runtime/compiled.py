@@ -82,10 +82,10 @@ def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
     given = Given(*tensors)
     passes = _passes_of(call)
     ctx.call, ctx.count = call, passes.output_count
-    ctx.sizes, ctx.saved = given.sizes(), passes.saved
+    ctx.sizes, ctx.saved = given.sizes(), passes.noted.saved
     ctx.counts = tuple(map(len, given[1:]))
-    saved = [*output[ctx.count :], *(given.inputs[i] for i in passes.saved.inputs)]
-    saved += [output[i] for i in passes.saved.outputs]
+    saved = [*output[ctx.count :], *(given.inputs[i] for i in passes.noted.saved.inputs)]
+    saved += [output[i] for i in passes.noted.saved.outputs]
     ctx.save_for_backward(*saved, *given.params, *given.host)
     # Gradients of the saved tensors, and of extra outputs that no loss reads, are None.
     ctx.set_materialize_grads(False)
@@ -106,7 +106,7 @@ def _gradients(backward: Any, ctx: Any, grads: Any) -> tuple[Any, ...]:
     inputs, outputs, _ = ctx.saved
     passes = _passes_of(ctx.call)
     found = iter(passes.gradients(backward(ctx.call, ctx.sizes, inputs, outputs, given, *tensors)))
-    each = [next(found) if is_wanted else None for is_wanted in passes.wanted]
+    each = [next(found) if is_wanted else None for is_wanted in passes.noted.wanted]
     nothing = [None] * seeds, [None] * host
     return None, each[0], each[1 : 1 + params], each[1 + params :], *nothing
 

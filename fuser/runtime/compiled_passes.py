@@ -49,7 +49,7 @@ from fuser.precision.recomputation import (
 )
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.runtime.compiled_runner import Runner, copied
-from fuser.runtime.compiled_values import Facts, Given, GivenBack, Saved, Slice, Tensors
+from fuser.runtime.compiled_values import Facts, Given, GivenBack, Noted, Tensors
 from fuser.runtime.diagnose import refuse_transform
 from fuser.runtime.pipeline import OperationFuser
 from fuser.torch_private import (
@@ -66,40 +66,21 @@ class Passes:
     def __init__(self, pipeline: OperationFuser, facts: Facts, recipe: Recipe | None) -> None:
         self.facts = facts
         self.recipe = recipe
+        names = ", ".join(type(op).__name__ for op in pipeline.basic_ops)
+        self.noted = Noted(facts, recipe, f"pipeline of {names}")
         self.output_count = 1 + len(pipeline.returned)
-        self.wanted = [requires_grad for _, _, requires_grad in facts.tensors]
-        """Whether each tensor requires a gradient."""
-        self.saved = Saved()
-        """What the forward that was traced last saves. Graphs of other layouts save other sets."""
-        self._traced: set[Saved] = set()
-        self.slices: list[Slice | None] = []
-        """Of each wanted gradient, its place if it shares memory; noted when it is traced."""
         self.is_inside = facts.recipe_key.startswith(INSIDE)
         """Whether the graph itself enters autocast."""
         self.is_delayed = isinstance(recipe, DelayedScaling)
         self._pipeline = pipeline
-        self._runner = Runner(self, pipeline)
+        self._runner = Runner(self.noted, pipeline)
         # Under delayed scaling each pipeline has its own states, and recordings that hold them.
         self._runners: weakref.WeakKeyDictionary[BasicOperation, tuple[list[int], Runner]]
         self._runners = weakref.WeakKeyDictionary()
 
-    def note_saved(self, saved: Saved, *, is_fake: bool) -> None:
-        """Note what a graph saves; check it of a forward that runs, whose graph was traced here."""
-        if is_fake:
-            self.saved = saved
-            self._traced.add(saved)
-        elif self._traced and saved not in self._traced:
-            raise StateError(
-                f"A compiled {self.title()} saved other tensors than when it was traced: {saved}, "
-                f"and not {' or '.join(map(str, self._traced))}."
-            )
-
     def runners(self) -> list[Runner]:
         """What runs the copies of the pipeline."""
         return [self._runner, *(runner for _, runner in self._runners.values())]
-
-    def title(self) -> str:
-        return "pipeline of " + ", ".join(type(op).__name__ for op in self._pipeline.basic_ops)
 
     # -- forward -------------------------------------------------------------------
 
@@ -173,7 +154,7 @@ class Passes:
         if is_recomputation(ops[0], numbers[0]):
             if not self.facts.is_checkpointed:
                 raise StateError(
-                    f"A graph recomputes a {self.title()} under delayed scaling outside of a "
+                    f"A graph recomputes a {self.noted.title} under delayed scaling outside of a "
                     "checkpoint, and the scales of its forward are gone. Compile with "
                     "torch._functorch.config.activation_memory_budget = 1, or use another recipe."
                 )
@@ -187,8 +168,8 @@ class Passes:
             stack.enter_context(recomputing_under(again))
         elif current_recipe() != self.recipe:
             raise StateError(
-                f"A compiled {self.title()} runs under {self.recipe} in a backward, in a thread "
-                f"under {current_recipe()}. Enter fuser.autocast in what runs there."
+                f"A compiled {self.noted.title} runs under {self.recipe} in a backward, in a "
+                f"thread under {current_recipe()}. Enter fuser.autocast in what runs there."
             )
         if not self.facts.is_grad_enabled and not is_checkpointed_forward():
             stack.enter_context(evaluation())
@@ -217,7 +198,7 @@ class Passes:
         identities = list(map(id, ops))
         known, runner = self._runners.get(ops[0], (None, None))
         if runner is None or known != identities:
-            runner = Runner(self, copied(self._pipeline))
+            runner = Runner(self.noted, copied(self._pipeline))
             self._runners[ops[0]] = (identities, runner)
         runner.use_states_of(ops)
         return runner
@@ -227,7 +208,7 @@ class Passes:
     def gradients(self, results: Tensors) -> list[torch.Tensor]:
         """The wanted gradients, from the results of :meth:`backward`."""
         alone = iter(results)
-        return [next(alone) if s is None else s.of(results) for s in self.slices]
+        return [next(alone) if s is None else s.of(results) for s in self.noted.slices]
 
     def backward(
         self, given: GivenBack, params: Tensors, host: Tensors, *, is_fake: bool
@@ -274,8 +255,8 @@ class Passes:
         recipe = current_recipe()
         if recipe is not self.recipe and recipe != self.recipe:
             raise StateError(
-                f"A compiled {self.title()} runs under {self.recipe}, which another thread uses, "
-                f"and this thread is under {recipe}. Enter fuser.autocast inside the compiled "
+                f"A compiled {self.noted.title} runs under {self.recipe}, which another thread "
+                f"uses, and this thread is under {recipe}. Enter fuser.autocast inside the compiled "
                 "function if threads use different recipes."
             )
 
@@ -283,6 +264,6 @@ class Passes:
         """Refuse a recomputation under another recipe than that of its forward."""
         if again.recipe != self.recipe:
             raise StateError(
-                f"A compiled {self.title()} is recomputed under {self.recipe}, and its forward "
+                f"A compiled {self.noted.title} is recomputed under {self.recipe}, and its forward "
                 f"ran under {again.recipe}. Enter fuser.autocast inside the checkpointed function."
             )

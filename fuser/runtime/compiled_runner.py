@@ -11,7 +11,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
@@ -36,6 +36,7 @@ from fuser.runtime.compiled_values import (
     Ends,
     Given,
     GivenBack,
+    Noted,
     Place,
     Saved,
     Sizes,
@@ -55,9 +56,6 @@ from fuser.torch_private import (
     storage_of,
     without_autocast,
 )
-
-if TYPE_CHECKING:
-    from fuser.runtime.compiled_passes import Passes
 
 MOST_LAYOUTS = 256
 MOST_SIZES = 4096
@@ -81,9 +79,9 @@ class _Pass(NamedTuple):
 class Runner:
     """Runs a copy of a pipeline over the tensors of each call."""
 
-    def __init__(self, passes: Passes, pipeline: OperationFuser) -> None:
+    def __init__(self, noted: Noted, pipeline: OperationFuser) -> None:
         self.ops = pipeline.basic_ops
-        self._passes = passes
+        self._noted = noted
         self._pipeline = pipeline
         self._plan: CompiledPlan | None = None
         self._known = KnownParameters(pipeline.basic_ops)
@@ -145,7 +143,7 @@ class Runner:
             output, produced, *rest = results
             if any(isinstance(t, QuantizedTensor) for t in (output, *produced)):
                 raise StateError(
-                    f"A {self._passes.title()} returns a quantized tensor, which is not supported "
+                    f"A {self._noted.title} returns a quantized tensor, which is not supported "
                     "inside torch.compile."
                 )
             taken = set(map(storage_of, inputs))
@@ -187,7 +185,7 @@ class Runner:
         }
         inputs, outs = (tuple(sorted(numbers[kind])) for kind in ("input", "output"))
         where = Saved(inputs, outs, len(made))
-        self._passes.note_saved(where, is_fake=is_fake)
+        self._noted.note_saved(where, is_fake=is_fake)
         while key not in passes and len(passes) >= MOST_SIZES:
             passes.pop(next(iter(passes)))
         of_made = tuple(next(i for i, t in enumerate(held) if t is tensor) for tensor in made)
@@ -206,7 +204,7 @@ class Runner:
         known = self._known_passes[is_fake].get(_key(sizes))
         if known is None:
             raise StateError(
-                f"A compiled {self._passes.title()} runs the backward of a forward that is not "
+                f"A compiled {self._noted.title} runs the backward of a forward that is not "
                 f"known: it ran in another process, or {MOST_SIZES} other layouts ago."
             )
         inputs = len(saved) - len(of_inputs) - len(of_outputs)
@@ -234,7 +232,7 @@ class Runner:
             contexts = [context_of(*each) for each in known.contexts]
             tensors = [put_together(known.parts, held)]
             run = plan._backward if is_fake else plan.backward
-            state = AutocastState(self._passes.recipe)
+            state = AutocastState(self._noted.recipe)
             dry = dry_run() if is_fake else contextlib.nullcontext()
             with self._conditions(params), recomputing_under(state), dry:
                 result = run(contexts, tensors, known.ends, dy, extras, known.specs)
@@ -247,20 +245,20 @@ class Runner:
             taken |= others
             if is_sound and known.recorded is not None:
                 self._sound.add(known.recorded)
-        wanted = [g for g, is_one in zip(found, self._passes.wanted, strict=True) if is_one]
+        wanted = [g for g, is_one in zip(found, self._noted.wanted, strict=True) if is_one]
         gradients = [gradient for gradient in wanted if gradient is not None]
         if len(gradients) != len(wanted):
             raise StateError(
-                f"The backward of a compiled {self._passes.title()} returned no gradient for an "
+                f"The backward of a compiled {self._noted.title} returned no gradient for an "
                 "input that requires one."
             )
-        if is_fake or not self._passes.slices:
-            self._passes.slices = _slices(gradients, taken)
-        return _together(gradients, self._passes.slices, taken)
+        if is_fake or not self._noted.slices:
+            self._noted.slices = _slices(gradients, taken)
+        return _together(gradients, self._noted.slices, taken)
 
     def _summed(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """The gradients of a backward, those of parameters of some rows added over ranks."""
-        summed = self._passes.facts.summed
+        summed = self._noted.facts.summed
         if not any(number is not None for number in summed):
             return gradients
         found = list(gradients)
@@ -274,7 +272,7 @@ class Runner:
         """The plan's own code, which a backward that is not recorded yet runs."""
         with (
             self._conditions(params),
-            recomputing_under(AutocastState(self._passes.recipe)),
+            recomputing_under(AutocastState(self._noted.recipe)),
         ):
             backward = self.plan.in_ranges[1]
             assert backward is not None
@@ -285,7 +283,7 @@ class Runner:
     @contextlib.contextmanager
     def _conditions(self, params: Tensors) -> Iterator[None]:
         """The parameters and the autocast of the traced call."""
-        facts = self._passes.facts
+        facts = self._noted.facts
         with contextlib.ExitStack() as stack:
             if facts.autocast is not None:
                 stack.enter_context(torch.autocast(facts.device, dtype=facts.autocast))
@@ -306,7 +304,7 @@ class Runner:
 
     def _planned(self, inputs: Tensors) -> CompiledPlan:
         if self._plan is None:
-            pipeline, facts = self._pipeline, self._passes.facts
+            pipeline, facts = self._pipeline, self._noted.facts
             device = inputs[0].device
             with outside_fake_mode(), torch.set_grad_enabled(facts.is_grad_enabled):
                 # Seeds are no inputs of a plan.

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from fuser.errors import StateError
 from fuser.op import OperationContext
+from fuser.recipe import Recipe
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Sizes: TypeAlias = Sequence["int | torch.SymInt"]
@@ -138,3 +140,31 @@ class Saved(NamedTuple):
     outputs: tuple[int, ...] = ()
     others: int = 0
     """The number of other tensors."""
+
+
+class Noted:
+    """What is known of the passes of one name: the facts, and what traces have shown."""
+
+    def __init__(self, facts: Facts, recipe: Recipe | None, title: str) -> None:
+        self.facts = facts
+        self.recipe = recipe
+        self.title = title
+        """The pipeline, for messages."""
+        self.wanted = [requires_grad for _, _, requires_grad in facts.tensors]
+        """Whether each tensor requires a gradient."""
+        self.saved = Saved()
+        """What the forward that was traced last saves. Graphs of other layouts save other sets."""
+        self.slices: list[Slice | None] = []
+        """Of each wanted gradient, its place if it shares memory; noted when it is traced."""
+        self._traced: set[Saved] = set()
+
+    def note_saved(self, saved: Saved, *, is_fake: bool) -> None:
+        """Note what a graph saves; check it of a forward that runs, whose graph was traced here."""
+        if is_fake:
+            self.saved = saved
+            self._traced.add(saved)
+        elif self._traced and saved not in self._traced:
+            raise StateError(
+                f"A compiled {self.title} saved other tensors than when it was traced: {saved}, "
+                f"and not {' or '.join(map(str, self._traced))}."
+            )

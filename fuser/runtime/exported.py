@@ -22,6 +22,7 @@ from fuser.runtime.compiled_passes import Passes
 from fuser.runtime.compiled_runner import copied
 from fuser.runtime.compiled_values import Facts
 from fuser.runtime.pipeline import OperationFuser
+from fuser.torch_private import PICKLED_META_PARAMETERS
 from fuser.version import __version__
 
 _PREFIX = "exported "
@@ -29,7 +30,7 @@ _PREFIX = "exported "
 _OTHERS = {
     *(("collections", name) for name in ("OrderedDict", "deque")),
     *(("builtins", name) for name in ("set", "frozenset")),
-    *(("torch._utils", f"_rebuild_{name}") for name in ("parameter", "meta_tensor_no_storage")),
+    *PICKLED_META_PARAMETERS,
 }
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
+from products_in_fp64 import InFp64
 from test_grouped_linear import (
     BF16,
     FP16,
@@ -33,7 +34,6 @@ from test_grouped_linear import (
     values,
 )
 from test_grouped_linear import G as GROUPS
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuser
 from fuser import recipe as recipes
@@ -69,37 +69,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         return dtype in (FP16, BF16)
 
     return lambda: monkeypatch.setattr(grouped, "has_grouped_mm", has_grouped_mm)
-
-
-class InFp64(TorchDispatchMode):
-    """Products and sums are computed in fp64 and rounded once, so that no order counts.
-
-    Two orders of such a sum differ by 2**-48 of its terms, which the rounding hides.
-    """
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        dtype = args[0].dtype if args and isinstance(args[0], torch.Tensor) else None
-        if dtype not in (FP16, BF16, torch.float32):
-            return function(*args, **(kwargs or {}))
-        if function is torch.ops.aten._grouped_mm.default:
-            return grouped_product(*args).to(dtype)
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.sum.dim_IntList):
-            wide = (arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args)
-            return function(*wide, **(kwargs or {})).to(dtype)
-        return function(*args, **(kwargs or {}))
-
-
-def grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """``torch._grouped_mm`` in fp64: rows of a by matrices of b, or columns of a by rows of b."""
-    bounds = itertools.pairwise([0, *ends.tolist()])
-    if b.dim() == 2:
-        return torch.stack([a[:, i:j].double() @ b[i:j].double() for i, j in bounds])
-    y = torch.full((a.shape[0], b.shape[2]), torch.nan, dtype=torch.float64)
-    for matrix, (i, j) in zip(b, bounds, strict=True):
-        y[i:j] = a[i:j].double() @ matrix.double()
-    return y
 
 
 def both(

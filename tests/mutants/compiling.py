@@ -3,6 +3,8 @@
 from mutants.mutant import Mutant
 
 PASSES = "runtime/compiled_passes.py"
+RUNNER = "runtime/compiled_runner.py"
+VALUES = "runtime/compiled_values.py"
 TRACED = "runtime/traced.py"
 CALLS = "precision/numbered_calls.py"
 TEST = "test_compiled.py::"
@@ -81,28 +83,28 @@ COMPILING = (
     ),
     Mutant(
         "a copy of a pipeline stays in the mode of its first trace",
-        PASSES,
+        RUNNER,
         '                op.__dict__["training"] = training\n',
         "                pass\n",
         f"{TEST}test_an_evaluation_after_training_drops_nothing",
     ),
     Mutant(
         "an output that is the input is returned as it is",
-        PASSES,
+        RUNNER,
         "    tensor = tensor.clone() if storage_of",
         "    tensor = tensor if storage_of",
         f"{TEST}test_writes_to_an_output_do_not_change_the_input",
     ),
     Mutant(
         "strides are no part of what tells passes apart",
-        PASSES,
+        VALUES,
         "for size in [*tensor.shape, *tensor.stride()]]",
         "for size in tensor.shape]",
         f"{TEST}test_backwards_in_another_order_read_their_own_layouts",
     ),
     Mutant(
         "a copy of a pipeline keeps the parameters of a call",
-        PASSES,
+        RUNNER,
         "                self._give(self._no_parameters)\n",
         "                pass\n",
         f"{TEST}test_a_model_that_is_compiled_and_dropped_frees_its_parameters",
@@ -177,13 +179,13 @@ COMPILING = (
     Mutant(
         "tensors that are given twice are one",
         PASSES,
-        "        given = given.distinct()\n",
+        "        given = given.distinct(self.facts.first)\n",
         "        pass\n",
         f"{TEST}test_a_backward_reads_the_tensors_of_its_forward_if_inputs_are_tied",
     ),
     Mutant(
         "torch's autocast around a backward counts",
-        PASSES,
+        RUNNER,
         "                stack.enter_context(without_autocast())\n",
         "                pass\n",
         f"{TEST}test_a_backward_inside_torchs_autocast_has_the_dtypes_of_its_forward",
@@ -229,5 +231,47 @@ COMPILING = (
         "    return any(quantizer is not None and quantizer.state_tensors()",
         "    return any(False and quantizer.state_tensors()",
         f"{TEST}test_what_cannot_be_in_a_graph_breaks_it_and_is_named_under_fullgraph",
+    ),
+    Mutant(
+        "extra inputs that are one tensor are two",
+        VALUES,
+        "        extras = [each[count + i] for i in first]\n",
+        "        extras = each[count:]\n",
+        "test_compiled_experts.py::test_a_compiled_step_has_the_bits_of_an_eager_one",
+    ),
+    Mutant(
+        "gradients of experts are copied apart",
+        RUNNER,
+        "    shared = [s for s in dict.fromkeys(storages) if storages.count(s) > 1 and s not in taken]\n",
+        "    shared: list[int] = []\n",
+        "test_compiled_experts.py::test_gradients_of_experts_are_one_tensor_in_memory",
+    ),
+    Mutant(
+        "split sizes of two linears are not compared in graphs",
+        PASSES,
+        "            for shared in self._pipeline._shared_sizes:\n",
+        "            for shared in ():\n",
+        "test_compiled_experts.py::test_split_sizes_of_two_tensors_are_not_taken_for_one",
+    ),
+    Mutant(
+        "the dtype of another layer decides whether sizes are read",
+        "runtime/traced.py",
+        "        place = PlanKey((), recipe, autocast or of_op[0], device, arch, ())\n",
+        "        place = PlanKey((), recipe, autocast, device, arch, ())\n",
+        "test_compiled_experts.py::test_the_dtype_of_its_own_weights_decides_whether_a_layer_reads_sizes",
+    ),
+    Mutant(
+        "an exported program asks for the autocast of its export",
+        "runtime/traced.py",
+        "        facts = facts._replace(recipe_key=INSIDE + key)\n",
+        "",
+        "test_exported.py::test_a_program_is_under_the_recipe_of_its_export_alone",
+    ),
+    Mutant(
+        "an exported program may name any class",
+        "runtime/exported.py",
+        '        if module.partition(".")[0] == "fuser":\n',
+        "        if True:\n",
+        "test_exported.py::test_names_load_classes_of_fuser_alone",
     ),
 )

@@ -107,8 +107,8 @@ GROUPED_LINEARS = (
     Mutant(
         "a sum of sizes with a negative one passes",
         "gemm/grouped.py",
-        "        if any(size < 0 for size in sizes):\n",
-        "        if False:\n",
+        "    if any(size < 0 for size in sizes):\n",
+        "    if False:\n",
         SIZES,
     ),
     Mutant(

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import models
 import pytest
 import torch
+from one_launch_experts import one_by_one
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -362,7 +363,10 @@ def test_notes_have_the_padding_of_groups_and_its_cost(at_once: None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* is emulated")
-def test_notes_of_groups_that_are_quantized_alone_have_the_padding_of_the_format() -> None:
+def test_notes_of_groups_that_are_quantized_alone_have_the_padding_of_the_format(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one_by_one(monkeypatch)
     plan = experts(fuser.recipe.NVFP4BlockScaling())
     said = notes_of(plan, 1)
     assert "split sizes are read on the host" in said

@@ -34,6 +34,7 @@ PACKAGES = (
     "functional",
     "tensors",
     "communication",
+    "graph_operations",
     "gemm",
     "precision",
     "specs",
