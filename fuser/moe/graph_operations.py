@@ -9,7 +9,7 @@ import torch
 from fuser.functional import permutation
 from fuser.functional.routing import DropPolicy, check_values
 from fuser.functional.routing import route as route_now
-from fuser.graph_operations import define
+from fuser.op.graph_operations import define
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

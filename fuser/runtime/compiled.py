@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fuser.errors import StateError
-from fuser.graph_operations import define, library
+from fuser.op.graph_operations import define, library
 from fuser.runtime.compiled_passes import Passes, lock
 from fuser.runtime.compiled_values import Given, GivenBack, Tensors
 from fuser.runtime.diagnose import refuse_second_derivative

@@ -256,8 +256,8 @@ class Passes:
         if recipe is not self.recipe and recipe != self.recipe:
             raise StateError(
                 f"A compiled {self.noted.title} runs under {self.recipe}, which another thread "
-                f"uses, and this thread is under {recipe}. Enter fuser.autocast inside the compiled "
-                "function if threads use different recipes."
+                f"uses, and this thread is under {recipe}. Enter fuser.autocast inside the "
+                "compiled function if threads use different recipes."
             )
 
     def _check_recomputation(self, again: AutocastState) -> None:

@@ -153,15 +153,15 @@ class Noted:
         self.wanted = [requires_grad for _, _, requires_grad in facts.tensors]
         """Whether each tensor requires a gradient."""
         self.saved = Saved()
-        """What the forward that was traced last saves. Graphs of other layouts save other sets."""
+        """What the last forward saves, traced or not. Those of other layouts save other sets."""
         self.slices: list[Slice | None] = []
         """Of each wanted gradient, its place if it shares memory; noted when it is traced."""
         self._traced: set[Saved] = set()
 
     def note_saved(self, saved: Saved, *, is_fake: bool) -> None:
         """Note what a graph saves; check it of a forward that runs, whose graph was traced here."""
+        self.saved = saved
         if is_fake:
-            self.saved = saved
             self._traced.add(saved)
         elif self._traced and saved not in self._traced:
             raise StateError(

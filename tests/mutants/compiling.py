@@ -242,8 +242,8 @@ COMPILING = (
     Mutant(
         "gradients of experts are copied apart",
         RUNNER,
-        "    shared = [s for s in dict.fromkeys(storages) if storages.count(s) > 1 and s not in taken]\n",
-        "    shared: list[int] = []\n",
+        "if storages.count(s) > 1 and s not in taken]",
+        "if False]",
         "test_compiled_experts.py::test_gradients_of_experts_are_one_tensor_in_memory",
     ),
     Mutant(
@@ -273,5 +273,12 @@ COMPILING = (
         '        if module.partition(".")[0] == "fuser":\n',
         "        if True:\n",
         "test_exported.py::test_names_load_classes_of_fuser_alone",
+    ),
+    Mutant(
+        "a forward that was not traced here does not say what it saves",
+        VALUES,
+        "        self.saved = saved\n        if is_fake:\n",
+        "        if is_fake:\n            self.saved = saved\n",
+        "test_exported.py::test_a_loaded_program_trains",
     ),
 )

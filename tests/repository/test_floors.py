@@ -34,7 +34,6 @@ PACKAGES = (
     "functional",
     "tensors",
     "communication",
-    "graph_operations",
     "gemm",
     "precision",
     "specs",

@@ -13,7 +13,17 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from test_compiled import CURRENT, DELAYED, MXFP8, Blocks, _nothing_compiled_yet, rows, under
+from test_compiled import (
+    CURRENT,
+    DELAYED,
+    MXFP8,
+    Blocks,
+    _nothing_compiled_yet,
+    assert_equal,
+    rows,
+    step,
+    under,
+)
 from test_compiled_experts import Layer
 
 import fuser
@@ -75,6 +85,24 @@ def test_a_loaded_program_has_the_bits_of_the_model(
     for x, expected in pairs:
         y = program(x)
         assert torch.equal(y[0] if isinstance(y, tuple) else y, expected)
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loaded_program_trains(name: str, recipe: Any, tmp_path: Path) -> None:
+    model = MODELS[name]()
+    with under(recipe):
+        program = export(model, rows().requires_grad_())
+        expected = step(model, model, rows())
+    torch.export.save(program, tmp_path / "program.pt2")
+    compiled._passes.clear()  # as in another process
+    loaded = torch.export.load(tmp_path / "program.pt2").module()
+    found = step(loaded, loaded, rows())
+    outputs = len(expected) - len(list(model.parameters()))
+    assert_equal(found[:outputs], expected[:outputs])
+    gradients = {key: p.grad for key, p in model.named_parameters()}
+    for key, parameter in loaded.named_parameters():
+        assert_equal([parameter.grad], [gradients[key]])
 
 
 def test_a_fresh_process_has_them_too(tmp_path: Path) -> None:
