@@ -88,7 +88,7 @@ def test_the_balancing_loss_evens_the_load_out(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.* is emulated")
 def test_experts_train_in_low_precision(tmp_path: Path) -> None:
     printed = run_main(tmp_path, "--steps", "3", "--no-compare", "--recipe", "mxfp8")
-    assert "8 x quantize input, 8 x quantize weight, 8 x mm (emulated)" in printed
+    assert "grouped quantize weight" in printed
     assert all(math.isfinite(row["fuser"]) for row in rows_of(tmp_path / "losses.csv"))
 
 
