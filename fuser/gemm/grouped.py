@@ -105,10 +105,10 @@ def groups_of(
         If sizes that are read are negative, or sum to more than the rows.
     """
     rows, sizes = x.shape[0], None
-    if split_sizes.device.type == "cpu" or is_read:
-        _check_sizes(values_on_host(split_sizes), rows)
     if is_read:  # not the caller's tensor, which may change before the backward
         sizes = split_sizes.to("cpu", torch.int64, copy=True)
+    if split_sizes.device.type == "cpu" or is_read:
+        _check_sizes(values_on_host(split_sizes if sizes is None else sizes), rows)
     if split_sizes.device != x.device:
         split_sizes = split_sizes.to(x.device, non_blocking=True)
     if is_padded:

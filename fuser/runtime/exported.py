@@ -97,7 +97,8 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module.partition(".")[0] == "fuser":
             found = super().find_class(module, name)
-            if isinstance(found, type):
+            # A name with dots reaches what a module of fuser imports.
+            if isinstance(found, type) and (found.__module__, found.__qualname__) == (module, name):
                 return found
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import pickle
 import subprocess
 import sys
@@ -178,6 +179,12 @@ def test_names_load_classes_of_fuser_alone() -> None:
 
     with pytest.raises(StateError, match=r"names test_exported.Other, which no pipeline of fuser"):
         exported.passes_of_export(name(("0", Other())))
+    for dotted in ("io.BytesIO", "pickle.Unpickler", "Recipe.mro", "passes_of_export"):
+        texts = (text.encode() for text in ("fuser.runtime.exported", dotted))
+        module, qualified = (b"\x8c" + bytes([len(text)]) + text for text in texts)
+        data = io.BytesIO(b"\x80\x04" + module + qualified + b"\x93.")  # protocol 4: STACK_GLOBAL
+        with pytest.raises(StateError, match=rf"names fuser\.runtime\.exported\.{dotted}, which"):
+            exported._Unpickler(data).load()
     with pytest.raises(StateError, match=r"names builtins\.eval"):
         exported.passes_of_export(name(("0", eval)))
     with pytest.raises(StateError, match="exported with fuser 0, and this is fuser"):
