@@ -237,7 +237,7 @@ COMPILING = (
         VALUES,
         "        extras = [each[count + i] for i in first]\n",
         "        extras = each[count:]\n",
-        "test_compiled_experts.py::test_a_compiled_step_has_the_bits_of_an_eager_one",
+        "test_compiled_experts.py::test_split_sizes_of_one_tensor_find_the_groups_once",
     ),
     Mutant(
         "gradients of experts are copied apart",

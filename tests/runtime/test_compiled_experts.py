@@ -28,6 +28,7 @@ import fuser
 from fuser import moe
 from fuser import recipe as recipes
 from fuser.errors import InputError
+from fuser.fused_ops import GroupedMLP
 from fuser.runtime import traced
 
 __all__ = ["_nothing_compiled_yet"]  # the fixture
@@ -244,6 +245,22 @@ def test_split_sizes_of_two_tensors_are_not_taken_for_one() -> None:
                 InputError, match=r"\[20, 0, 33, 20\] for its first .* \[1, 2, 3, 4\]"
             ):
                 compiled(tokens(), first, sizes(1, 2, 3, 4))
+
+
+def test_split_sizes_of_one_tensor_find_the_groups_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: list[Any] = []
+    one_by_one = GroupedMLP._one_by_one
+
+    def noted(self: GroupedMLP, *args: Any) -> Any:
+        alone.append(args)
+        return one_by_one(self, *args)
+
+    monkeypatch.setattr(GroupedMLP, "_one_by_one", noted)
+    model, first = experts(), sizes(20, 0, 33, 20)
+    compiled = whole(model)
+    for other in (first, first.clone()):
+        compiled(tokens(), first, torch.ones(T), other)
+        assert bool(alone) == (other is not first)
 
 
 @pytest.mark.parametrize("kind", KINDS)
