@@ -39,7 +39,6 @@ from fuser.tensors import QuantizedTensor
 from fuser.torch_private import breaks_graph
 
 _registered = RegisteredFusions()
-_registered_count = 0
 
 # A recipe with a new closure at every step would plan at every step: the oldest plans are
 # dropped if there are more.
@@ -494,7 +493,7 @@ def registered_fusions() -> RegisteredFusions:
 
 def registered_count() -> int:
     """Their number, for code that Dynamo traces."""
-    return _registered_count
+    return len(_registered.joint) + len(_registered.forward) + len(_registered.backward)
 
 
 def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
@@ -521,7 +520,7 @@ def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bo
 
 
 def _register(side: str, function: FusionFunction, prepend: bool) -> None:
-    global _registered, _registered_count
+    global _registered
     if isinstance(function, (type, FusibleOperation)) or not callable(function):
         raise InputTypeError(
             f"A registered fusion is a function of a list of ops, func(ops, *, recipe) -> ops; got "
@@ -530,4 +529,3 @@ def _register(side: str, function: FusionFunction, prepend: bool) -> None:
     present = getattr(_registered, side)
     changed = (function, *present) if prepend else (*present, function)
     _registered = replace(_registered, **{side: changed})
-    _registered_count += 1
