@@ -17,6 +17,8 @@ from fuser.runtime.compiled_passes import Passes, lock
 from fuser.runtime.compiled_values import Given, GivenBack, Tensors
 from fuser.runtime.diagnose import refuse_second_derivative
 from fuser.runtime.exported import is_exported, passes_of_export
+from fuser.runtime.quantized_parameters import buffers_of
+from fuser.tensors.dispatch import HANDLERS
 from fuser.torch_private import is_compiled_ahead
 
 # Part of the names of passes: another number after a change of what the operations take or return,
@@ -79,11 +81,13 @@ def _backward(is_fake: bool, call: str, *given: Any) -> list[torch.Tensor]:
 
 def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
     call, *tensors = inputs
+    counts = tuple(map(len, tensors[1:]))
     given = Given(*tensors)
+    given = given._replace(params=buffers_of(given.params))
     passes = _passes_of(call)
     ctx.call, ctx.count = call, passes.output_count
     ctx.sizes, ctx.saved = given.sizes(), passes.noted.saved
-    ctx.counts = tuple(map(len, given[1:]))
+    ctx.counts = (*counts, len(given.params))
     saved = [*output[ctx.count :], *(given.inputs[i] for i in passes.noted.saved.inputs)]
     saved += [output[i] for i in passes.noted.saved.outputs]
     ctx.save_for_backward(*saved, *given.params, *given.host)
@@ -95,10 +99,10 @@ def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
 def _gradients(backward: Any, ctx: Any, grads: Any) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         refuse_second_derivative()
-    params, _, seeds, host = ctx.counts
+    params, _, seeds, host, buffers = ctx.counts
     held = list(ctx.saved_tensors)
-    first = len(held) - params - host
-    tensors = (held[:first], held[first : first + params], held[first + params :])
+    first = len(held) - buffers - host
+    tensors = (held[:first], held[first : first + buffers], held[first + buffers :])
     given = list(grads[: ctx.count])
     if given[0] is None:
         shape, dtype, device = ctx.main
@@ -128,7 +132,15 @@ def _define_passes(prefix: str, *tags: torch.Tag) -> Any:
         setup_context=_keep_for_backward,
         lib=library,
     )
+    HANDLERS[forward.default] = _with_buffers
     return forward
+
+
+def _with_buffers(
+    forward: Any, call: str, x: torch.Tensor, params: Tensors, *others: Tensors
+) -> Any:
+    """A forward that was called with quantized parameters."""
+    return forward(call, x, buffers_of(params), *others)
 
 
 forward = _define_passes("")

@@ -129,24 +129,25 @@ class Runner:
         return [*outputs, *[saved[i] for i in known.made]]
 
     def forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
-        inputs, (x, params, extras, seeds, _) = given.inputs, given
+        x, _, extras, seeds, _ = given
+        params = self._noted.parameters(given.params)
         if is_fake:
             self._forget_states()
         with self._conditions(params):
-            plan = self._planned(inputs)
+            plan = self._planned((x, *params, *extras))
             if is_fake:
                 with dry_run():
                     results = plan._forward(x, extras, None)
             else:
                 others = (*extras, *seeds)
-                results = plan.run(x, inputs[1:], others, None, self._layout(params))
+                results = plan.run(x, (*params, *others), others, None, self._layout(params))
             output, produced, *rest = results
             if any(isinstance(t, QuantizedTensor) for t in (output, *produced)):
                 raise StateError(
                     f"A {self._noted.title} returns a quantized tensor, which is not supported "
                     "inside torch.compile."
                 )
-            taken = set(map(storage_of, inputs))
+            taken = set(map(storage_of, given.inputs))
             returned = (output, *(produced[n] for n in plan.returned))
             outputs = [_own(tensor, taken) for tensor in returned]
             if not rest:
@@ -234,7 +235,7 @@ class Runner:
             run = plan._backward if is_fake else plan.backward
             state = AutocastState(self._noted.recipe)
             dry = dry_run() if is_fake else contextlib.nullcontext()
-            with self._conditions(params), recomputing_under(state), dry:
+            with self._conditions(self._noted.parameters(params)), recomputing_under(state), dry:
                 result = run(contexts, tensors, known.ends, dy, extras, known.specs)
         found = result[1:] if is_fake else self._summed(result[1:])
         taken = {storage_of(grad) for grad in grads if grad is not None}
@@ -307,14 +308,9 @@ class Runner:
             pipeline, facts = self._pipeline, self._noted.facts
             device = inputs[0].device
             with outside_fake_mode(), torch.set_grad_enabled(facts.is_grad_enabled):
-                # Seeds are no inputs of a plan.
                 like = [
-                    torch.empty(
-                        [size_hint(size) for size in tensor.shape],
-                        dtype=tensor.dtype,
-                        device="meta",
-                    ).requires_grad_(requires_grad)
-                    for tensor, (_, _, requires_grad) in zip(inputs, facts.tensors, strict=False)
+                    _like(tensor).requires_grad_(requires_grad)
+                    for tensor, (_, _, requires_grad) in zip(inputs, facts.tensors, strict=True)
                 ]
                 count = 1 + len(facts.summed)
                 x, params, extras = like[0], tuple(like[1:count]), like[count:]
@@ -354,6 +350,15 @@ class Runner:
                 self._layouts.pop(next(iter(self._layouts)))
             self._layouts[addresses] = (tensor_guard(params), layout)
         return layout
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory for a plan, which depends on the hints of symbolic sizes."""
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.detach()
+    return torch.empty(
+        [size_hint(size) for size in tensor.shape], dtype=tensor.dtype, device="meta"
+    )
 
 
 def _no_forward(*_: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from fuser.errors import StateError
 from fuser.op import OperationContext
 from fuser.recipe import Recipe
+from fuser.runtime.quantized_parameters import QuantizedParameters
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Sizes: TypeAlias = Sequence["int | torch.SymInt"]
@@ -20,7 +21,9 @@ Contexts: TypeAlias = list[tuple[type[OperationContext], dict[str, Any]]]
 Specs: TypeAlias = tuple[Any, ...]
 """Shape and dtype of every extra output."""
 TensorFacts: TypeAlias = tuple[str, torch.dtype, bool]
-"""Of a tensor: the name of its class, its dtype, and whether it requires a gradient."""
+"""Of a tensor: the name of its class, its dtype, and whether it requires a gradient.
+
+A quantized parameter has its text in place of the name (:class:`QuantizedParameters`)."""
 
 
 class Facts(NamedTuple):
@@ -48,7 +51,7 @@ class Facts(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The tensors that a graph gives to a forward."""
+    """The tensors that a graph gives to a forward; of quantized parameters, their buffers."""
 
     x: torch.Tensor
     params: Tensors
@@ -85,7 +88,7 @@ class Given(NamedTuple):
 
 
 class GivenBack(NamedTuple):
-    """What a graph gives to a backward, besides parameters."""
+    """What a graph gives to a backward, besides what it gives of parameters."""
 
     sizes: Sizes
     """Those of :meth:`Given.sizes` in forward."""
@@ -145,7 +148,13 @@ class Saved(NamedTuple):
 class Noted:
     """What is known of the passes of one name: the facts, and what traces have shown."""
 
-    def __init__(self, facts: Facts, recipe: Recipe | None, title: str) -> None:
+    def __init__(
+        self,
+        facts: Facts,
+        recipe: Recipe | None,
+        title: str,
+        quantized: QuantizedParameters | None,
+    ) -> None:
         self.facts = facts
         self.recipe = recipe
         self.title = title
@@ -157,6 +166,11 @@ class Noted:
         self.slices: list[Slice | None] = []
         """Of each wanted gradient, its place if it shares memory; noted when it is traced."""
         self._traced: set[Saved] = set()
+        self._quantized = quantized
+
+    def parameters(self, given: Tensors) -> Tensors:
+        """The parameters, from what a graph gives of them."""
+        return given if self._quantized is None else self._quantized.made_from(given)
 
     def note_saved(self, saved: Saved, *, is_fake: bool) -> None:
         """Note what a graph saves; check it of a forward that runs, whose graph was traced here."""

@@ -296,8 +296,8 @@ def _are_distinct(tensors: Tensors) -> bool:
     return len(set(map(id, tensors))) == len(tensors)
 
 
-class _Saved(NamedTuple):
-    """A saved quantized tensor: everything but its buffers, which have these places."""
+class QuantizedPart(NamedTuple):
+    """A quantized tensor: everything but its buffers, which have these places."""
 
     kind: type[QuantizedTensor]
     buffers: dict[str, int]
@@ -307,6 +307,13 @@ class _Saved(NamedTuple):
     quantizer: Any
     is_read_only: bool
 
+    @classmethod
+    def of(cls, tensor: QuantizedTensor, held: list[torch.Tensor]) -> QuantizedPart:
+        """Take a tensor apart; its buffers are added to ``held`` if they are not there."""
+        buffers = {n: _index(b, held) for n, b in tensor.buffers().items() if b is not None}
+        what = (tensor.shape, tensor.dtype, tensor.device, tensor._quantizer)
+        return cls(type(tensor), buffers, *what, tensor._is_read_only)
+
     def tensor(self, held: Sequence[torch.Tensor]) -> QuantizedTensor:
         """The tensor over other buffers."""
         buffers: dict[str, torch.Tensor | None] = {n: held[at] for n, at in self.buffers.items()}
@@ -315,7 +322,7 @@ class _Saved(NamedTuple):
         return made
 
 
-Part: TypeAlias = "_Saved | int | None"
+Part: TypeAlias = "QuantizedPart | int | None"
 """How to make a saved tensor from others: the place of one, or those of its buffers."""
 
 
@@ -590,9 +597,7 @@ def _saved_as(tensor: torch.Tensor | None, held: list[torch.Tensor]) -> Part:
         return None
     if not isinstance(tensor, QuantizedTensor) or not _is_buffers_alone(tensor):
         return _index(tensor, held)
-    buffers = {n: _index(b, held) for n, b in tensor.buffers().items() if b is not None}
-    what = (tensor.shape, tensor.dtype, tensor.device, tensor._quantizer)
-    return _Saved(type(tensor), buffers, *what, tensor._is_read_only)
+    return QuantizedPart.of(tensor, held)
 
 
 def _is_buffers_alone(tensor: QuantizedTensor) -> bool:

@@ -39,6 +39,7 @@ from fuser.runtime.compiled_values import Facts, TensorFacts
 from fuser.runtime.exported import exported_name
 from fuser.runtime.local_parts import check_gates, check_placement
 from fuser.runtime.pipeline import OperationFuser, registered_count
+from fuser.runtime.quantized_parameters import QUANTIZED, QuantizedParameters
 from fuser.runtime.segment import PipelineSegment, Segment
 from fuser.runtime.segments import Segments
 from fuser.specs import PlanKey
@@ -72,6 +73,8 @@ class Pipeline(NamedTuple):
     ops: tuple[Path, ...] = ()
     parameters: tuple[tuple[int, str], ...] = ()
     """The number of the op and the name of each parameter."""
+    quantized: tuple[str, ...] = ()
+    """Of each parameter the text of :class:`QuantizedParameters`; empty if it is not quantized."""
     distributed: tuple[bool, ...] = ()
     """Whether each parameter is a ``DTensor``, whose local tensor the ops read."""
     summed: tuple[int | None, ...] = ()
@@ -98,6 +101,7 @@ class Trace(NamedTuple):
 
 _pipelines: dict[str, OperationFuser] = {}
 """A copy of a pipeline for each structure, with parameters on the meta device."""
+_quantized: dict[tuple[str, ...], QuantizedParameters] = {}
 
 
 def _prepare_traced(context: Any) -> None:
@@ -164,12 +168,16 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
     except KeyError:
         return Pipeline("its ops are not modules of it")
     try:
+        held: list[tuple[BasicOperation, str, Any]]
         held = [(ops[i], name, ops[i]._parameters[name]) for i, name in parameters]
         distributed = tuple(is_distributed(parameter) for _, _, parameter in held)
         summed = tuple(_summed_over(*each) for each in held)
         check_gates(ops)
+        quantized = QuantizedParameters.of([parameter for _, _, parameter in held])
     except (InputError, StateError) as error:
         return Pipeline(str(error).removesuffix("."))
+    if any(quantized.texts):
+        _quantized.setdefault(quantized.texts, quantized)
     text = repr((structures, pipeline.fusions, sorted(pipeline.open_channels)))
     names = "+".join(type(op).__name__ for op in ops)
     structure = f"{names} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -181,6 +189,7 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
         structure,
         places,
         parameters,
+        quantized.texts,
         distributed,
         summed,
         tuple(i for i, op in enumerate(ops) if _drops(op)),
@@ -264,7 +273,10 @@ def _traced_pipeline(
     if True in pipeline.distributed:
         pairs = zip(parameters, pipeline.distributed, strict=True)
         parameters = [p.to_local() if is_distributed else p for p, is_distributed in pairs]
-    facts = [(type(t).__name__, t.dtype, t.requires_grad) for t in [x, *parameters, *extras]]
+    tensors = [x, *parameters, *extras]
+    texts = ["", *pipeline.quantized, *[""] * len(extras)]
+    kinds = [text or type(t).__name__ for t, text in zip(tensors, texts, strict=True)]
+    facts = [(kind, t.dtype, t.requires_grad) for kind, t in zip(kinds, tensors, strict=True)]
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     first = tuple([min([j for j in range(i + 1) if extras[j] is e]) for i, e in enumerate(extras)])
@@ -391,7 +403,8 @@ def describe(
     if is_functorch_active() or forward_ad_level() >= 0:
         return Call("it is transformed by torch.func, or differentiated forward")
     for kind, _, _ in tensors:
-        if kind not in ("Tensor", "Parameter", "FakeTensor", "FunctionalTensor"):
+        is_plain = kind in ("Tensor", "Parameter", "FakeTensor", "FunctionalTensor")
+        if not is_plain and not kind.startswith(QUANTIZED):
             return Call(f"a {kind} is among its inputs and parameters")
     try:
         with outside_fake_mode():
@@ -433,6 +446,8 @@ def describe(
     if torch.compiler.is_exporting():
         if isinstance(recipe, DelayedScaling):
             return Call("scales of delayed scaling are no part of an exported program")
+        if any(kind.startswith(QUANTIZED) for kind, _, _ in tensors):
+            return Call("its parameters are quantized, which a program does not contain")
         if facts.registered:
             return Call("code from outside of fuser plans it, which another process lacks")
         # The program is under this recipe, wherever it runs.
@@ -442,7 +457,9 @@ def describe(
                 name = exported_name(pipeline, facts, recipe)
             except StateError as error:
                 return Call(str(error).removesuffix("."))
-    add_passes(name, lambda: Passes(pipeline, facts, recipe))
+    kinds = [kind for kind, _, _ in tensors[1 : 1 + len(summed)]]
+    quantized = _quantized.get(tuple([k if k.startswith(QUANTIZED) else "" for k in kinds]))
+    add_passes(name, lambda: Passes(pipeline, facts, recipe, quantized))
     is_delayed = isinstance(recipe, DelayedScaling)
     is_inside = is_delayed and recipe_key != key
     return Call("", name, is_delayed, is_inside, facts.rounds, reads_sizes)

@@ -721,8 +721,18 @@ class QuantizedTensor(WrapperTensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The names of the buffers, and everything else as a constant, for ``torch.compile``."""
         names = [name for name, buffer in self.buffers().items() if buffer is not None]
-        # A graph receives only the buffers, so it cannot write to the parent of a view.
-        return names, (self._quantizer, self.dtype, self._is_read_only or self._view_of is not None)
+        # A graph receives only the buffers, so it cannot write to the parent of a view, or by the
+        # state of a quantizer.
+        quantizer = self._quantizer.without_state()
+        is_read_only = self._is_read_only or self._view_of is not None
+        return names, (quantizer, self.dtype, is_read_only or quantizer is not self._quantizer)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Everything but values, as text: torch keeps compiled graphs by it, also on disk."""
+        kind, (names, constants) = type(self), self.__tensor_flatten__()
+        layouts = [(n, b.dtype, *b.shape, *b.stride()) for n in names for b in [getattr(self, n)]]
+        own = (tuple(self.shape), self.stride(), self.device, self.requires_grad)
+        return f"{kind.__module__}.{kind.__qualname__} {own} {layouts} {constants}"
 
     @staticmethod
     def __tensor_unflatten__(

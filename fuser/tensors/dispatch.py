@@ -33,7 +33,7 @@ NOMINAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func(*args, **kwargs)``, where some arguments are quantized tensors or views of them."""
-    handler = _HANDLERS.get(func)
+    handler = HANDLERS.get(func)
     if handler is not None:
         result = handler(func, *args, **kwargs)
         if result is not NotImplemented:
@@ -422,7 +422,7 @@ def _record_stream(func: Any, tensor: WrapperTensor, stream: Any) -> None:
 # Views that torch marks with a bit and evaluates at a read; a wrapper has no such bit.
 _LAZY_SIGNS = (aten._conj.default, aten._neg_view.default)
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {
+HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
     aten.clone.default: _clone,

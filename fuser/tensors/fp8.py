@@ -323,6 +323,10 @@ class Float8Quantizer(Quantizer):
         """The quantizer that a tensor keeps: later writes to the tensor record no amax."""
         return self if self.amax is None and self.reduced_amaxes is None else self._unbound
 
+    def without_state(self) -> Quantizer:
+        usages = {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        return Float8CurrentScalingQuantizer(self.fp8_dtype, **usages)
+
     @functools.cached_property
     def _unbound(self) -> Quantizer:
         return replace(self, amax=None)

@@ -271,6 +271,10 @@ class Quantizer:
         """The quantizer that a tensor keeps: without the amaxes of one call."""
         return self if self.reduced_amaxes is None else replace(self)
 
+    def without_state(self) -> Quantizer:
+        """A quantizer of the same format that holds no tensors; itself if it holds none."""
+        return self
+
 
 def fields_key(quantizer: Quantizer) -> Hashable | None:
     """A key of all fields; None if the amaxes of one call were given."""

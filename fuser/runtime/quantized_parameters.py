@@ -1,0 +1,63 @@
+"""Quantized parameters in graphs: operations get their buffers, and put them together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fuser.errors import StateError
+from fuser.runtime.recorded import QuantizedPart
+from fuser.tensors import QuantizedTensor
+
+QUANTIZED = "quantized "
+
+
+def buffers_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters, and of quantized ones the buffers that they have, in order."""
+    return [b for p in params for b in (p._memory() if isinstance(p, QuantizedTensor) else (p,))]
+
+
+class QuantizedParameters(NamedTuple):
+    """How to make the parameters of a pipeline, some of them quantized, from :func:`buffers_of`."""
+
+    texts: tuple[str, ...]
+    """Of each quantized parameter everything but its values, after :data:`QUANTIZED`; else empty."""
+    parts: tuple[QuantizedPart | int, ...]
+
+    @classmethod
+    def of(cls, params: Sequence[torch.Tensor]) -> QuantizedParameters:
+        """How to make these parameters.
+
+        Raises
+        ------
+        StateError
+            If one refers to another tensor, which a graph would not get.
+        """
+        parts: list[QuantizedPart | int] = []
+        texts: list[str] = []
+        places = 0
+        for parameter in params:
+            if not isinstance(parameter, QuantizedTensor):
+                parts.append(places)
+                texts.append("")
+                places += 1
+                continue
+            references = (parameter._view_of, parameter._gathering, parameter._source)
+            if any(reference is not None for reference in references):
+                raise StateError(
+                    f"its parameter, a {type(parameter).__name__} of shape "
+                    f"{tuple(parameter.shape)}, is a view, gathered by fully_shard, or keeps what "
+                    "it was quantized from"
+                )
+            part = QuantizedPart.of(parameter, [])
+            buffers = {name: places + place for name, place in part.buffers.items()}
+            parts.append(part._replace(buffers=buffers))
+            places += len(buffers)
+            texts.append(f"{QUANTIZED}{parameter._stable_hash_for_caching()}")
+        return cls(tuple(texts), tuple(parts))
+
+    def made_from(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters over these buffers."""
+        return [buffers[p] if isinstance(p, int) else p.tensor(buffers) for p in self.parts]
