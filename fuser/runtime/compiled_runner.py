@@ -76,6 +76,20 @@ class _Pass(NamedTuple):
     specs: Specs
 
 
+class _Traced(NamedTuple):
+    """The results of a pass over fake tensors: those of equal blocks are not computed again."""
+
+    results: list[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]]
+    saved: Saved
+
+    def again(self) -> list[torch.Tensor]:
+        """Other tensors like them."""
+        return [
+            torch.empty_strided(size, stride, dtype=dtype, device=device)
+            for size, stride, dtype, device in self.results
+        ]
+
+
 class Runner:
     """Runs a copy of a pipeline over the tensors of each call."""
 
@@ -91,6 +105,9 @@ class Runner:
         self._recorded_passes: dict[RecordedForward, _Pass] = {}
         # Those whose gradients share no memory with saved tensors and parameters.
         self._sound: weakref.WeakSet[RecordedForward] = weakref.WeakSet()
+        # Apart for each trace, whose fake tensors contexts may refer to; without symbolic sizes.
+        self._traced: weakref.WeakKeyDictionary[Any, dict[Any, _Traced]]
+        self._traced = weakref.WeakKeyDictionary()
         # Apart for fake tensors: a backward may be traced after a forward has run.
         self._known_passes: dict[bool, dict[tuple[int | str, ...], _Pass]] = {False: {}, True: {}}
 
@@ -129,6 +146,22 @@ class Runner:
         return [*outputs, *[saved[i] for i in known.made]]
 
     def forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
+        if not is_fake:
+            return self._forward(given, is_fake=False)
+        traced, key = self._traced_with(given.x), _layouts_of(given.inputs)
+        if key not in traced:
+            results = self._forward(given, is_fake=True)
+            traced.update(_traced_results(key, results, self._noted))
+            return results
+        self._noted.note_saved(traced[key].saved, is_fake=True)
+        return traced[key].again()
+
+    def _traced_with(self, tensor: torch.Tensor | None) -> dict[Any, _Traced]:
+        """The results in the trace to which a fake tensor belongs."""
+        mode = getattr(tensor, "fake_mode", None)
+        return {} if mode is None else self._traced.setdefault(mode, {})
+
+    def _forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
         x, _, extras, seeds, _ = given
         params = self._noted.parameters(given.params)
         if is_fake:
@@ -179,8 +212,7 @@ class Runner:
             parts, held = taken_apart(saved)
             contexts = [(type(context), dict(context.__dict__)) for context in ctxs]
         key = _key(given.sizes())
-        made: list[torch.Tensor] = []
-        places = [_place(tensor, given.inputs, outputs, made) for tensor in held]
+        places, made = _places(held, given.inputs, outputs)
         numbers = {
             kind: {p.number for p in places if p.kind == kind} for kind in ("input", "output")
         }
@@ -201,6 +233,17 @@ class Runner:
     # -- backward ------------------------------------------------------------------
 
     def backward(self, given: GivenBack, params: Tensors, *, is_fake: bool) -> list[torch.Tensor]:
+        if not is_fake:
+            return self._backward(given, params, is_fake=False)
+        traced, layouts = self._traced_with(given.grads[0]), _layouts_of((*given.grads, *params))
+        key = None if layouts is None else (_key(given.sizes), *layouts)
+        if key not in traced:
+            results = self._backward(given, params, is_fake=True)
+            traced.update(_traced_results(key, results, self._noted))
+            return results
+        return traced[key].again()
+
+    def _backward(self, given: GivenBack, params: Tensors, *, is_fake: bool) -> list[torch.Tensor]:
         plan, (sizes, of_inputs, of_outputs, grads, saved) = self.plan, given
         known = self._known_passes[is_fake].get(_key(sizes))
         if known is None:
@@ -246,15 +289,18 @@ class Runner:
             taken |= others
             if is_sound and known.recorded is not None:
                 self._sound.add(known.recorded)
-        wanted = [g for g, is_one in zip(found, self._noted.wanted, strict=True) if is_one]
-        gradients = [gradient for gradient in wanted if gradient is not None]
-        if len(gradients) != len(wanted):
+        places = [place for place, is_wanted in enumerate(self._noted.wanted) if is_wanted]
+        gradients = [g for g in (found[place] for place in places) if g is not None]
+        if len(gradients) != len(places):
             raise StateError(
                 f"The backward of a compiled {self._noted.title} returned no gradient for an "
                 "input that requires one."
             )
-        if is_fake or not self._noted.slices:
-            self._noted.slices = _slices(gradients, taken)
+        if not self._noted.slices:  # equal for all layouts, whose graphs have the places
+            count = 1 + len(self._noted.facts.summed)
+            of_params = {storage_of(found[place]) for place in places if 0 < place < count}
+            of_inputs = {storage_of(found[place]) for place in places if not 0 < place < count}
+            self._noted.slices = _slices(gradients, of_params - of_inputs - taken)
         return _together(gradients, self._noted.slices, taken)
 
     def _summed(self, gradients: Sequence[Any]) -> Sequence[Any]:
@@ -361,6 +407,23 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _layouts_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...] | None:
+    """Everything but the values of tensors; None if a size is symbolic."""
+    found = [(t.size(), t.stride(), t.dtype, t.device) for t in tensors if t is not None]
+    sizes = [size for shape, stride, *_ in found for size in (*shape, *stride)]
+    if any(type(size) is not int for size in sizes):
+        return None
+    return (tuple([t is None for t in tensors]), *found)
+
+
+def _traced_results(key: Any, results: Tensors, noted: Noted) -> dict[Any, _Traced]:
+    """To keep for ``key``: nothing if that has symbolic sizes."""
+    if key is None or any(tensor.storage_offset() for tensor in results):
+        return {}
+    like = [(t.size(), t.stride(), t.dtype, t.device) for t in results]
+    return {key: _Traced(like, noted.saved)}
+
+
 def _no_forward(*_: Any) -> Any:
     raise StateError("A recording is incomplete.")  # only complete ones are known
 
@@ -395,10 +458,10 @@ def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
     return tensor
 
 
-def _slices(gradients: Tensors, taken: set[int]) -> list[Slice | None]:
-    """Where the gradients are that share memory with others of them alone."""
+def _slices(gradients: Tensors, of_params: set[int]) -> list[Slice | None]:
+    """Where the gradients of parameters are that share memory with others of them alone."""
     storages = [storage_of(gradient) for gradient in gradients]
-    shared = [s for s in dict.fromkeys(storages) if storages.count(s) > 1 and s not in taken]
+    shared = [s for s in dict.fromkeys(storages) if storages.count(s) > 1 and s in of_params]
     alone = sum(storage not in shared for storage in storages)
     return [
         Slice(alone + shared.index(storage), g.size(), g.stride(), int(g.storage_offset()))
@@ -433,22 +496,35 @@ def _together(
     return results
 
 
-def _place(
-    tensor: torch.Tensor, inputs: Tensors, outputs: Tensors, made: list[torch.Tensor]
-) -> Place:
-    """Where a saved tensor is; a new one is added to ``made``."""
-    for kind, tensors in (("input", inputs), ("output", outputs), ("saved", made)):
-        for number, other in enumerate(tensors):
-            if tensor is other:
-                return Place(kind, number)
-    for kind, tensors in (("input", inputs), ("output", outputs), ("saved", made)):
-        for number, other in enumerate(tensors):
-            if storage_of(tensor) == storage_of(other):
+def _places(
+    held: Tensors, inputs: Tensors, outputs: Tensors
+) -> tuple[list[Place], list[torch.Tensor]]:
+    """Where saved tensors are, and those which are neither inputs nor outputs."""
+    known: dict[int, Place] = {}
+    in_storages: dict[int, tuple[torch.Tensor, Place]] = {}
+
+    def note(tensor: torch.Tensor, place: Place) -> Place:
+        known.setdefault(id(tensor), place)
+        in_storages.setdefault(storage_of(tensor), (tensor, place))
+        return place
+
+    for kind, tensors in (("input", inputs), ("output", outputs)):
+        for number, tensor in enumerate(tensors):
+            note(tensor, Place(kind, number))
+    places: list[Place] = []
+    made: list[torch.Tensor] = []
+    for tensor in held:
+        place = known.get(id(tensor))
+        if place is None:
+            other, place = in_storages.get(storage_of(tensor), (None, None))
+            if other is None or place is None:
+                place = note(tensor, Place("saved", len(made)))
+                made.append(tensor)
+            else:
                 offset = tensor.storage_offset() - other.storage_offset()
-                view = (tensor.size(), tensor.stride(), offset)
-                return Place(kind, number, view)
-    made.append(tensor)
-    return Place("saved", len(made) - 1)
+                place = place._replace(view=(tensor.size(), tensor.stride(), offset))
+        places.append(place)
+    return places, made
 
 
 def _key(sizes: Sizes) -> tuple[int | str, ...]:

@@ -164,7 +164,8 @@ class Noted:
         self.saved = Saved()
         """What the last forward saves, traced or not. Those of other layouts save other sets."""
         self.slices: list[Slice | None] = []
-        """Of each wanted gradient, its place if it shares memory; noted when it is traced."""
+        """Of each wanted gradient, its place if it is a parameter's and shares memory with others;
+        noted when the first one is traced."""
         self._traced: set[Saved] = set()
         self._quantized = quantized
 

@@ -1,0 +1,233 @@
+"""Whole models inside torch.compile: those of the examples and of Hugging Face, memory, caches."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paths import BENCHMARKS, EXAMPLES, ROOT
+from test_compiled import CURRENT, DELAYED, WIDTH, Blocks, graphs, rows, step, under, whole
+from torch._dynamo.utils import counters
+
+import fuser
+from fuser.runtime import compiled_runner
+
+sys.path[:0] = [str(EXAMPLES), str(BENCHMARKS)]
+train_lm, train_moe, memory_meter = (
+    importlib.import_module(name) for name in ("train_lm", "train_moe", "memory_meter")
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
+RECIPES = [None, CURRENT, DELAYED]
+SMALL: dict[str, Any] = {"layers": 2, "width": 32, "heads": 2, "context": 16, "batch_size": 2}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+# -- models without a break -----------------------------------------------------------------
+
+
+def language_model() -> tuple[torch.nn.Module, Callable[..., torch.Tensor]]:
+    model, _ = train_lm.make_models(train_lm.Options(**SMALL))
+    text = torch.arange(32).view(2, 16)
+    return model, lambda model: train_lm.next_byte_loss(model, (text, text.roll(1)))
+
+
+def mixture_of_experts() -> tuple[torch.nn.Module, Callable[..., torch.Tensor]]:
+    model, _ = train_moe.make_models(train_moe.Options(**SMALL))
+    text = torch.arange(32).view(2, 16)
+
+    def loss(trained: Any) -> torch.Tensor:
+        found: torch.Tensor = train_lm.next_byte_loss(trained, (text, text.roll(1)))
+        return found + model.auxiliary_loss()
+
+    return model, loss
+
+
+def llama() -> tuple[torch.nn.Module, Callable[..., torch.Tensor]]:
+    """A Llama of Hugging Face, whose feed-forward blocks are pipelines."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        layer.mlp = fuser.Sequential(
+            fuser.Linear(WIDTH, 4 * WIDTH, bias=False),
+            fuser.SwiGLU(),
+            fuser.Linear(2 * WIDTH, WIDTH, bias=False),
+        )
+    text = torch.arange(32).view(2, 16)
+    return model, lambda model: model(input_ids=text, labels=text).loss
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("make", [language_model, mixture_of_experts, llama])
+def test_a_model_is_one_graph_and_has_the_loss_and_the_gradients_of_eager_steps(
+    make: Callable[[], tuple[torch.nn.Module, Callable[..., torch.Tensor]]], recipe: Any
+) -> None:
+    found = []
+    for compiles in (False, True):
+        model, loss_of = make()
+        trained = whole(model) if compiles else model
+        with under(recipe):
+            loss = loss_of(trained)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert not counters["graph_break"]
+    assert graphs() == 1
+    # A quantized operand magnifies what a softmax rounds otherwise.
+    close = {"rtol": 1e-4, "atol": 1e-6} if recipe is None else {"rtol": 0.1, "atol": 0.01}
+    torch.testing.assert_close(found[1], found[0], **close)
+
+
+# -- compiling ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_equal_blocks_of_a_graph_are_traced_as_often_as_one(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    for name in ("_forward", "_backward"):
+        run = getattr(compiled_runner.Runner, name)
+
+        def counted(self: Any, *args: Any, is_fake: bool, run: Any = run) -> Any:
+            calls.extend([run] * is_fake)
+            return run(self, *args, is_fake=is_fake)
+
+        monkeypatch.setattr(compiled_runner.Runner, name, counted)
+    counts = []
+    for blocks in (1, 6):
+        torch._dynamo.reset()
+        calls.clear()
+        torch.manual_seed(0)
+        # Another width, whose passes nobody has traced.
+        model = Blocks(blocks, width=80 + 16 * blocks)
+        with under(recipe):
+            x = torch.randn(8, 80 + 16 * blocks, requires_grad=True)
+            whole(model)(x).sum().backward()
+        counts.append(len(calls))
+    assert counts[0] == counts[1] <= 3
+
+
+def test_the_results_of_a_layout_are_not_those_of_another() -> None:
+    model, x = Blocks(1), rows(32)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    for given in (x, x[:16], x.view(2, 16, WIDTH), x[::2], x[:16]):
+        assert [t is not None and t.shape for t in step(compiled, model, given)] == [
+            t is not None and t.shape for t in step(model, model, given)
+        ]
+
+
+SCRIPT = """
+import json, sys, torch, fuser
+from torch._dynamo.utils import counters
+torch.manual_seed(0)
+model = fuser.Sequential(fuser.RMSNorm(32), fuser.Linear(32, int(sys.argv[1])), fuser.GELU())
+x = torch.linspace(-1, 1, 16 * 32).view(16, 32).requires_grad_()
+with fuser.autocast(enabled=sys.argv[2] == "fp8", recipe=fuser.recipe.Float8CurrentScaling()):
+    y = torch.compile(lambda x: model(x * 2) + 1, fullgraph=True)(x)
+    expected = model(x * 2) + 1
+y.sum().backward()
+assert torch.equal(y, expected)
+counts = {name: counters["inductor"][name] for name in ("fxgraph_cache_hit", "fxgraph_cache_miss")}
+aot = sum(counters["aot_autograd"][n] for n in ("autograd_cache_hit",))
+print(json.dumps([counts["fxgraph_cache_hit"] + aot, float(y.sum()), float(x.grad.sum())]))
+"""
+
+
+def test_processes_share_a_folder_of_compiled_graphs(tmp_path: Path) -> None:
+    """Another process finds graphs of the same passes, and none of others."""
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def run(*arguments: str) -> list[Any]:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", SCRIPT, *arguments],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    first, again, other, quantized = run("32", "-"), run("32", "-"), run("48", "-"), run("32", "fp8")
+    assert first[0] == other[0] == quantized[0] == 0
+    assert again[0] > 0
+    assert again[1:] == first[1:]
+    assert quantized[1:] != first[1:]
+
+
+# -- memory ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("recipe", "most"), [(None, 1.02), (CURRENT, 1.03)], ids=["none", "fp8"])
+def test_the_peak_memory_of_many_blocks_is_that_of_an_eager_step(recipe: Any, most: float) -> None:
+    """A graph holds what a block saved until its backward has returned; an eager step does not."""
+    peaks = []
+    for compiles in (False, True):
+        model = Blocks(24)
+        x = rows(256)
+        trained = torch.compile(model, fullgraph=True) if compiles else model
+
+        def one_step(trained: Any = trained, model: Any = model, x: Any = x) -> None:
+            with under(recipe):
+                trained(x).sum().backward()
+
+        for _ in range(3):  # compiled, and recorded
+            one_step()
+        peaks.append(memory_meter.measure({"step": one_step}, "cpu")["step"].peak)
+        del model, trained, one_step
+        gc.collect()
+    assert peaks[1] <= most * peaks[0]
+
+
+# -- gradients that torch gets wrong elsewhere ------------------------------------------------
+
+
+def test_gradients_of_views_of_a_weight_and_of_a_tensor_that_is_given_twice() -> None:
+    """What graphs with a ``torch.autograd.Function`` get wrong in torch 2.11 (pytorch 180642)."""
+
+    class Head(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+            self.add = fuser.Sequential(fuser.AddExtraInput(), fuser.GELU())
+            self.scale = fuser.Sequential(fuser.ConstantScale(0.5), fuser.Linear(WIDTH, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            turned = self.add(self.weight.T, self.weight.T)
+            return self.scale(x @ turned) + self.add(x, x) @ self.scale(self.weight)
+
+    model = Head()
+    other, x = copy.deepcopy(model), rows()
+    expected = step(other, other, x)
+    for backend in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        found = step(whole(model, backend), model, x)
+        for one, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, wanted)
