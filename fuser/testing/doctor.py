@@ -150,6 +150,7 @@ class Diagnosis:
             ("Devices", _aligned((device.name, device.model) for device in self.devices)),
             ("CUDA kernels", self._kernel_lines()),
             ("Matrix products", self._format_lines()),
+            ("torch.compile", _compile_lines(self.installation.torch_version)),
             ("Optional packages", _aligned((n, v or "not installed") for n, v in self.optional)),
             ("To do", self.advice or ("nothing",)),
         )
@@ -189,6 +190,17 @@ class Diagnosis:
             f"fuser.autocast() without a recipe, or with recipe=None, is {default_recipe()};",
             "fuser.autocast(enabled=False) turns quantization off.",
         )
+
+
+def _compile_lines(torch_version: str) -> tuple[str, ...]:
+    lines = ("Pipelines are operations of its graphs, also with fullgraph=True.",)
+    if _release(torch_version) != (2, 11):
+        return lines
+    return (
+        *lines,
+        "torch 2.11 computes wrong gradients of some torch.autograd.Functions in graphs, without an",
+        "error (pytorch issue 180642). Pipelines are none; functions of other libraries may be.",
+    )
 
 
 def diagnose() -> Diagnosis:

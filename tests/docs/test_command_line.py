@@ -379,6 +379,16 @@ def test_a_healthy_gpu_machine_has_nothing_to_do() -> None:
     assert report.endswith("on cuda:0 (NVIDIA H200), and CUDA kernels compile and run.")
 
 
+@pytest.mark.parametrize(("torch_version", "is_named"), [("2.11.0+cu130", True), ("2.13.0", False)])
+def test_doctor_names_a_torch_whose_graphs_have_wrong_gradients(
+    torch_version: str, is_named: bool
+) -> None:
+    facts = dataclasses.replace(HEALTHY.installation, torch_version=torch_version)
+    report = str(dataclasses.replace(HEALTHY, installation=facts))
+    assert ("pytorch issue 180642" in report) == is_named
+    assert "also with fullgraph=True" in report
+
+
 def test_a_missing_cupy_is_no_failure_and_comes_with_the_command() -> None:
     diagnosis = dataclasses.replace(
         HEALTHY,

@@ -360,7 +360,7 @@ def test_a_picture_has_the_notes_of_the_printed_plan(tmp_path: Path) -> None:
     texts = svg_texts(plan.draw(tmp_path / "plan.svg"))
     start = texts.index("notes")
     said = " ".join(texts[start + 1 :])
-    assert len(plan.note_lines()) == 2
+    assert len(plan.note_lines()) == 3
     assert all(" ".join(note.split()) in said for note in plan.note_lines())
     assert "notes" not in svg_texts(mlp_plan().draw(tmp_path / "none.svg"))
 

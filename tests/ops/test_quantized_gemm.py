@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
 
 import fuser
@@ -199,7 +200,10 @@ def test_native_products_of_parts_of_a_weight_equal_emulated_ones(recipe: Any) -
 
 
 @pytest.mark.parametrize("recipe", STACKED.values(), ids=STACKED)
-def test_native_products_of_experts_of_one_parameter_equal_emulated_ones(recipe: Any) -> None:
+def test_native_products_of_experts_of_one_parameter_equal_emulated_ones(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_by_one(monkeypatch)
     with fuser.quantized_model_init(recipe=recipe):
         op = fuser.GroupedLinear(3, 160, 128, bias=False, single_grouped_weight=True)
     x, splits = oracles.random_tensor((48, 160), torch.float32, 1), torch.tensor([10, 0, 38])
