@@ -199,17 +199,27 @@ def library(sources: Path, module: str | Path, symbols: tuple[str, ...]) -> Path
     KernelError
         If it does not compile, or includes what no GPU build finds.
     """
+    is_stable = sources.resolve() in _STABLE and isinstance(module, str)
+    make = _library_of_fuser if is_stable and not headers_in(" ".join(symbols)) else _library
+    return make(sources, module, symbols)
+
+
+# Sources that do not change while a process runs.
+_STABLE = (kernel_module.KERNELS.resolve(), HERE / "kernels")
+
+
+def _library(sources: Path, module: str | Path, symbols: tuple[str, ...]) -> Path:
     path = module if isinstance(module, Path) else sources / f"{module}.cu"
     if not path.is_file():
         raise KernelError(f"There is no {_shown(path)}.")
     name = path.stem
-    headers = _headers(sources)
+    headers = (_headers_of_fuser if sources.resolve() in _STABLE else _headers)(sources)
     if isinstance(module, Path):
-        headers |= _own_headers(module, "")
+        headers = headers | _own_headers(module, "")
     included = ""
     for number, top in enumerate(headers_in(" ".join(symbols))):
-        headers |= {f"own{number}/{top.name}": _rewritten(top)}
-        headers |= _own_headers(top, f"own{number}")
+        own = {f"own{number}/{top.name}": _rewritten(top)}
+        headers = headers | own | _own_headers(top, f"own{number}")
         included += f'#include "own{number}/{top.name}"\n'
     text = _translation_unit(included + _rewritten(path), symbols)
     key = _digest(_toolchain(), text, *headers, *headers.values())
@@ -233,6 +243,10 @@ def _headers(sources: Path) -> dict[str, str]:
         for path in sorted((root / "fuser").rglob("*.cuh")):
             found.setdefault(path.relative_to(root).as_posix(), _rewritten(path))
     return found
+
+
+_headers_of_fuser = functools.cache(_headers)
+_library_of_fuser = functools.cache(_library)
 
 
 def _own_headers(top: Path, folder: str) -> dict[str, str]:

@@ -185,6 +185,7 @@ def test_other_split_sizes_are_the_same_graph_and_no_pass_keeps_those_of_another
     assert graphs() == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["ops", "probs of rows"])
 @pytest.mark.parametrize("recipe", [None, CURRENT, MXFP8, DELAYED], ids=str)
 def test_ten_numbers_of_tokens_are_two_graphs(recipe: Any, kind: str) -> None:

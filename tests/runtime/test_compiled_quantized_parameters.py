@@ -103,6 +103,7 @@ def assert_equal(some: list[Any], others: list[Any]) -> None:
         assert one is None or torch.equal(one, other)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [block, tied, frozen], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_compiled_training_has_the_bits_of_eager_training(
@@ -115,6 +116,7 @@ def test_compiled_training_has_the_bits_of_eager_training(
     assert graphs() <= 2  # the second has a symbolic number of rows
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("recipe", formats.STATELESS.values(), ids=formats.STATELESS)
 def test_backward_overrides_have_the_bits_of_eager_steps(recipe: Any, override: str) -> None:

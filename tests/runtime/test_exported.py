@@ -72,6 +72,7 @@ def saved(folder: Path, name: str, recipe: Any, *, is_dynamic: bool, strict: boo
     return pairs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("recipe", [None, CURRENT, MXFP8], ids=str)
