@@ -297,10 +297,11 @@ class Runner:
                 "input that requires one."
             )
         if not self._noted.slices:  # equal for all layouts, whose graphs have the places
-            count = 1 + len(self._noted.facts.summed)
-            of_params = {storage_of(found[place]) for place in places if 0 < place < count}
-            of_inputs = {storage_of(found[place]) for place in places if not 0 < place < count}
-            self._noted.slices = _slices(gradients, of_params - of_inputs - taken)
+            last = len(self._noted.facts.summed)
+            pairs = list(zip(places, map(storage_of, gradients), strict=True))
+            params_alone = {storage for place, storage in pairs if 0 < place <= last}
+            params_alone -= {storage for place, storage in pairs if not 0 < place <= last}
+            self._noted.slices = _slices(gradients, params_alone - taken)
         return _together(gradients, self._noted.slices, taken)
 
     def _summed(self, gradients: Sequence[Any]) -> Sequence[Any]:

@@ -23,7 +23,7 @@ class QuantizedParameters(NamedTuple):
     """How to make the parameters of a pipeline, some of them quantized, from :func:`buffers_of`."""
 
     texts: tuple[str, ...]
-    """Of each quantized parameter everything but its values, after :data:`QUANTIZED`; else empty."""
+    """Of each parameter: :data:`QUANTIZED` and everything but its values; or empty."""
     parts: tuple[QuantizedPart | int, ...]
 
     @classmethod

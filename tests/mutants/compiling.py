@@ -6,6 +6,8 @@ PASSES = "runtime/compiled_passes.py"
 RUNNER = "runtime/compiled_runner.py"
 VALUES = "runtime/compiled_values.py"
 TRACED = "runtime/traced.py"
+DESCRIBED = "runtime/traced_passes.py"
+QUANTIZED = "test_compiled_quantized_parameters.py::"
 CALLS = "precision/numbered_calls.py"
 TEST = "test_compiled.py::"
 BITS = f"{TEST}test_a_compiled_step_has_the_bits_of_an_eager_one"
@@ -40,21 +42,21 @@ COMPILING = (
     ),
     Mutant(
         "the recipe is no part of the facts",
-        TRACED,
+        DESCRIBED,
         "    facts = Facts(\n        recipe_key,\n",
         '    facts = Facts(\n        "",\n',
         f"{TEST}test_equal_recipes_share_a_graph_and_others_do_not",
     ),
     Mutant(
         "whether gradients are wanted is no part of the facts",
-        TRACED,
+        DESCRIBED,
         "    facts = Facts(\n        recipe_key,\n        is_grad_enabled,\n",
         "    facts = Facts(\n        recipe_key,\n        True,\n",
         f"{TEST}test_a_call_without_gradients_saves_nothing",
     ),
     Mutant(
         "the dtype of torch's autocast is no part of the facts",
-        TRACED,
+        DESCRIBED,
         "        kernel_refusal(device),\n        autocast,\n",
         "        kernel_refusal(device),\n        None,\n",
         f"{TEST}test_torchs_autocast",
@@ -220,14 +222,14 @@ COMPILING = (
     ),
     Mutant(
         "inputs that no pipeline takes are traced",
-        TRACED,
+        DESCRIBED,
         "        pipeline.checks.kinds(like[0], like[1:count], like[count:])\n",
         "        pass\n",
         f"{TEST}test_an_input_that_no_pipeline_takes_is_refused",
     ),
     Mutant(
         "a custom recipe whose quantizers have states is traced",
-        TRACED,
+        DESCRIBED,
         "    return any(quantizer is not None and quantizer.state_tensors()",
         "    return any(False and quantizer.state_tensors()",
         f"{TEST}test_what_cannot_be_in_a_graph_breaks_it_and_is_named_under_fullgraph",
@@ -242,7 +244,7 @@ COMPILING = (
     Mutant(
         "gradients of experts are copied apart",
         RUNNER,
-        "if storages.count(s) > 1 and s not in taken]",
+        "if storages.count(s) > 1 and s in of_params]",
         "if False]",
         "test_compiled_experts.py::test_gradients_of_experts_are_one_tensor_in_memory",
     ),
@@ -255,14 +257,14 @@ COMPILING = (
     ),
     Mutant(
         "the dtype of another layer decides whether sizes are read",
-        "runtime/traced.py",
+        DESCRIBED,
         "        place = PlanKey((), recipe, autocast or of_op[0], device, arch, ())\n",
         "        place = PlanKey((), recipe, autocast, device, arch, ())\n",
         "test_compiled_experts.py::test_the_dtype_of_its_own_weights_decides_whether_a_layer_reads_sizes",
     ),
     Mutant(
         "an exported program asks for the autocast of its export",
-        "runtime/traced.py",
+        DESCRIBED,
         "        facts = facts._replace(recipe_key=INSIDE + key)\n",
         "",
         "test_exported.py::test_a_program_is_under_the_recipe_of_its_export_alone",
@@ -280,5 +282,63 @@ COMPILING = (
         "        self.saved = saved\n        if is_fake:\n",
         "        if is_fake:\n            self.saved = saved\n",
         "test_exported.py::test_a_loaded_program_trains",
+    ),
+    Mutant(
+        "the gradient of an input shares memory with that of another tensor",
+        RUNNER,
+        "            params_alone -= {storage for place, storage in pairs if not 0 < place <= last}\n",
+        "            params_alone = {storage for _, storage in pairs}\n",
+        "test_compiled_models.py::test_gradients_of_views_of_a_weight_and_of_a_tensor_that_is_given_twice",
+    ),
+    Mutant(
+        "results of a layout are taken for those of another",
+        RUNNER,
+        "    return (tuple([t is None for t in tensors]), *found)\n",
+        "    return (len(tensors),)\n",
+        "test_compiled_models.py::test_the_results_of_a_layout_are_not_those_of_another",
+    ),
+    Mutant(
+        "equal blocks are traced again",
+        RUNNER,
+        "        return {} if mode is None else self._traced.setdefault(mode, {})\n",
+        "        return {}\n",
+        "test_compiled_models.py::test_equal_blocks_of_a_graph_are_traced_as_often_as_one",
+    ),
+    Mutant(
+        "results of another trace are taken",
+        RUNNER,
+        '        mode = getattr(tensor, "fake_mode", None)\n',
+        "        mode = type(self)\n",
+        f"{QUANTIZED}test_compiled_training_has_the_bits_of_eager_training",
+        select="delayed-block",
+    ),
+    Mutant(
+        "quantized parameters reach the operations as values",
+        "runtime/compiled.py",
+        "    HANDLERS[forward.default] = _with_buffers\n",
+        "    pass\n",
+        f"{QUANTIZED}test_compiled_training_has_the_bits_of_eager_training",
+        select="current-block",
+    ),
+    Mutant(
+        "the layout of a quantized parameter is no part of its text",
+        "runtime/quantized_parameters.py",
+        '            texts.append(f"{QUANTIZED}{parameter._stable_hash_for_caching()}")\n',
+        "            texts.append(QUANTIZED)\n",
+        f"{QUANTIZED}test_equal_blocks_are_one_graph_and_a_copy_that_goes_another",
+    ),
+    Mutant(
+        "a weight's scale is a constant of a graph",
+        "tensors/base.py",
+        "        quantizer = self._quantizer.without_state()\n",
+        "        quantizer = self._quantizer\n",
+        f"{QUANTIZED}test_equal_blocks_are_one_graph_and_a_copy_that_goes_another",
+    ),
+    Mutant(
+        "a weight in a graph loses what it was quantized from",
+        "runtime/quantized_parameters.py",
+        "(parameter._view_of, parameter._gathering, parameter._source)",
+        "(parameter._view_of, parameter._gathering)",
+        f"{QUANTIZED}test_a_weight_that_keeps_its_source_is_refused_in_a_graph",
     ),
 )

@@ -29,7 +29,7 @@ from fuser import moe
 from fuser import recipe as recipes
 from fuser.errors import InputError
 from fuser.fused_ops import GroupedMLP
-from fuser.runtime import traced
+from fuser.runtime import traced_passes
 
 __all__ = ["_nothing_compiled_yet"]  # the fixture
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -289,7 +289,7 @@ def test_the_dtype_of_its_own_weights_decides_whether_a_layer_reads_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On Hopper; of two layers of one structure, whose pipelines share a copy."""
-    monkeypatch.setattr(traced, "architecture", lambda device: (9, 0))
+    monkeypatch.setattr(traced_passes, "architecture", lambda device: (9, 0))
     for dtype, name in ((BF16, "forward"), (torch.float32, "host_forward"), (BF16, "forward")):
         model = Experts(dtype=dtype)
         graphs = torch._dynamo.testing.EagerAndRecordGraphs()

@@ -174,7 +174,12 @@ def test_processes_share_a_folder_of_compiled_graphs(tmp_path: Path) -> None:
         found: list[Any] = json.loads(done.stdout.splitlines()[-1])
         return found
 
-    first, again, other, quantized = run("32", "-"), run("32", "-"), run("48", "-"), run("32", "fp8")
+    first, again, other, quantized = (
+        run("32", "-"),
+        run("32", "-"),
+        run("48", "-"),
+        run("32", "fp8"),
+    )
     assert first[0] == other[0] == quantized[0] == 0
     assert again[0] > 0
     assert again[1:] == first[1:]

@@ -90,7 +90,9 @@ def train(function: Any, model: torch.nn.Module, recipe: Any, steps: int = 3) ->
         (y * torch.linspace(-1, 2, WIDTH)).sum().backward()
         found += [y.detach(), x.grad, *(p.grad for p in model.parameters())]
         optimizer.step()
-    return found + [(p.dequantize() if _is_quantized(p) else p).detach() for p in model.parameters()]
+    return found + [
+        (p.dequantize() if _is_quantized(p) else p).detach() for p in model.parameters()
+    ]
 
 
 def _is_quantized(tensor: torch.Tensor) -> bool:
