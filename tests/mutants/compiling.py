@@ -286,8 +286,8 @@ COMPILING = (
     Mutant(
         "the gradient of an input shares memory with that of another tensor",
         RUNNER,
-        "            params_alone -= {storage for place, storage in pairs if not 0 < place <= last}\n",
-        "            params_alone = {storage for _, storage in pairs}\n",
+        "params_alone -= {storage for place, storage in pairs",
+        "params_alone |= {storage for place, storage in pairs",
         "test_compiled_models.py::test_gradients_of_views_of_a_weight_and_of_a_tensor_that_is_given_twice",
     ),
     Mutant(

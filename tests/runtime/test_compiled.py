@@ -15,9 +15,11 @@ import every_format as formats
 import pytest
 import torch
 import torch._dynamo.testing
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from pipeline_kernels import on_kernels
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fuser
 from fuser import modules
@@ -1003,3 +1005,37 @@ def test_a_compiled_step_launches_kernels_and_is_recorded(recipe: Any) -> None:
                 assert_equal(step(compiled, twin, x), expected)
     plans = [runner._plan for one in passes._passes.values() for runner in one.runners()]
     assert any(plan and plan.recorded and plan.recorded._forwards for plan in plans)
+
+
+# -- selective checkpoints ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT, DELAYED], ids=str)
+@pytest.mark.parametrize("saves", [True, False], ids=["saved", "recomputed"])
+def test_a_selective_checkpoint_that_names_the_operation(recipe: Any, saves: bool) -> None:
+    """With its results saved, a pipeline runs once in a step, and else a second time."""
+    operation = torch.ops.fuser.host_forward if recipe is DELAYED else torch.ops.fuser.forward
+    named = [operation.default] if saves else [torch.ops.aten.mm.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, named)
+    model, x = Blocks(2), rows()
+    other = copy.deepcopy(model)
+
+    def again(x: torch.Tensor) -> Any:
+        return checkpoint(other, x, use_reentrant=False, context_fn=contexts)
+
+    calls: list[str] = []
+
+    def noted(graph: torch.fx.GraphModule, _: Any) -> Any:
+        calls.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=noted, bw_compiler=noted, partition_fn=min_cut_rematerialization_partition
+    )
+    compiled = whole(again, backend)
+    for number in (1, 2, 3):
+        with under(recipe):
+            expected = step(model, model, number * x)
+        with under(recipe):
+            assert_equal(step(compiled, other, number * x), expected)
+    assert sum(str(operation.default) == call for call in calls) == (2 if saves else 4)
