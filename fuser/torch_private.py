@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import overrides
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
@@ -320,6 +321,15 @@ def size_hint(size: int | torch.SymInt) -> int:
 def storage_of(tensor: torch.Tensor) -> int:
     """A number for the storage of a tensor, real or fake, as long as it lives."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as another tensor, with a storage of its own; of a fake tensor, another."""
+    size, stride = tensor.size(), tensor.stride()
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+    made = torch.utils.dlpack.from_dlpack(tensor.detach())
+    return made.as_strided(size, stride, made.storage_offset())
 
 
 # -- the Python stack --------------------------------------------------------------------

@@ -103,6 +103,7 @@ class Passes:
             replayed = self._replayed(given)
             if replayed is not None:
                 return replayed
+        given = given.in_own_storages()
         with lock, torch.no_grad(), contextlib.ExitStack() as stack:
             if self.recipe is not None:
                 use_autocast()

@@ -100,6 +100,8 @@ class Runner:
         self._plan: CompiledPlan | None = None
         self._known = KnownParameters(pipeline.basic_ops)
         self._no_parameters = pipeline._slots.tensors()
+        # By the parameters of an op of the copy, those of the op whose states it uses.
+        self._originals: dict[int, dict[str, Any]] = {}
         self._layouts: dict[tuple[int, ...], tuple[Any, ParameterLayout | None]] = {}
         # Those of recorded forwards, which are the same for each repetition.
         self._recorded_passes: dict[RecordedForward, _Pass] = {}
@@ -109,7 +111,7 @@ class Runner:
         self._traced: weakref.WeakKeyDictionary[Any, dict[Any, _Traced]]
         self._traced = weakref.WeakKeyDictionary()
         # Apart for fake tensors: a backward may be traced after a forward has run.
-        self._known_passes: dict[bool, dict[tuple[int | str, ...], _Pass]] = {False: {}, True: {}}
+        self._known_passes: dict[bool, dict[Any, _Pass]] = {False: {}, True: {}}
 
     @property
     def plan(self) -> CompiledPlan:
@@ -118,8 +120,10 @@ class Runner:
 
     def use_states_of(self, ops: Sequence[BasicOperation]) -> None:
         """Use delayed scaling's states of ``ops``, those of the pipeline that have quantizers."""
+        self._originals = {}
         for own, op in zip(quantizing(self.ops), ops, strict=True):
             own.__dict__["_delayed"] = op._delayed
+            self._originals[id(own._parameters)] = op._parameters
 
     # -- forward -------------------------------------------------------------------
 
@@ -166,7 +170,7 @@ class Runner:
         params = self._noted.parameters(given.params)
         if is_fake:
             self._forget_states()
-        with self._conditions(params):
+        with self._conditions(params), self._quantizers_of_originals(params):
             plan = self._planned((x, *params, *extras))
             if is_fake:
                 with dry_run():
@@ -211,13 +215,13 @@ class Runner:
         else:
             parts, held = taken_apart(saved)
             contexts = [(type(context), dict(context.__dict__)) for context in ctxs]
-        key = _key(given.sizes())
+        key: tuple[Any, ...] = _key(given.sizes())
         places, made = _places(held, given.inputs, outputs)
-        numbers = {
-            kind: {p.number for p in places if p.kind == kind} for kind in ("input", "output")
-        }
-        inputs, outs = (tuple(sorted(numbers[kind])) for kind in ("input", "output"))
+        inputs, outs = (
+            tuple([p.number for p in places if p.kind == kind]) for kind in ("input", "output")
+        )
         where = Saved(inputs, outs, len(made))
+        key = (*key, inputs, outs)
         self._noted.note_saved(where, is_fake=is_fake)
         while key not in passes and len(passes) >= MOST_SIZES:
             passes.pop(next(iter(passes)))
@@ -245,7 +249,8 @@ class Runner:
 
     def _backward(self, given: GivenBack, params: Tensors, *, is_fake: bool) -> list[torch.Tensor]:
         plan, (sizes, of_inputs, of_outputs, grads, saved) = self.plan, given
-        known = self._known_passes[is_fake].get(_key(sizes))
+        key = (*_key(sizes), tuple(of_inputs), tuple(of_outputs))
+        known = self._known_passes[is_fake].get(key)
         if known is None:
             raise StateError(
                 f"A compiled {self._noted.title} runs the backward of a forward that is not "
@@ -345,6 +350,19 @@ class Runner:
             finally:
                 self._give(self._no_parameters)
 
+    @contextlib.contextmanager
+    def _quantizers_of_originals(self, params: Tensors) -> Iterator[None]:
+        """Quantized parameters have those of the originals, which get those that ops have bound."""
+        pairs: list[tuple[QuantizedTensor, QuantizedTensor]] = []
+        for (held, name), parameter in zip(self._pipeline._slots.slots, params, strict=True):
+            original = self._originals.get(id(held), {}).get(name)
+            if isinstance(parameter, QuantizedTensor) and isinstance(original, QuantizedTensor):
+                parameter._quantizer = original._quantizer
+                pairs.append((parameter, original))
+        yield
+        for parameter, original in pairs:
+            original._quantizer = parameter._quantizer
+
     def _forget_states(self) -> None:
         """Delayed scaling's states of fake tensors are no longer than a pass."""
         for op in self.ops:
@@ -409,12 +427,14 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _layouts_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...] | None:
-    """Everything but the values of tensors; None if a size is symbolic."""
+    """Everything but the values of tensors, and which are in one storage; None if a size is
+    symbolic."""
     found = [(t.size(), t.stride(), t.dtype, t.device) for t in tensors if t is not None]
     sizes = [size for shape, stride, *_ in found for size in (*shape, *stride)]
     if any(type(size) is not int for size in sizes):
         return None
-    return (tuple([t is None for t in tensors]), *found)
+    storages = [None if t is None else storage_of(t) for t in tensors]
+    return (tuple(map(storages.index, storages)), *found)
 
 
 def _traced_results(key: Any, results: Tensors, noted: Noted) -> dict[Any, _Traced]:
@@ -502,11 +522,13 @@ def _places(
 ) -> tuple[list[Place], list[torch.Tensor]]:
     """Where saved tensors are, and those which are neither inputs nor outputs."""
     known: dict[int, Place] = {}
-    in_storages: dict[int, tuple[torch.Tensor, Place]] = {}
+    # Of parameters in one storage, a view is of the one that it begins with.
+    bases: dict[Any, tuple[torch.Tensor, Place]] = {}
 
     def note(tensor: torch.Tensor, place: Place) -> Place:
         known.setdefault(id(tensor), place)
-        in_storages.setdefault(storage_of(tensor), (tensor, place))
+        for key in (_start(tensor), storage_of(tensor)):
+            bases.setdefault(key, (tensor, place))
         return place
 
     for kind, tensors in (("input", inputs), ("output", outputs)):
@@ -517,15 +539,21 @@ def _places(
     for tensor in held:
         place = known.get(id(tensor))
         if place is None:
-            other, place = in_storages.get(storage_of(tensor), (None, None))
-            if other is None or place is None:
+            base = bases.get(_start(tensor)) or bases.get(storage_of(tensor))
+            if base is None:
                 place = note(tensor, Place("saved", len(made)))
                 made.append(tensor)
             else:
+                other, place = base
                 offset = tensor.storage_offset() - other.storage_offset()
                 place = place._replace(view=(tensor.size(), tensor.stride(), offset))
         places.append(place)
     return places, made
+
+
+def _start(tensor: torch.Tensor) -> Any:
+    """Where a tensor begins: its storage, and its offset there as a number or a symbol."""
+    return storage_of(tensor), str(tensor.storage_offset())
 
 
 def _key(sizes: Sizes) -> tuple[int | str, ...]:

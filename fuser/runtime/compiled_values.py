@@ -11,6 +11,7 @@ from fuser.errors import StateError
 from fuser.op import OperationContext
 from fuser.recipe import Recipe
 from fuser.runtime.quantized_parameters import QuantizedParameters
+from fuser.torch_private import in_own_storage, storage_of
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Sizes: TypeAlias = Sequence["int | torch.SymInt"]
@@ -76,6 +77,25 @@ class Given(NamedTuple):
         extras = [each[count + i] for i in first]
         return self._replace(x=each[0], params=each[1:count], extras=extras)
 
+    def in_own_storages(self) -> Given:
+        """The same tensors, but the input and extra inputs share no storage with other ones.
+
+        So a view that an op saves is one of its own input, whatever a caller's tensors share.
+        """
+        params = set(map(storage_of, self.params))
+        seen = {storage_of(self.x): self.x}
+        x = in_own_storage(self.x) if storage_of(self.x) in params else self.x
+        extras: list[torch.Tensor] = []
+        for place, extra in enumerate(self.extras):
+            storage, same = storage_of(extra), [e is extra for e in self.extras].index(True)
+            if same < place:
+                extras.append(extras[same])
+            else:
+                is_shared = storage in seen or storage in params
+                extras.append(in_own_storage(extra) if is_shared else extra)
+            seen.setdefault(storage, extra)
+        return self._replace(x=x, extras=extras)
+
     def sizes(self) -> list[int | torch.SymInt]:
         """Sizes and strides, which are numbers or symbols."""
         tensors = (self.x, *self.params, *self.extras)
@@ -140,6 +160,7 @@ class Saved(NamedTuple):
     """What a forward saves for backward."""
 
     inputs: tuple[int, ...] = ()
+    """The numbers of saved inputs, in the order of saved tensors; those of saved outputs."""
     outputs: tuple[int, ...] = ()
     others: int = 0
     """The number of other tensors."""

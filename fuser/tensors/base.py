@@ -566,6 +566,10 @@ class QuantizedTensor(WrapperTensor):
     def _was_written(self) -> None:
         self._source = None
         super()._was_written()
+        # A graph of torch.compile saves the buffers, not this tensor.
+        for buffer in self._memory():
+            if not buffer.is_inference():
+                torch.autograd.graph.increment_version(buffer)
 
     def _cuts(self, usage: str, start: int, stop: int) -> bool:
         """Whether rows ``start`` to ``stop`` cut a block of the copy ``usage``."""

@@ -198,8 +198,8 @@ def _compile_lines(torch_version: str) -> tuple[str, ...]:
         return lines
     return (
         *lines,
-        "torch 2.11 computes wrong gradients of some torch.autograd.Functions in graphs, without an",
-        "error (pytorch issue 180642). Pipelines are none; functions of other libraries may be.",
+        "torch 2.11 computes wrong gradients of some torch.autograd.Functions in graphs, without",
+        "an error (pytorch issue 180642). Pipelines are none; functions of other libraries may be.",
     )
 
 

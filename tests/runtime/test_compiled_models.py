@@ -16,7 +16,18 @@ from typing import Any
 import pytest
 import torch
 from paths import BENCHMARKS, EXAMPLES, ROOT
-from test_compiled import CURRENT, DELAYED, WIDTH, Blocks, graphs, rows, step, under, whole
+from test_compiled import (
+    CURRENT,
+    DELAYED,
+    WIDTH,
+    Blocks,
+    assert_equal,
+    graphs,
+    rows,
+    step,
+    under,
+    whole,
+)
 from torch._dynamo.utils import counters
 
 import fuser
@@ -137,9 +148,10 @@ def test_the_results_of_a_layout_are_not_those_of_another() -> None:
     model, x = Blocks(1), rows(32)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
     for given in (x, x[:16], x.view(2, 16, WIDTH), x[::2], x[:16]):
-        assert [t is not None and t.shape for t in step(compiled, model, given)] == [
-            t is not None and t.shape for t in step(model, model, given)
-        ]
+        assert_equal(step(compiled, model, given), step(model, model, given))
+    two = whole(lambda x: torch.cat((model(x), model(x[:16]))))
+    other = torch.cat((model(x), model(x[:16])))
+    assert torch.equal(two(x), other)
 
 
 SCRIPT = """
@@ -208,6 +220,65 @@ def test_the_peak_memory_of_many_blocks_is_that_of_an_eager_step(recipe: Any, mo
         del model, trained, one_step
         gc.collect()
     assert peaks[1] <= most * peaks[0]
+
+
+# -- inputs that share memory ---------------------------------------------------------------
+
+
+def _parts(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return t[:24].view(8, 3, WIDTH), t[24:32], t[32:]
+
+
+INPUTS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "views": _parts,
+    "apart": lambda t: tuple(part.clone() for part in _parts(t)),
+    "turned": lambda t: (_parts(t)[0], _parts(t)[2], _parts(t)[1]),
+    "first": lambda t: (t[16:].view(8, 3, WIDTH), t[:8], t[8:16]),
+}
+
+
+@pytest.mark.parametrize("order", [("views", "turned"), ("apart", "first"), ("first", "apart")])
+@pytest.mark.parametrize("is_one", [True, False], ids=["one graph", "two graphs"])
+def test_a_saved_view_is_one_of_its_own_input(order: tuple[str, str], is_one: bool) -> None:
+    """AdaptiveLayerNorm saves a view of its scale, which may share memory with its input."""
+    torch.manual_seed(0)
+    model = fuser.Sequential(fuser.AdaptiveLayerNorm(WIDTH), fuser.Linear(WIDTH, WIDTH))
+    other = copy.deepcopy(model)
+
+    def both(model: Any, t: torch.Tensor) -> torch.Tensor:
+        one, two = (model(*INPUTS[name](n * t)) for n, name in enumerate(order, 1))
+        return torch.cat((one, 2 * two))
+
+    def apart(t: torch.Tensor) -> torch.Tensor:
+        one, two = (
+            whole(lambda t, name=name: model(*INPUTS[name](t)))(n * t)
+            for n, name in enumerate(order, 1)
+        )
+        return torch.cat((one, 2 * two))
+
+    compiled = whole(lambda t: both(model, t)) if is_one else apart
+    for _ in range(2):
+        found = step(compiled, model, rows(40))
+        for one, wanted in zip(found, step(lambda t: both(other, t), other, rows(40)), strict=True):
+            torch.testing.assert_close(one, wanted)
+
+
+def test_parameters_that_are_views_of_one_buffer() -> None:
+    """Which one a saved view is of does not depend on where the others are."""
+
+    def model_of(order: tuple[int, ...]) -> fuser.Sequential:
+        model = fuser.Sequential(fuser.RMSNorm(WIDTH), fuser.RMSNorm(WIDTH), fuser.RMSNorm(WIDTH))
+        memory = torch.linspace(0.5, 2, 3 * WIDTH).view(3, WIDTH)
+        for op, place in zip(model, order, strict=True):
+            op.weight = torch.nn.Parameter(memory[place])
+        return model
+
+    models = [model_of(order) for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0))]
+    compiled = [whole(lambda x, model=model: model(x)) for model in models]
+    for model, one in zip(models, compiled, strict=True):
+        assert_equal(step(one, model, rows()), step(model, model, rows()))
+    both = whole(lambda x: models[0](x) + models[1](x))
+    assert torch.equal(both(rows()), models[0](rows()) + models[1](rows()))
 
 
 # -- gradients that torch gets wrong elsewhere ------------------------------------------------

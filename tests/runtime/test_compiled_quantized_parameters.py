@@ -81,7 +81,7 @@ def graphs() -> int:
 
 def train(function: Any, model: torch.nn.Module, recipe: Any, steps: int = 3) -> list[Any]:
     """Outputs and gradients of some steps, and the weights after them."""
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), []
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=1e-3), []
     for number in range(steps):
         optimizer.zero_grad()
         x = rows(32 + number % 2).requires_grad_()
@@ -201,6 +201,54 @@ def test_a_written_weight_counts() -> None:
         model[1].weight.mul_(-1)
         assert torch.equal(compiled(rows()), model(rows()))
         assert not torch.equal(compiled(rows()), before)
+
+
+@pytest.mark.parametrize("recipe", [recipes.MXFP8BlockScaling(), DELAYED], ids=["mxfp8", "delayed"])
+def test_a_weight_that_is_written_before_backward_is_refused_as_in_an_eager_step(
+    recipe: Any,
+) -> None:
+    for compiles in (False, True):
+        model = block(recipe)
+        trained = whole(lambda x: model(x)) if compiles else model  # noqa: B023
+        x = rows().requires_grad_()
+        with fuser.autocast(recipe=recipe):
+            y = trained(x)
+        with torch.no_grad():
+            model[1].weight.mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def _loaded(model: torch.nn.Module) -> None:
+    trained = block(DELAYED, seed=5)
+    train(trained, trained, DELAYED)
+    model.load_state_dict(trained.state_dict())
+
+
+def _swapped(model: Any) -> None:
+    other = block(DELAYED, seed=6)
+    train(other, other, DELAYED)
+    model[1].weight = other[1].weight
+
+
+@pytest.mark.parametrize("change", [_loaded, _swapped, lambda model: None])
+@pytest.mark.parametrize("made_under", [DELAYED, recipes.DelayedScaling()], ids=["same", "other"])
+def test_weights_have_the_scales_of_their_ops_under_delayed_scaling(
+    change: Any, made_under: Any
+) -> None:
+    """Writes of optimizers are quantized by scales of the op, whichever the weight came with."""
+    model, other = block(made_under), block(made_under)
+    compiled = whole(lambda x: model(x))
+    assert_equal(train(compiled, model, DELAYED), train(other, other, DELAYED))
+    for each in (model, other):
+        change(each)
+    for _ in range(2):
+        with torch.no_grad():
+            for each in (model, other):
+                each[1].weight.mul_(0.7)
+        assert_equal(train(compiled, model, DELAYED), train(other, other, DELAYED))
+    state = model[1].basic_ops[0]._delayed["forward"]
+    assert model[1].weight._quantizer.scale.data_ptr() == state.scale[1:].data_ptr()
 
 
 def test_a_weight_that_keeps_its_source_is_refused_in_a_graph() -> None:
