@@ -522,13 +522,11 @@ def _places(
 ) -> tuple[list[Place], list[torch.Tensor]]:
     """Where saved tensors are, and those which are neither inputs nor outputs."""
     known: dict[int, Place] = {}
-    # Of parameters in one storage, a view is of the one that it begins with.
-    bases: dict[Any, tuple[torch.Tensor, Place]] = {}
+    bases: dict[int, tuple[torch.Tensor, Place]] = {}  # by storage
 
     def note(tensor: torch.Tensor, place: Place) -> Place:
         known.setdefault(id(tensor), place)
-        for key in (_start(tensor), storage_of(tensor)):
-            bases.setdefault(key, (tensor, place))
+        bases.setdefault(storage_of(tensor), (tensor, place))
         return place
 
     for kind, tensors in (("input", inputs), ("output", outputs)):
@@ -539,7 +537,7 @@ def _places(
     for tensor in held:
         place = known.get(id(tensor))
         if place is None:
-            base = bases.get(_start(tensor)) or bases.get(storage_of(tensor))
+            base = bases.get(storage_of(tensor))
             if base is None:
                 place = note(tensor, Place("saved", len(made)))
                 made.append(tensor)
@@ -549,11 +547,6 @@ def _places(
                 place = place._replace(view=(tensor.size(), tensor.stride(), offset))
         places.append(place)
     return places, made
-
-
-def _start(tensor: torch.Tensor) -> Any:
-    """Where a tensor begins: its storage, and its offset there as a number or a symbol."""
-    return storage_of(tensor), str(tensor.storage_offset())
 
 
 def _key(sizes: Sizes) -> tuple[int | str, ...]:

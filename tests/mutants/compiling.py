@@ -293,7 +293,7 @@ COMPILING = (
     Mutant(
         "results of a layout are taken for those of another",
         RUNNER,
-        "    return (tuple([t is None for t in tensors]), *found)\n",
+        "    return (tuple(map(storages.index, storages)), *found)\n",
         "    return (len(tensors),)\n",
         "test_compiled_models.py::test_the_results_of_a_layout_are_not_those_of_another",
     ),
@@ -340,5 +340,26 @@ COMPILING = (
         "(parameter._view_of, parameter._gathering, parameter._source)",
         "(parameter._view_of, parameter._gathering)",
         f"{QUANTIZED}test_a_weight_that_keeps_its_source_is_refused_in_a_graph",
+    ),
+    Mutant(
+        "a saved view is one of the first input in its memory",
+        PASSES,
+        "        given = given.in_own_storages()\n",
+        "",
+        "test_compiled_models.py::test_a_saved_view_is_one_of_its_own_input",
+    ),
+    Mutant(
+        "a weight keeps the scale with which it came",
+        RUNNER,
+        "            original._quantizer = parameter._quantizer\n",
+        "            pass\n",
+        f"{QUANTIZED}test_weights_have_the_scales_of_their_ops_under_delayed_scaling",
+    ),
+    Mutant(
+        "a written weight keeps the versions of its buffers",
+        "tensors/base.py",
+        "                torch.autograd.graph.increment_version(buffer)\n",
+        "                pass\n",
+        f"{QUANTIZED}test_a_weight_that_is_written_before_backward_is_refused_as_in_an_eager_step",
     ),
 )

@@ -263,22 +263,43 @@ def test_a_saved_view_is_one_of_its_own_input(order: tuple[str, str], is_one: bo
             torch.testing.assert_close(one, wanted)
 
 
+def test_inputs_of_a_graph_may_be_views_of_one_tensor() -> None:
+    """Of which the trace knows nothing."""
+    model = fuser.Sequential(fuser.AdaptiveLayerNorm(WIDTH), fuser.Linear(WIDTH, WIDTH))
+    compiled = whole(lambda *parts: model(*parts))
+    for name in ("apart", "views", "first", "turned", "apart"):
+        leaves = [rows(40).requires_grad_() for _ in range(2)]
+        given = [INPUTS[name](2 * leaf) for leaf in leaves]
+        found = []
+        for function, parts, leaf in zip((compiled, model), given, leaves, strict=True):
+            model.zero_grad()
+            y = function(*parts)
+            (y * torch.linspace(-1, 2, WIDTH)).sum().backward()
+            found.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+        assert_equal(*found)
+
+
 def test_parameters_that_are_views_of_one_buffer() -> None:
-    """Which one a saved view is of does not depend on where the others are."""
+    """What is saved of one does not depend on where the others are."""
 
     def model_of(order: tuple[int, ...]) -> fuser.Sequential:
-        model = fuser.Sequential(fuser.RMSNorm(WIDTH), fuser.RMSNorm(WIDTH), fuser.RMSNorm(WIDTH))
-        memory = torch.linspace(0.5, 2, 3 * WIDTH).view(3, WIDTH)
+        model = fuser.Sequential(*(fuser.RMSNorm((4, 16)) for _ in range(3)))
+        memory = torch.linspace(0.5, 2, 3 * WIDTH).view(3, 4, 16)
         for op, place in zip(model, order, strict=True):
             op.weight = torch.nn.Parameter(memory[place])
         return model
 
     models = [model_of(order) for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0))]
     compiled = [whole(lambda x, model=model: model(x)) for model in models]
-    for model, one in zip(models, compiled, strict=True):
-        assert_equal(step(one, model, rows()), step(model, model, rows()))
-    both = whole(lambda x: models[0](x) + models[1](x))
-    assert torch.equal(both(rows()), models[0](rows()) + models[1](rows()))
+    x = rows().view(32, 4, 16)
+    expected = [step(model, model, x) for model in models]
+    for model, one, wanted in zip(models, compiled, expected, strict=True):
+        assert_equal(step(one, model, x), wanted)
+    outputs = [one(x.clone().requires_grad_()) for one in compiled]  # all before their backwards
+    for model, y, wanted in zip(models, outputs, expected, strict=True):
+        model.zero_grad()
+        (y * torch.linspace(-1, 2, 16)).sum().backward()
+        assert_equal([p.grad for p in model.parameters()], wanted[2:])
 
 
 # -- gradients that torch gets wrong elsewhere ------------------------------------------------
