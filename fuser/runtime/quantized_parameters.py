@@ -51,9 +51,11 @@ class QuantizedParameters(NamedTuple):
                     f"{tuple(parameter.shape)}, is a view, gathered by fully_shard, or keeps what "
                     "it was quantized from"
                 )
-            part = QuantizedPart.of(parameter, [])
-            buffers = {name: places + place for name, place in part.buffers.items()}
-            parts.append(part._replace(buffers=buffers))
+            present = [name for name, buffer in parameter.buffers().items() if buffer is not None]
+            buffers = {name: place for place, name in enumerate(present, places)}
+            what = (parameter.shape, parameter.dtype, parameter.device, parameter._quantizer)
+            part = QuantizedPart(type(parameter), buffers, *what, parameter._is_read_only)
+            parts.append(part)
             places += len(buffers)
             texts.append(f"{QUANTIZED}{parameter._stable_hash_for_caching()}")
         return cls(tuple(texts), tuple(parts))

@@ -307,13 +307,6 @@ class QuantizedPart(NamedTuple):
     quantizer: Any
     is_read_only: bool
 
-    @classmethod
-    def of(cls, tensor: QuantizedTensor, held: list[torch.Tensor]) -> QuantizedPart:
-        """Take a tensor apart; its buffers are added to ``held`` if they are not there."""
-        buffers = {n: _index(b, held) for n, b in tensor.buffers().items() if b is not None}
-        what = (tensor.shape, tensor.dtype, tensor.device, tensor._quantizer)
-        return cls(type(tensor), buffers, *what, tensor._is_read_only)
-
     def tensor(self, held: Sequence[torch.Tensor]) -> QuantizedTensor:
         """The tensor over other buffers."""
         buffers: dict[str, torch.Tensor | None] = {n: held[at] for n, at in self.buffers.items()}
@@ -597,7 +590,9 @@ def _saved_as(tensor: torch.Tensor | None, held: list[torch.Tensor]) -> Part:
         return None
     if not isinstance(tensor, QuantizedTensor) or not _is_buffers_alone(tensor):
         return _index(tensor, held)
-    return QuantizedPart.of(tensor, held)
+    buffers = {n: _index(b, held) for n, b in tensor.buffers().items() if b is not None}
+    what = (tensor.shape, tensor.dtype, tensor.device, tensor._quantizer)
+    return QuantizedPart(type(tensor), buffers, *what, tensor._is_read_only)
 
 
 def _is_buffers_alone(tensor: QuantizedTensor) -> bool:
