@@ -171,6 +171,9 @@ class Passes:
         if self.is_inside:
             stack.enter_context(autocast(recipe=self.recipe))
         again = state_of_forward(tuple(ops))
+        # Noted as passes under other recipes look for it, which have no numbers of ops.
+        of_structure = state_of_forward(self._pipeline.basic_ops)
+        again = of_structure if again is None else again
         if again is not None:
             self._check_recomputation(again)
             stack.enter_context(recomputing_under(again))
@@ -271,7 +274,11 @@ class Passes:
     def _check_recomputation(self, again: AutocastState) -> None:
         """Refuse a recomputation under another recipe than that of its forward."""
         if again.recipe != self.recipe:
+            here, there = (
+                "without a recipe" if recipe is None else f"under {recipe}"
+                for recipe in (self.recipe, again.recipe)
+            )
             raise StateError(
-                f"A compiled {self.noted.title} is recomputed under {self.recipe}, and its forward "
-                f"ran under {again.recipe}. Enter fuser.autocast inside the checkpointed function."
+                f"A compiled {self.noted.title} is recomputed {here}, and its forward ran {there}. "
+                "Enter fuser.autocast inside the checkpointed function."
             )

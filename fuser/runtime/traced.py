@@ -100,9 +100,10 @@ def prepare(container: Any, *, is_checkpointed: bool = False) -> None:
         if isinstance(container, BasicOperation):
             parts = [_pipeline(container._own_pipeline(), paths)]
         else:
-            parts = [_part(segment, paths) for segment in _segments_of(container).parts]
+            segments = _segments_of(container).parts
+            parts = [_part(segment, paths) for segment in segments]
         if len(parts) > 1 and not all(_is_open(part) for part in parts):
-            parts = [Pipeline("channels or extra tensors cross the modules between its pipelines")]
+            parts = [Pipeline(f"channels or extra tensors cross {_modules_between(segments)}")]
         composites = tuple(
             paths[id(module.__dict__)]
             for module in container.modules()
@@ -117,6 +118,14 @@ _trace: Trace
 @constant_in_graphs
 def _trace_made_last() -> Trace:
     return _trace
+
+
+def _modules_between(segments: Sequence[Segment]) -> str:
+    alone = [segment.module for segment in segments if not isinstance(segment, PipelineSegment)]
+    hooked = [type(module).__name__ for module in alone if isinstance(module, FusibleOperation)]
+    if hooked:
+        return f"{' and '.join(hooked)}, which is called by itself because it has hooks"
+    return "the modules between its pipelines"
 
 
 def _part(segment: Segment, paths: Mapping[int, Path]) -> Pipeline | Path:
@@ -304,6 +313,8 @@ def _broken(
     """The call of part ``number`` of a container, or of all of it, outside of the graph."""
     if not torch.compiler.is_dynamo_compiling():
         raise StateError(f"A {type(container).__name__} cannot be exported: {reason}.")
+    if torch.compiler.is_exporting():
+        graph_break(f"a {type(container).__name__} cannot be exported: {reason}.")
     graph_break(
         f"a {type(container).__name__} is called outside of the graph: {reason}. Without "
         "fullgraph=True it runs between two graphs."

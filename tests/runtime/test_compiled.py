@@ -605,15 +605,38 @@ def test_a_compiled_model_in_a_checkpoint(recipe: Any, use_reentrant: bool) -> N
         assert_equal(step(checkpointed, model, x), step(model, model, x))
 
 
-def test_a_recomputation_under_another_recipe_is_refused() -> None:
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", ""])
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED], ids=str)
+def test_a_recomputation_under_another_recipe_is_refused(recipe: Any, use_reentrant: bool) -> None:
     model, x = Blocks(), rows().requires_grad_()
+    other = copy.deepcopy(model)
     compiled = whole(model)
-    with under(CURRENT):
-        y = checkpoint(compiled, x, use_reentrant=False)
-    with pytest.raises(fuser.StateError, match=r"recomputed under None.*Float8CurrentScaling"):
+    words = rf"recomputed without a recipe.*ran under {type(recipe).__name__}"
+    for number in range(2):
+        with under(recipe):
+            y = checkpoint(compiled, number * x, use_reentrant=use_reentrant)
+            other(number * x)
+        with pytest.raises(fuser.StateError, match=words):
+            y.sum().backward()
+    with under(recipe):
+        expected = step(other, other, x.detach())
+    with under(recipe):
+        assert_equal(step(compiled, model, x.detach()), expected)
+
+
+@pytest.mark.parametrize("others", [(None, CURRENT), (CURRENT, DELAYED), (DELAYED, MXFP8)], ids=str)
+def test_a_recomputation_enters_the_recipe_that_its_forward_had(others: Any) -> None:
+    model, x = Blocks(), rows().requires_grad_()
+    compiled, chosen = whole(model), list(others)
+
+    def forward(x: torch.Tensor) -> Any:
+        with under(chosen[0]):
+            return compiled(x)
+
+    y = checkpoint(forward, x, use_reentrant=False)
+    chosen.reverse()  # the recomputation has the other one
+    with pytest.raises(fuser.StateError, match="is recomputed"):
         y.sum().backward()
-    with under(CURRENT):
-        assert_equal(step(compiled, model, x.detach()), step(model, model, x.detach()))
 
 
 # -- delayed scaling ---------------------------------------------------------------------------
@@ -888,6 +911,12 @@ def crossed() -> torch.nn.Module:
     return model
 
 
+def hooked_in_a_channel() -> torch.nn.Module:
+    model = block()
+    model[2].register_forward_hook(lambda module, given, y: 2 * y)
+    return model
+
+
 def stateful(role: Any) -> Any:
     return Float8Quantizer()
 
@@ -906,6 +935,7 @@ OUTSIDE: dict[str, tuple[Callable[[], torch.nn.Module], Any, str]] = {
     "an op of a user": (lambda: fuser.Sequential(Doubled()), None, "Doubled is an op from outside"),
     "methods": (with_its_own_method, None, "RMSNorm has methods of its own"),
     "channels": (crossed, None, "channels or extra tensors cross the modules"),
+    "a hook": (hooked_in_a_channel, None, "cross Linear, which is called by itself because it has"),
     "stateful recipe": (
         block,
         recipes.CustomRecipe(qfactory=stateful),
