@@ -527,8 +527,8 @@ class QuantizedTensor(WrapperTensor):
         if self._is_read_only:
             raise StateError(
                 f"{self} is a read-only copy or layout of a tensor; write to the tensor that it "
-                "was taken from, or to a clone. In a graph of torch.compile it may be a weight that "
-                "delayed scaling quantizes: its scale is not in the graph, so write outside of it."
+                "was taken from, or to a clone. In a graph of torch.compile it may be a weight "
+                "that delayed scaling quantizes: its scale is not there, so write outside of it."
             )
         copies = [usage for usage in ("rowwise", "columnwise") if self._has(usage)]
         held = copies if self._gathering is None else list(filter(self._is_in_memory, copies))
