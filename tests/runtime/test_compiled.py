@@ -15,10 +15,11 @@ import every_format as formats
 import pytest
 import torch
 import torch._dynamo.testing
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from pipeline_kernels import on_kernels
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fuser

@@ -65,8 +65,9 @@ def mixture_of_experts() -> tuple[torch.nn.Module, Callable[..., torch.Tensor]]:
     text = torch.arange(32).view(2, 16)
 
     def loss(trained: Any) -> torch.Tensor:
-        found: torch.Tensor = train_lm.next_byte_loss(trained, (text, text.roll(1)))
-        return found + model.auxiliary_loss()
+        text_loss = train_lm.next_byte_loss(trained, (text, text.roll(1)))
+        found: torch.Tensor = text_loss + model.auxiliary_loss()
+        return found
 
     return model, loss
 
