@@ -137,8 +137,8 @@ def _define_passes(prefix: str, *tags: torch.Tag) -> Any:
 
 
 def _with_buffers(
-    forward: Any, call: str, x: torch.Tensor, params: Tensors, *others: Tensors
-) -> Any:
+    forward: Callable[..., object], call: str, x: torch.Tensor, params: Tensors, *others: Tensors
+) -> object:
     """A forward that was called with quantized parameters."""
     return forward(call, x, buffers_of(params), *others)
 

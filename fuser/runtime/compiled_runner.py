@@ -10,8 +10,8 @@ import copy
 import functools
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.nn import Parameter
@@ -101,17 +101,17 @@ class Runner:
         self._known = KnownParameters(pipeline.basic_ops)
         self._no_parameters = pipeline._slots.tensors()
         # By the parameters of an op of the copy, those of the op whose states it uses.
-        self._originals: dict[int, dict[str, Any]] = {}
+        self._originals: dict[int, Mapping[str, torch.Tensor | None]] = {}
         self._layouts: dict[tuple[int, ...], tuple[Any, ParameterLayout | None]] = {}
         # Those of recorded forwards, which are the same for each repetition.
         self._recorded_passes: dict[RecordedForward, _Pass] = {}
         # Those whose gradients share no memory with saved tensors and parameters.
         self._sound: weakref.WeakSet[RecordedForward] = weakref.WeakSet()
         # Apart for each trace, whose fake tensors contexts may refer to; without symbolic sizes.
-        self._traced: weakref.WeakKeyDictionary[Any, dict[Any, _Traced]]
+        self._traced: weakref.WeakKeyDictionary[object, dict[object, _Traced]]
         self._traced = weakref.WeakKeyDictionary()
         # Apart for fake tensors: a backward may be traced after a forward has run.
-        self._known_passes: dict[bool, dict[Any, _Pass]] = {False: {}, True: {}}
+        self._known_passes: dict[bool, dict[object, _Pass]] = {False: {}, True: {}}
 
     @property
     def plan(self) -> CompiledPlan:
@@ -160,7 +160,7 @@ class Runner:
         self._noted.note_saved(traced[key].saved, is_fake=True)
         return traced[key].again()
 
-    def _traced_with(self, tensor: torch.Tensor | None) -> dict[Any, _Traced]:
+    def _traced_with(self, tensor: torch.Tensor | None) -> dict[object, _Traced]:
         """The results in the trace to which a fake tensor belongs."""
         mode = getattr(tensor, "fake_mode", None)
         return {} if mode is None else self._traced.setdefault(mode, {})
@@ -215,7 +215,7 @@ class Runner:
         else:
             parts, held = taken_apart(saved)
             contexts = [(type(context), dict(context.__dict__)) for context in ctxs]
-        key: tuple[Any, ...] = _key(given.sizes())
+        key: tuple[object, ...] = _key(given.sizes())
         places, made = _places(held, given.inputs, outputs)
         inputs, outs = (
             tuple([p.number for p in places if p.kind == kind]) for kind in ("input", "output")
@@ -360,8 +360,8 @@ class Runner:
                 parameter._quantizer = original._quantizer
                 pairs.append((parameter, original))
         yield
-        for parameter, original in pairs:
-            original._quantizer = parameter._quantizer
+        for own, of_op in pairs:
+            of_op._quantizer = own._quantizer
 
     def _forget_states(self) -> None:
         """Delayed scaling's states of fake tensors are no longer than a pass."""
@@ -426,7 +426,7 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _layouts_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...] | None:
+def _layouts_of(tensors: Sequence[torch.Tensor | None]) -> tuple[object, ...] | None:
     """Everything but the values of tensors, and which are in one storage; None if a size is
     symbolic."""
     found = [(t.size(), t.stride(), t.dtype, t.device) for t in tensors if t is not None]
@@ -437,7 +437,7 @@ def _layouts_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...] | Non
     return (tuple(map(storages.index, storages)), *found)
 
 
-def _traced_results(key: Any, results: Tensors, noted: Noted) -> dict[Any, _Traced]:
+def _traced_results(key: object, results: Tensors, noted: Noted) -> dict[object, _Traced]:
     """To keep for ``key``: nothing if that has symbolic sizes."""
     if key is None or any(tensor.storage_offset() for tensor in results):
         return {}
@@ -445,7 +445,7 @@ def _traced_results(key: Any, results: Tensors, noted: Noted) -> dict[Any, _Trac
     return {key: _Traced(like, noted.saved)}
 
 
-def _no_forward(*_: Any) -> Any:
+def _no_forward(*_: object) -> NoReturn:
     raise StateError("A recording is incomplete.")  # only complete ones are known
 
 
@@ -456,7 +456,7 @@ def quantizing(ops: Sequence[BasicOperation]) -> list[BasicOperation]:
 
 def copied(pipeline: OperationFuser) -> OperationFuser:
     """A pipeline of the same structure, without the memory of the parameters."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for op in pipeline.basic_ops:
         memo[id(op._delayed)] = {}
         for parameter in op.parameters():

@@ -351,7 +351,7 @@ COMPILING = (
     Mutant(
         "a weight keeps the scale with which it came",
         RUNNER,
-        "            original._quantizer = parameter._quantizer\n",
+        "            of_op._quantizer = own._quantizer\n",
         "            pass\n",
         f"{QUANTIZED}test_weights_have_the_scales_of_their_ops_under_delayed_scaling",
     ),
