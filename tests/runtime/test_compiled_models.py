@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from test_compiled import (
     DELAYED,
     WIDTH,
     Blocks,
+    _nothing_compiled_yet,
     assert_equal,
     graphs,
     rows,
@@ -38,17 +39,10 @@ train_lm, train_moe, memory_meter = (
     importlib.import_module(name) for name in ("train_lm", "train_moe", "memory_meter")
 )
 
+__all__ = ["_nothing_compiled_yet"]  # the fixture
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 RECIPES = [None, CURRENT, DELAYED]
 SMALL: dict[str, Any] = {"layers": 2, "width": 32, "heads": 2, "context": 16, "batch_size": 2}
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_yet() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 # -- models without a break -----------------------------------------------------------------
@@ -136,7 +130,7 @@ def test_equal_blocks_of_a_graph_are_traced_as_often_as_one(
         torch._dynamo.reset()
         calls.clear()
         torch.manual_seed(0)
-        # Another width, whose passes nobody has traced.
+        # No other test traces passes of this width.
         model = Blocks(blocks, width=80 + 16 * blocks)
         with under(recipe):
             x = torch.randn(8, 80 + 16 * blocks, requires_grad=True)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import every_format as formats
 import pytest
 import torch
 from pipeline_kernels import on_kernels
+from test_compiled import _nothing_compiled_yet
 from torch._dynamo.utils import counters
 
 import fuser
 from fuser import recipe as recipes
 
+__all__ = ["_nothing_compiled_yet"]  # the fixture
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
 WIDTH = 64
@@ -24,14 +26,6 @@ RECIPES: dict[str, Any] = {
     **{name: formats.deterministic(recipe) for name, recipe in formats.STATELESS.items()},
     "delayed": DELAYED,
 }
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_yet() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def block(recipe: Any, seed: int = 0) -> fuser.Sequential:
