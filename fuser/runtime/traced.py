@@ -218,7 +218,9 @@ def traced_call(
     composites = [_at(container, path)._structure for path in trace.composites]
     given = {name: value for name, value in keywords.items() if value}
     reason = "" if len(given) == 0 else "it has keyword arguments for its ops"
-    if tuple(container._modules) != trace.names:
+    # Dynamo of torch 2.11 compares tuples of names for equality only.
+    are_present = tuple(container._modules) == trace.names
+    if not are_present:
         reason = "its modules have changed while it was traced"
     if reason != "":
         return _broken(container, None, x, extras, keywords, reason)
