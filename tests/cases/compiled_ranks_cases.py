@@ -110,7 +110,9 @@ class Blocks(torch.nn.Module):
 
 def steps(name: str, recipe: Any, rank: int, *, is_compiled: bool) -> list[torch.Tensor]:
     """Losses, gradients of inputs, and parameters, of some steps of SGD."""
-    model = Blocks(name).to(device_type())
+    # On a GPU experts in fp32 read sizes on the host, which ends a graph.
+    dtype = torch.bfloat16 if name.startswith("experts") else torch.float32
+    model = Blocks(name).to(device_type(), dtype)
     function: Any = model
     if is_compiled and name in IN_BLOCKS:
         for block in model.blocks:
@@ -127,7 +129,8 @@ def steps(name: str, recipe: Any, rank: int, *, is_compiled: bool) -> list[torch
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     random, found = torch.Generator().manual_seed(10 + rank), []
     for _ in range(STEPS):
-        x = torch.randn(TOKENS, WIDTH, generator=random).to(device_type()).requires_grad_()
+        x = torch.randn(TOKENS, WIDTH, generator=random, device="cpu").to(device_type(), dtype)
+        x.requires_grad_()
         with fuser.autocast(recipe=recipe) if recipe else contextlib.nullcontext():
             y = function(x)
         optimizer.zero_grad()
