@@ -119,6 +119,12 @@ class OpKey:
     output: QuantSpec | None = None
     grad_output: QuantSpec | None = None
     grad_input: QuantSpec | None = None
+    keeps_input: bool = True
+    """Whether backward reads the main input as forward kept it; if not, earlier ops compute it
+    again. It follows from the other fields and from the ops, as the next one does."""
+    keeps_weight: bool = True
+    """Whether backward reads a quantized weight that forward kept; if not, it quantizes the
+    parameter again."""
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,18 @@ class Activation(BasicOperation):
         """True unless the op saves an E4M3 copy instead."""
         return not self.cache_quantized_input
 
+    @property
+    def rebuilds_output(self) -> bool:  # type: ignore[override]
+        """True unless the saved input is rounded."""
+        return self.saves_input
+
+    def rebuild(
+        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
+    ) -> torch.Tensor | LazyTensor:
+        x = self.saved_input(ctx)
+        state: ActivationState = ctx.state
+        return pointwise.activation(state.function, x, is_plain=not ctx.has_recipe)
+
     def saved_bytes(self, spec: TensorSpec) -> int:
         return INPUT_CACHE.format.nbytes(spec.shape, ("rowwise",)) if not self.saves_input else 0
 

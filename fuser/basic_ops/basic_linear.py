@@ -27,6 +27,7 @@ from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
 from fuser.basic_ops.quantized_rows import note_group
 from fuser.communication import GroupArgument, check_shard, resolved, start_all_gather
 from fuser.errors import InputError
+from fuser.functional.lazy import LazyTensor, materialize
 from fuser.op import (
     Grads,
     OperationContext,
@@ -38,6 +39,7 @@ from fuser.op import (
     write_output,
 )
 from fuser.precision.contexts import current_recipe
+from fuser.recipe import CustomRecipe, DelayedScaling, Recipe
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.gathering import note_backward_read
@@ -126,6 +128,47 @@ class BasicLinear(LinearWeight):
         """The weight gradient reads the input."""
         return self.weight.requires_grad
 
+    def takes_rebuilt_input(self, key: PlanKey) -> bool:
+        """Unless it gathers its input, or a quantizer would make other bytes of it."""
+        (op,) = key.ops
+        if not (op.requires_grad and self.saves_input) or (
+            self._parallel is not None and self._parallel.gathers_input
+        ):
+            return False
+        recipe = key.recipe
+        is_plain = recipe is None or recipe.backward_override == "high_precision"
+        return is_plain or self._repeats(recipe, 0)
+
+    def quantizes_weight_again(self, key: PlanKey) -> bool:
+        (op,) = key.ops
+        is_plain = op.params[0].format is None
+        recipe = key.recipe
+        if recipe is None or recipe.backward_override == "high_precision" or not is_plain:
+            return False
+        return op.requires_grad and op.input_requires_grad and self._repeats(recipe, 1)
+
+    def _repeats(self, recipe: Recipe, index: int) -> bool:
+        """Whether a tensor of forward can be quantized in backward with the same bytes."""
+        if isinstance(recipe, CustomRecipe):
+            return False
+        quantizer = self.constant_quantizer(recipe, "forward", index)
+        if quantizer is None:
+            return isinstance(recipe, DelayedScaling)
+        return quantizer.launch_key is not None
+
+    def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
+        kept, *weight = LinearSaved(*ctx.saved_tensors)
+        dtype: torch.dtype = ctx.compute_dtype or ctx.dtype
+        x: torch.Tensor
+        if not ctx.has_recipe or ctx.backward_override == "high_precision":
+            x = cast(materialize(values), dtype)
+        else:
+            is_dequantized = ctx.backward_override == "dequantized"
+            usage = {"rowwise": is_dequantized, "columnwise": not is_dequantized}
+            quantizer = ctx.input_quantizer.with_usage(**usage).repeating(kept)
+            x = quantizer(values if values.dtype is dtype else materialize(values).to(dtype))
+        ctx.saved_tensors = LinearSaved(x, *weight)
+
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:
@@ -178,6 +221,8 @@ class BasicLinear(LinearWeight):
             "dtype": key.autocast_dtype or op.params[0].dtype,
             "weight_requires_grad": op.params[0].requires_grad,
             "with_quantized_compute": key.recipe is not None and key.recipe.quantizes_backward,
+            "keeps_input": op.keeps_input,
+            "keeps_weight": op.keeps_weight,
             "input_quantizer": None,
             "weight_quantizer": None,
         }
@@ -251,7 +296,8 @@ class BasicLinear(LinearWeight):
             x = x.to(weight.dtype)
         if ctx.requires_grad:
             saved_weight = weight if ctx.input_requires_grad else None
-            ctx.to_save = LinearSaved(x if wants_grad else None, saved_weight)
+            is_kept = wants_grad and ctx.keeps_input
+            ctx.to_save = LinearSaved(x if is_kept else None, saved_weight)
             # The rowwise copy has the values of forward.
             note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)
         if self._parallel is not None:
@@ -319,7 +365,7 @@ class BasicLinear(LinearWeight):
             )
             if ctx.requires_grad and ctx.backward_override is None:
                 assert ctx.to_save is not None
-                for operand, kept in zip((qx, qw), ctx.to_save, strict=True):
+                for operand, kept in zip((qx, qw), ctx.to_save, strict=False):
                     if operand is kept:
                         operand.release("rowwise")
             return y
@@ -352,6 +398,9 @@ class BasicLinear(LinearWeight):
             wants_wgrad = ctx.requires_grad and ctx.params_require_grad[0]
             gather = self._start_gather(ctx, input_, dtype, input_quantizer, wants_wgrad)
         qx = quantized(input_, dtype, input_quantizer) if gather is None else input_
+        if is_first_microbatch is not None and not ctx.keeps_weight:  # the op keeps both copies
+            is_read = ctx.backward_override is None
+            weight_quantizer = weight_quantizer.with_usage(rowwise=True, columnwise=is_read)
         qw = self._quantized_weight(weight, dtype, weight_quantizer, is_first_microbatch)
         if gather is not None:
             qx = gather.wait()
@@ -359,9 +408,15 @@ class BasicLinear(LinearWeight):
         if ctx.requires_grad:
             _, ctx.input_quantizer, ctx.weight_quantizer, ctx.grad_output_quantizer = quantizers
             is_new = is_first_microbatch is None and not isinstance(weight, QuantizedTensor)
+            is_rebuilt = is_new and not ctx.keeps_weight
             ctx.to_save = LinearSaved(
                 self._saved_input(ctx, input_, qx, gather) if ctx.params_require_grad[0] else None,
-                self._saved_weight(ctx, weight, qw, is_new) if ctx.input_requires_grad else None,
+                weight
+                if is_rebuilt
+                else self._saved_weight(ctx, weight, qw, is_new)
+                if ctx.input_requires_grad
+                else None,
+                weight_quantizer.to_repeat(qw) if is_rebuilt else None,
             )
             if not ctx.input_requires_grad or ctx.backward_override == "high_precision":
                 note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)
@@ -378,6 +433,8 @@ class BasicLinear(LinearWeight):
         if gather is not None:
             ctx.state = LinearState(gather.is_whole)
             return gather.saved
+        if not ctx.keeps_input:
+            return ctx.input_quantizer.to_repeat(qx)
         if ctx.backward_override == "high_precision":
             assert ctx.compute_dtype is not None
             return original(input_, ctx.compute_dtype)
@@ -402,8 +459,8 @@ class BasicLinear(LinearWeight):
         assert weight is not None
         # Backward then reads columnwise copies.
         wgrad, dgrad = (
-            is_quantized and weight_requires_grad,
-            is_quantized and ctx.input_requires_grad,
+            is_quantized and weight_requires_grad and ctx.keeps_input,
+            is_quantized and ctx.input_requires_grad and ctx.keeps_weight,
         )
         return OperandQuantizers(
             self,
@@ -473,7 +530,7 @@ class BasicLinear(LinearWeight):
         """
         if self._parallel is not None:
             return linear_parallel.backward(self, ctx, grad_output, scale, addend)
-        x, weight = LinearSaved(*ctx.saved_tensors)
+        x, weight = self.saved_operands(ctx)
         # A user's fused op may have run the forward, and saved unquantized operands.
         if ctx.has_recipe and ctx.compute_dtype is not None:
             if ctx.backward_override is None:
@@ -491,6 +548,17 @@ class BasicLinear(LinearWeight):
         if x is not None:
             grad_weight = self.weight_gradient(ctx, dy, x, scale)
         return grad_input, (grad_weight,)
+
+    def saved_operands(self, ctx: OperationContext) -> tuple[Any, Any]:
+        """Input and weight as backward reads them; None for those that it does not."""
+        x, weight, kept = LinearSaved(*ctx.saved_tensors)
+        if ctx.keeps_weight or weight is None or isinstance(weight, QuantizedTensor):
+            return x, weight
+        assert ctx.compute_dtype is not None
+        is_dequantized = ctx.backward_override == "dequantized"
+        usage = {"rowwise": is_dequantized, "columnwise": not is_dequantized}
+        quantizer = ctx.weight_quantizer.with_usage(**usage).repeating(kept)
+        return x, quantized(weight, ctx.compute_dtype, quantizer)
 
     def weight_gradient(
         self,

@@ -10,6 +10,7 @@ import torch
 from fuser.chain import Stage
 from fuser.errors import InputError
 from fuser.functional import pointwise
+from fuser.functional.lazy import LazyTensor, materialize
 from fuser.functional.random_seeds import dropout_seed
 from fuser.op import (
     BasicOperation,
@@ -51,6 +52,7 @@ class Dropout(BasicOperation):
     parameter_names = ()
     takes_scalars = True
     saves_input = False
+    rebuilds_output = True
     can_quantize_output = ("forward", "backward")
     backward_attributes = DropoutState
 
@@ -102,6 +104,17 @@ class Dropout(BasicOperation):
         ctx.to_save = DropoutSaved(seed)
         y = pointwise.dropout(x, seed, self.dropout_probability)
         return write_output(y, next_op_input_quantizer)
+
+    def rebuild(
+        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
+    ) -> torch.Tensor | LazyTensor:
+        assert input_ is not None
+        (seed,) = DropoutSaved(*ctx.saved_tensors)
+        if seed is None:
+            return input_
+        state: DropoutState = ctx.state
+        x = cast(materialize(input_), ctx.autocast_dtype or input_.dtype)
+        return pointwise.dropout(x, seed, state.dropout_probability)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor

@@ -38,8 +38,8 @@ def operands_of(side: str, key: PlanKey, format_of: FormatOf) -> dict[str, Quant
         copies = {"grad_output": (wants_dgrad, wants_wgrad)} if is_quantized_backward else {}
     else:
         copies = {
-            "input": (True, wants_wgrad and is_quantized_backward),
-            "weight": (True, wants_dgrad and is_quantized_backward),
+            "input": (True, wants_wgrad and is_quantized_backward and op.keeps_input),
+            "weight": (True, wants_dgrad and is_quantized_backward and op.keeps_weight),
         }
     return {
         role: QuantSpec(format_of(recipe, role), rowwise, columnwise)
@@ -87,7 +87,10 @@ class LinearSaved(NamedTuple):
     """The operands that a linear's backward reads; None for those that it does not."""
 
     x: Any
+    """Of an input that backward computes again: what its quantizer needs for the same bytes."""
     weight: Any
+    scale_of_weight: torch.Tensor | None = None
+    """Of a weight that backward quantizes again: what its quantizer needs for the same bytes."""
 
 
 class LinearState(NamedTuple):

@@ -199,7 +199,7 @@ def backward(
     """
     parallel: Parallelism = op._parallel
     group = group_of(ctx, "BasicLinear", op.tensor_parallel_group)
-    x, weight = LinearSaved(*ctx.saved_tensors)
+    x, weight = op.saved_operands(ctx)
     is_recipes = ctx.has_recipe and ctx.compute_dtype is not None
     is_quantized = is_recipes and ctx.backward_override is None
     gathering = None
@@ -258,7 +258,7 @@ def _quantized_grad(
     """
     quantizer = ctx.grad_output_quantizer
     assert quantizer is not None
-    x, weight = LinearSaved(*ctx.saved_tensors)
+    x, weight, _ = LinearSaved(*ctx.saved_tensors)
     readers = (("rowwise", weight), ("columnwise", x))
     usages = tuple(usage for usage, reader in readers if reader is not None)
     quantizer = quantizer.with_usage(rowwise=weight is not None, columnwise=x is not None)

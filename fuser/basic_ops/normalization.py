@@ -62,10 +62,17 @@ class L2NormalizationSaved(NamedTuple):
     rnorm: torch.Tensor
 
 
+class L2NormalizationState(NamedTuple):
+    """Attributes of an L2Normalization, as the forward found them."""
+
+    eps: float
+
+
 class NormState(NamedTuple):
-    """Whether the gain is ``1 + gamma``, as the forward found it."""
+    """Attributes of a norm, as the forward found them."""
 
     zero_centered_gamma: bool
+    eps: float
 
 
 class _Normalization(BasicOperation):
@@ -203,6 +210,26 @@ class _Normalization(BasicOperation):
         dx = None if dx is None else self._shaped(dx, grad_output.shape)
         return dx, tuple(map(self._param_grad, grads))
 
+    @property
+    def rebuilds_output(self) -> bool:  # type: ignore[override]
+        """True if the rows of the norm are those of the next op."""
+        return len(self.normalized_shape) == 1
+
+    def rebuild(
+        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
+    ) -> torch.Tensor | LazyTensor:
+        x, *saved = self.saved(*ctx.saved_tensors)
+        state: NormState = ctx.state
+        parameters = saved[: len(self.parameter_names)]
+        y, *_ = self._forward(
+            x,
+            *map(torch.Tensor.flatten, parameters),
+            state.eps,
+            ctx.autocast_dtype or parameters[0].dtype,
+            zero_centered=state.zero_centered_gamma,
+        )
+        return functional.with_statistics(y, saved[len(parameters) :])
+
     def runs_in_kernel(self, key: PlanKey) -> bool:
         """Whether this norm has kernels, also with an addition to the input or to its gradient."""
         (op_key,) = key.ops
@@ -320,6 +347,8 @@ class L2Normalization(BasicOperation):
 
     parameter_names = ()
     can_quantize_output = ("forward", "backward")
+    rebuilds_output = True
+    backward_attributes = L2NormalizationState
 
     def __init__(
         self,
@@ -362,6 +391,14 @@ class L2Normalization(BasicOperation):
         if ctx.requires_grad:
             ctx.to_save = L2NormalizationSaved(rows, rnorm)
         return write_output(y.view(x.shape), next_op_input_quantizer)
+
+    def rebuild(
+        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
+    ) -> torch.Tensor | LazyTensor:
+        x, rnorm = L2NormalizationSaved(*ctx.saved_tensors)
+        state: L2NormalizationState = ctx.state
+        y, _ = functional.l2norm(x, state.eps)
+        return functional.with_statistics(y, [rnorm])
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor

@@ -11,6 +11,7 @@ from fuser.basic_ops import Activation, AddExtraInput, Bias, ConstantScale
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.chain import Stage, Stages
 from fuser.functional import pointwise
+from fuser.functional.lazy import LazyTensor, materialize
 from fuser.op import (
     Contexts,
     FusedOperation,
@@ -111,6 +112,20 @@ class PointwiseChain(FusedOperation):
             ctx.state = PointwiseChainState(stages, owners, wanted)
         y = pointwise.chain(stages, x, operands) if stages else x
         return write_output(y, inputs.quantizer), ()
+
+    def step_rebuild(
+        self, ctxs: Contexts, x: torch.Tensor | LazyTensor | None
+    ) -> torch.Tensor | LazyTensor:
+        ctx = ctxs[0]
+        state: PointwiseChainState = ctx.state
+        if not state.stages:
+            assert x is not None
+            return x
+        saved, *operands = ctx.saved_tensors
+        if saved is None:
+            assert x is not None
+            saved = materialize(x)
+        return pointwise.chain(state.stages, saved, operands)
 
     def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
         ctx = ctxs[0]

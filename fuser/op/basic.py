@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from fuser.communication import GroupArgument
 from fuser.errors import StateError
 from fuser.formats import DType, NumberFormat
+from fuser.functional.lazy import LazyTensor
 from fuser.module_calls import module_calls
 from fuser.op.channels import ChannelBindings
 from fuser.op.context import OperationContext
@@ -60,6 +61,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     tokens, and they may also be on the CPU."""
     saves_input: bool = True
     """Whether backward reads the op's main input."""
+    rebuilds_output: bool = False
+    """Whether :meth:`rebuild` can compute the output again in backward."""
     is_recordable: bool = True
     """Whether the op's passes do nothing that a recording would not repeat, such as queueing."""
     accumulates_into_main_grad: bool = False
@@ -162,6 +165,27 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         They grow with the tokens: what a call saves once, such as a seed, does not count.
         """
         return 0
+
+    def takes_rebuilt_input(self, key: PlanKey) -> bool:
+        """Whether backward reads the main input, and takes one that is computed again."""
+        return False
+
+    def quantizes_weight_again(self, key: PlanKey) -> bool:
+        """Whether backward quantizes the op's weight again, and forward need not keep that."""
+        return False
+
+    def rebuild(
+        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
+    ) -> torch.Tensor | LazyTensor:
+        """In backward, the output of the forward of ``ctx`` again, with the same bits.
+
+        ``input_`` is the main input; None for an op that saved it.
+        """
+        raise NotImplementedError
+
+    def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
+        """Put the main input among the saved tensors of ``ctx``, as forward would have saved it."""
+        raise NotImplementedError
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         """Names of the kernels that the op launches in ``"forward"`` or ``"backward"``.

@@ -38,6 +38,10 @@ class OperationContext:
     """The dtype of torch's autocast in the forward, None if it was off."""
     has_recipe: bool = False
     """Whether the forward runs under a recipe."""
+    keeps_input: bool = True
+    """Whether a linear saves its input; if not, backward computes it again."""
+    keeps_weight: bool = True
+    """Whether a linear saves its quantized weight; if not, backward quantizes it again."""
     backward_override: str | None = None
     """The recipe's ``backward_override``; None if backward uses quantized operands."""
     split_accumulators: tuple[bool, bool, bool] = (False, True, True)
@@ -55,6 +59,8 @@ class OperationContext:
     """In backward, for each of the op's ``main_grad_count`` first parameters: the weight whose
     ``main_grad`` its gradient is added to; None if the op returns that gradient, or need not
     compute it."""
+    dtype: torch.dtype
+    """The dtype in which a linear multiplies."""
     compute_dtype: torch.dtype | None = None
     """The dtype of a linear's operands after dequantization."""
     input_quantizer: Quantizer

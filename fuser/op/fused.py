@@ -85,6 +85,9 @@ class FusedOperation(FusibleOperation):
     recomputes: ClassVar[bool] = False
     """Whether a joint fusion saves only the window's input, and computes the rest again in
     backward."""
+    step_rebuild: ClassVar[Any]
+    """Of such a fusion: ``(contexts, input or None) -> output``, in backward, with forward's bits;
+    the input is None if the fusion saved it."""
     makes_channels: ClassVar[bool] = False
     """Whether the window may have channels from one of its ops to another. The extra inputs that
     they end at are None in ``fuser_forward``: the fusion makes them itself."""

@@ -18,6 +18,7 @@ from fuser.cuda.sequence import end_of
 from fuser.errors import StateError
 from fuser.op import (
     BasicOperation,
+    FusedOperation,
     FusibleOperation,
     OperationContext,
     StepInputs,
@@ -25,6 +26,7 @@ from fuser.op import (
     keyword_names,
 )
 from fuser.plan.graph import Source, assumes_extra_outputs
+from fuser.plan.rebuilt import rebuilding
 from fuser.report.text import span
 from fuser.runtime.diagnose import (
     check_backward,
@@ -159,7 +161,7 @@ class PlanCodegen:
         """The source, and its two functions."""
         self._write_forward(forward)
         if self.saving:
-            self._write_backward(backward)
+            self._write_backward(backward, forward)
         # Comments for readers of the source or of a traceback, which do not show these values.
         quantizers = {n: value for n, value in self.names.items() if isinstance(value, Quantizer)}
         self.src.add(*(f"# {name} = {value!r}" for name, value in quantizers.items()))
@@ -299,7 +301,7 @@ class PlanCodegen:
                 self.src.add(f"spec{i}_{k} = (out{i}_{k}.shape, out{i}_{k}.dtype){absent}")
         self._add_drop(f"out{i}_{k}" for i, k in self._read_last(indices))
 
-    def _write_backward(self, steps: PlannedOps) -> None:
+    def _write_backward(self, steps: PlannedOps, forward: PlannedOps) -> None:
         src = self.src
         covered = {i for _, indices in steps for i in indices}
         src.add("")
@@ -320,6 +322,7 @@ class PlanCodegen:
             with src.block("try:"):
                 for number, (op, indices) in enumerate(steps):
                     src.add(f"step = {number}  # {type(op).__name__}")
+                    self._add_rebuilt_inputs(indices, forward)
                     self.titles[f"backward{number}"] = self._title("backward", op, indices)
                     is_last = number + 1 == len(steps)
                     method = _method(op, "backward")
@@ -333,6 +336,24 @@ class PlanCodegen:
             with src.block(f"except {_CHECKED_ERRORS} as error:"):
                 self._add_result_check("backward", steps)
                 src.add("raise")
+
+    def _add_rebuilt_inputs(self, indices: tuple[int, ...], forward: PlannedOps) -> None:
+        """Compute the inputs again that ops of a step did not keep, as ``forward`` did."""
+        for reader in indices:
+            if self.key.ops[reader].keeps_input:
+                continue
+            path, value = rebuilding(self.ops, self.key, reader), "None"
+            for op, window in forward:
+                inside = [i for i in window if i in path]
+                if inside and isinstance(op, FusedOperation) and op.recomputes:
+                    rebuild = self.src.bind(f"rebuild{window[0]}", op.step_rebuild)
+                    value = f"{rebuild}({self._contexts(window)}, {value})"
+                    continue
+                for i in inside:
+                    rebuild = self.src.bind(f"rebuild{i}", self.ops[i].rebuild)
+                    value = f"{rebuild}(c{i}, {value})"
+            take = self.src.bind(f"take_rebuilt{reader}", self.ops[reader].take_rebuilt_input)
+            self.src.add(f"{take}(c{reader}, {value})")
 
     def _add_plain_backward(self, number: int, i: int, is_last: bool) -> None:
         op = self.ops[i]

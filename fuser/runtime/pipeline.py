@@ -18,6 +18,7 @@ from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
 from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_quantized_outputs
 from fuser.plan.plan import FusionPlan
+from fuser.plan.rebuilt import with_rebuilt_inputs
 from fuser.plan.planner import make_plan
 from fuser.plan.registered import FusionFunction, RegisteredFusions, check_has_methods
 from fuser.plan.window import check_window
@@ -387,6 +388,7 @@ class OperationFuser:
         key = PlanKey(
             ops, recipe=current_recipe(), fusions=self.fusions, registered=_registered, **place
         )
+        key = with_rebuilt_inputs(self.basic_ops, key, _registered)
         return with_quantized_outputs(self.basic_ops, key)
 
     def _graph(

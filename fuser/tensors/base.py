@@ -110,6 +110,8 @@ class QuantizedTensor(WrapperTensor):
     _high_precision_init_val: torch.Tensor | None = None
     # The tensor that this one was quantized from, and the version of this one then.
     _source: tuple[torch.Tensor, int] | None = None
+    _amaxes: torch.Tensor | None = None
+    """Those of the values that it was quantized from, if its scales follow from them."""
     _sharding: Any = None  # of a shard of a parameter: a Sharding (tensors/sharding.py)
     _gathering: Any = None  # of a gathered parameter: a Gathering (tensors/gathering.py)
     fsdp_pre_all_gather: Callable[..., Any]  # set by tensors/gathering.py
@@ -124,7 +126,7 @@ class QuantizedTensor(WrapperTensor):
             cls.has_independent_blocks = layout.scope == "blocks"
             cls.multiple = layout.multiple
         names = ["_quantizer", "_view_of", "_is_read_only", "_is_param", "_source"]
-        names += ["_sharding", "_gathering"]
+        names += ["_sharding", "_gathering", "_amaxes"]
         cls._own_names = frozenset((*cls.buffer_names, *names))
 
     @staticmethod

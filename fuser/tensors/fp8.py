@@ -19,7 +19,7 @@ from fuser.recipe import Float8CurrentScaling, fp8_dtype, role_params
 from fuser.reference import fp8
 from fuser.reference import fp8_scaling as reference
 from fuser.tensors.base import QuantizedTensor
-from fuser.tensors.quantizer import Quantizer, key_of_fields
+from fuser.tensors.quantizer import AMAXES, Quantizer, key_of_fields
 
 _OPERANDS = {
     "rowwise": ("_rowwise_data", "_scale_inv"),
@@ -195,6 +195,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         if amax_value is None and not kernels.is_one_tile(m, k):
             amax_value = torch.zeros(1, dtype=torch.float32, device=x.device)
             raise_amax(x, amax_value)
+        buffers[AMAXES] = amax_value
         kernels.quantize(
             self.format,
             source_of(x),
@@ -318,6 +319,13 @@ class Float8Quantizer(Quantizer):
 
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self.scale, self.amax
+
+    def to_repeat(self, made: QuantizedTensor) -> torch.Tensor | None:
+        return self.scale.clone()  # a step may end before the tensor is quantized again
+
+    def repeating(self, kept: torch.Tensor | None) -> Quantizer:
+        assert kept is not None
+        return replace(self, scale=kept, amax=None)
 
     def unbound(self) -> Quantizer:
         """The quantizer that a tensor keeps: later writes to the tensor record no amax."""

@@ -27,7 +27,7 @@ from fuser.recipe import NVFP4BlockScaling, role_params
 from fuser.reference import nvfp4 as reference
 from fuser.reference.nvfp4 import inverse_hadamard_transform
 from fuser.tensors.base import BlockScaledTensor
-from fuser.tensors.quantizer import Quantizer, fields_key, whole_blocks
+from fuser.tensors.quantizer import AMAXES, Quantizer, fields_key, whole_blocks
 
 
 class NVFP4Tensor(BlockScaledTensor, layout=NVFP4):
@@ -182,6 +182,7 @@ class NVFP4Quantizer(Quantizer):
                 if buffers[name] is not None:
                     buffers[name] = torch.zeros(1, dtype=torch.float32, device=x.device)
         kernels.quantize(self.format, source_of(x), buffers, amaxes, **self._options())
+        buffers[AMAXES] = amaxes
         return buffers
 
     def _amaxes_from_kernel(self, x: torch.Tensor | LazyTensor) -> torch.Tensor:

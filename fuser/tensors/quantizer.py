@@ -23,6 +23,8 @@ from fuser.wrapper_tensor import WrapperTensor
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
+AMAXES = "amaxes"
+"""Beside its buffers, :meth:`Quantizer.buffers_of` may return the amaxes that it measured."""
 # Accepted dtypes. fp64 is quantized as fp32, so that a model in fp64 can be converted and written.
 QUANTIZABLE = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
@@ -147,7 +149,11 @@ class Quantizer:
     def _made(
         self, buffers: dict[str, torch.Tensor | None], source: torch.Tensor | LazyTensor
     ) -> QuantizedTensor:
-        return self.tensor_class(buffers, source.shape, source.dtype, source.device, self.unbound())
+        about = source.shape, source.dtype, source.device, self.unbound()
+        made = self.tensor_class(buffers, *about)
+        if AMAXES in buffers:
+            made._amaxes = buffers[AMAXES]
+        return made
 
     @property
     def format(self) -> NumberFormat:
@@ -270,6 +276,20 @@ class Quantizer:
     def unbound(self) -> Quantizer:
         """The quantizer that a tensor keeps: without the amaxes of one call."""
         return self if self.reduced_amaxes is None else replace(self)
+
+    def to_repeat(self, made: QuantizedTensor) -> torch.Tensor | None:
+        """What :meth:`repeating` needs to quantize the values of ``made``, made just now, again.
+
+        None if their scales need not be known, or are to be measured again.
+        """
+        return made._amaxes
+
+    def repeating(self, kept: torch.Tensor | None) -> Quantizer:
+        """For one call: makes the same bytes of the same values, and records nothing.
+
+        ``kept`` is the result of :meth:`to_repeat`.
+        """
+        return self if kept is None else self.with_amaxes(kept)
 
     def without_state(self) -> Quantizer:
         """A quantizer of the same format that holds no tensors; itself if it holds none."""
