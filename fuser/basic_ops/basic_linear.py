@@ -128,6 +128,22 @@ class BasicLinear(LinearWeight):
         """The weight gradient reads the input."""
         return self.weight.requires_grad
 
+    def kept_input(self, key: PlanKey) -> QuantSpec | None:
+        return self._kept("input", key)
+
+    def kept_weight(self, key: PlanKey) -> QuantSpec | None:
+        (op,) = key.ops
+        wants_dgrad = op.input_requires_grad and op.params[0].format is None
+        return self._kept("weight", key) if wants_dgrad else None
+
+    def _kept(self, role: str, key: PlanKey) -> QuantSpec | None:
+        recipe = key.recipe
+        if recipe is None or recipe.backward_override == "high_precision":
+            return None
+        is_dequantized = recipe.backward_override == "dequantized"
+        form = self.quantizer_format(recipe, role)
+        return QuantSpec(form, rowwise=is_dequantized, columnwise=not is_dequantized)
+
     def takes_rebuilt_input(self, key: PlanKey) -> bool:
         """Unless it gathers its input, or a quantizer would make other bytes of it."""
         (op,) = key.ops
@@ -147,9 +163,9 @@ class BasicLinear(LinearWeight):
             return False
         return op.requires_grad and op.input_requires_grad and self._repeats(recipe, 1)
 
-    def _repeats(self, recipe: Recipe, index: int) -> bool:
+    def _repeats(self, recipe: Recipe | None, index: int) -> bool:
         """Whether a tensor of forward can be quantized in backward with the same bytes."""
-        if isinstance(recipe, CustomRecipe):
+        if recipe is None or isinstance(recipe, CustomRecipe):
             return False
         quantizer = self.constant_quantizer(recipe, "forward", index)
         if quantizer is None:
@@ -252,7 +268,12 @@ class BasicLinear(LinearWeight):
             "grad_output": op.grad_output is not None,
         }
         operands = operands_of(side, key, self.quantizer_format)
-        return {role: operand for role, operand in operands.items() if not arrives[role]}
+        own = {role: operand for role, operand in operands.items() if not arrives[role]}
+        if side == "forward":
+            return own
+        is_kept = {"input": op.keeps_input, "weight": op.keeps_weight}
+        again = {role: self._kept(role, key) for role, kept in is_kept.items() if not kept}
+        return own | {role: spec for role, spec in again.items() if spec is not None}
 
     def input_quantization(self, key: PlanKey) -> QuantSpec | None:
         (op,) = key.ops
@@ -297,7 +318,7 @@ class BasicLinear(LinearWeight):
         if ctx.requires_grad:
             saved_weight = weight if ctx.input_requires_grad else None
             is_kept = wants_grad and ctx.keeps_input
-            ctx.to_save = LinearSaved(x if is_kept else None, saved_weight)
+            ctx.to_save = (x if is_kept else None, saved_weight)
             # The rowwise copy has the values of forward.
             note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)
         if self._parallel is not None:
@@ -409,15 +430,15 @@ class BasicLinear(LinearWeight):
             _, ctx.input_quantizer, ctx.weight_quantizer, ctx.grad_output_quantizer = quantizers
             is_new = is_first_microbatch is None and not isinstance(weight, QuantizedTensor)
             is_rebuilt = is_new and not ctx.keeps_weight
-            ctx.to_save = LinearSaved(
-                self._saved_input(ctx, input_, qx, gather) if ctx.params_require_grad[0] else None,
-                weight
-                if is_rebuilt
-                else self._saved_weight(ctx, weight, qw, is_new)
-                if ctx.input_requires_grad
-                else None,
-                weight_quantizer.to_repeat(qw) if is_rebuilt else None,
-            )
+            saved_x = saved_weight = None
+            if ctx.params_require_grad[0]:
+                saved_x = self._saved_input(ctx, input_, qx, gather)
+            if is_rebuilt:
+                ctx.to_save = LinearSaved(saved_x, weight, weight_quantizer.to_repeat(qw))
+            else:
+                if ctx.input_requires_grad:
+                    saved_weight = self._saved_weight(ctx, weight, qw, is_new)
+                ctx.to_save = (saved_x, saved_weight)  # as fusions of users read it
             if not ctx.input_requires_grad or ctx.backward_override == "high_precision":
                 note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)
         return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)

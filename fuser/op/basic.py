@@ -166,6 +166,14 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """
         return 0
 
+    def kept_input(self, key: PlanKey) -> QuantSpec | None:
+        """How the op keeps its main input, if it keeps it quantized; else None."""
+        return None
+
+    def kept_weight(self, key: PlanKey) -> QuantSpec | None:
+        """The quantized copy of the op's first parameter that backward reads; None without one."""
+        return None
+
     def takes_rebuilt_input(self, key: PlanKey) -> bool:
         """Whether backward reads the main input, and takes one that is computed again."""
         return False

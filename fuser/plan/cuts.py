@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from fuser.plan.graph import OpGraph
 from fuser.plan.planner import Planned
-from fuser.plan.rebuilt import rebuilding
 from fuser.specs import PlanKey
 
 FIRST_BYTES = 2**20
@@ -144,13 +143,6 @@ def _gaps(planned: Planned, key: PlanKey, graph: OpGraph) -> Iterable[Gap]:
         for k, source in enumerate(row):
             if source.producer is not None:
                 readers.setdefault(source.place, []).append((reader, k))
-    # Between a tensor that is computed again and what it is computed from.
-    inside = {
-        place
-        for reader, op_key in enumerate(key.ops)
-        if not op_key.keeps_input
-        for place in rebuilding(graph.ops, key, reader)[1:]
-    } | {reader for reader, op_key in enumerate(key.ops) if not op_key.keeps_input}
     for op in sorted(starts[0] & starts[1] - others):
         op_key = key.ops[op]
         passing = [
@@ -159,7 +151,7 @@ def _gaps(planned: Planned, key: PlanKey, graph: OpGraph) -> Iterable[Gap]:
             for place in places
             if producer < op <= place[0]
         ]
-        if not op_key.input_requires_grad or op in inside or main[op] or not extras.isdisjoint(passing):
+        if not op_key.input_requires_grad or main[op] or not extras.isdisjoint(passing):
             continue
         is_quantized = op_key.input is not None or op_key.grad_input is not None
         yield Gap(op, is_quantized, len(passing))

@@ -13,6 +13,7 @@ from fuser.errors import InputError
 from fuser.op import BasicOperation
 from fuser.plan.dtypes import compute_dtypes
 from fuser.plan.parameter_slots import find_slots
+from fuser.plan.rebuilt import rebuilding
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -396,9 +397,14 @@ class OpGraph:
         Tensors inside a window are unquantized. Each entry has the kernel's
         name and the bytes that it adds, for tokens and for parameters. The
         unquantized tensor is read in any case, so only writing and reading the
-        quantized one counts.
+        quantized one counts. First are the kernels that compute inputs again.
         """
         kernels: list[tuple[str, int, int]] = []
+        for i in range(start, stop) if side == "backward" else ():
+            for k in rebuilding(self.ops, self.key, i) if not self.key.ops[i].keeps_input else ():
+                (*_, name) = self.ops[k].kernels("forward", self.key.window(k, k + 1))
+                moved = self.main_specs[k].nbytes + self.main_specs[k + 1].nbytes
+                kernels.append((f"{name} again", moved, 0))
         for i in range(start, stop) if self.key.recipe is not None else ():
             op, key = self.ops[i], self.key.window(i, i + 1)
             if side == "forward" and i > start:

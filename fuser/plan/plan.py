@@ -70,6 +70,27 @@ class Note:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """A tensor of forward that the backward of an op reads.
+
+    ``name`` is ``"input"``, ``"statistics"`` or ``"weight"``. It is kept, with ``bytes_per_token``
+    or, for a quantized copy of a weight, ``nbytes``, or else ``rebuilt_by`` these ops in backward,
+    or from the parameter. It has no bytes if an earlier entry is the same memory.
+    """
+
+    ops: tuple[int, ...]
+    name: str
+    bytes_per_token: float
+    nbytes: int = 0
+    rebuilt_by: tuple[int, ...] = ()
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """Whether backward computes it again."""
+        return bool(self.rebuilt_by) or (self.name == "weight" and self.nbytes == 0)
+
+
+@dataclass(frozen=True)
 class Node:
     """The ops that run as one autograd node, if somebody waits for single gradients.
 
@@ -125,7 +146,7 @@ class FusionPlan:
     are the autograd nodes into which ``plan`` says that the pipeline is cut if
     somebody waits for single gradients, and ``waiting`` who waits now; both are
     empty if it cannot be cut, and ``waiting`` if it runs as one node. ``extra_outputs`` are the
-    numbers of extra outputs of the ops.
+    numbers of extra outputs of the ops. ``kept`` is what backward reads of forward.
     """
 
     key: PlanKey
@@ -146,6 +167,7 @@ class FusionPlan:
     nodes: tuple[Node, ...] = ()
     waiting: str = ""
     extra_outputs: tuple[int, ...] = ()
+    kept: tuple[Kept, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"Fusion plan of {len(self.ops)} ops: {self.key.describe()}"]
@@ -166,6 +188,7 @@ class FusionPlan:
             lines.append(f"  plain torch, without fuser's kernels: {self.key.no_kernels}")
         for side in ("forward", "backward"):
             lines += ["", *self._side_lines(side)]
+        lines += ["", *self.kept_lines()] if self.kept else []
         lines += ["", "notes"] if self.notes else []
         for paragraph in self.note_lines():
             lines += textwrap.wrap(paragraph, 96, initial_indent="  ", subsequent_indent="    ")
@@ -226,6 +249,31 @@ class FusionPlan:
             *columns([heading, *rows], left=len(heading) - 2),
             f"  {_total(steps)}; unfused {_total(unfused)} ({ratio:.2f}x the memory time)",
         ]
+
+    @property
+    def kept_bytes_per_token(self) -> float:
+        """Bytes that forward keeps for backward, divided by the tokens; without weights."""
+        return sum(kept.bytes_per_token for kept in self.kept)
+
+    def kept_lines(self) -> list[str]:
+        """What forward keeps for backward: the sum, and a line for each op that backward reads."""
+        weights = sum(kept.nbytes for kept in self.kept)
+        beside = f", and {format_bytes(weights)} of quantized weights" if weights else ""
+        lines = [
+            f"kept for backward: {format_bytes(self.kept_bytes_per_token)} a token{beside}",
+        ]
+        rows: dict[int, list[str]] = {}
+        for kept in self.kept:
+            if kept.name == "weight" and kept.is_rebuilt:
+                text = "weight quantized again"
+            elif kept.is_rebuilt:
+                text = f"{kept.name} computed again by {span(kept.rebuilt_by)}"
+            else:
+                nbytes = kept.nbytes or kept.bytes_per_token
+                text = f"{kept.name} {format_bytes(nbytes)}" if nbytes else f"{kept.name} as above"
+            rows.setdefault(kept.ops[0], []).append(text)
+        found = [(str(i), self.ops[i], ", ".join(texts)) for i, texts in rows.items()]
+        return [*lines, *(columns(found, left=3) if found else [])]
 
     def modules_before(self, op: int) -> list[ModuleCall]:
         """The modules, except ops, that are called between op ``op - 1`` and op ``op``."""
@@ -306,6 +354,9 @@ class FusionPlan:
             "padding": [{**vars(note), "ops": list(note.ops)} for note in self.padding],
             "notes": [{**vars(note), "ops": list(note.ops)} for note in self.notes],
             "refusals": [{**vars(r), "ops": list(r.ops)} for r in self.refusals],
+            "kept": [
+                {**vars(k), "ops": list(k.ops), "rebuilt_by": list(k.rebuilt_by)} for k in self.kept
+            ],
             "input_requires_grad": self.key.ops[0].input_requires_grad,
             "extra_inputs": [[e.requires_grad for e in op.extra_inputs] for op in self.key.ops],
             "extra_outputs": list(self.extra_outputs),
@@ -313,7 +364,11 @@ class FusionPlan:
                 side: [self.gap_labels(side, gap) for gap in range(len(self.activation_bytes))]
                 for side in ("forward", "backward")
             },
-            "sentences": {"nodes": self.node_lines(), "notes": self.note_lines()},
+            "sentences": {
+                "nodes": self.node_lines(),
+                "notes": self.note_lines(),
+                "kept": self.kept_lines(),
+            },
         }
 
     def to_dot(self) -> str:
@@ -400,8 +455,13 @@ def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
     def moved(items: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(replace(item, ops=_shifted(item.ops, by)) for item in items)
 
+    kept = tuple(
+        replace(k, ops=_shifted(k.ops, by), rebuilt_by=_shifted(k.rebuilt_by, by))
+        for k in second.kept
+    )
     return replace(
         first,
+        kept=first.kept + kept,
         key=replace(first.key, ops=first.key.ops + second.key.ops),
         ops=first.ops + second.ops,
         forward=first.forward + moved(second.forward),

@@ -13,6 +13,7 @@ from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.cost import NOMINAL_TOKENS, CostModel
 from fuser.plan.cover import Candidate, cheapest_cover, outside, unchosen, unchosen_joint
 from fuser.plan.graph import OpGraph
+from fuser.plan.kept import kept_tensors
 from fuser.plan.plan import Channel, FusionPlan, Note, Refusal
 from fuser.plan.registered import Pinned, RegisteredFusions, apply_registered
 from fuser.plan.window import matches
@@ -86,6 +87,7 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
         grad_activation_bytes=_bytes_per_token(graph, "backward"),
         nominal_tokens=NOMINAL_TOKENS,
         extra_outputs=tuple(op.num_extra_outputs for op in graph.ops),
+        kept=kept_tensors(graph, run["forward"]) if key.requires_grad else (),
         notes=_notes(graph, key, (*run["forward"], *run["backward"])),
     )
     return Planned(plan, run["forward"], run["backward"])

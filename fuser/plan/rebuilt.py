@@ -12,19 +12,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fuser.op import METHODS, BasicOperation
-from fuser.plan.registered import RegisteredFusions
 from fuser.specs import PlanKey
 
 
-def with_rebuilt_inputs(
-    ops: Sequence[BasicOperation], key: PlanKey, registered: RegisteredFusions
-) -> PlanKey:
-    """``key`` with the inputs that backward computes again.
+def with_rebuilt_tensors(ops: Sequence[BasicOperation], key: PlanKey) -> PlanKey:
+    """``key`` with what backward computes again, in place of what forward would keep.
 
-    Fusions of users keep what they save: with one of them in use, nothing is rebuilt.
+    Fusions of users read what they save: with one of them in use, nothing is rebuilt.
     """
-    functions = (*registered.joint, *registered.forward, *registered.backward)
-    if functions or any(fusion.is_external for fusion in key.fusions):
+    if any(fusion.is_external for fusion in key.fusions):
         return key
     keys = list(key.ops)
     for i, op in enumerate(ops):

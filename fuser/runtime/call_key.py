@@ -12,8 +12,10 @@ from fuser.cuda import module as kernels
 from fuser.op import BasicOperation
 from fuser.plan.parameter_slots import find_slots, is_computed
 from fuser.precision.contexts import current_recipe
+from fuser.precision.recomputation import is_in_checkpoint
 from fuser.runtime.known_parameters import KnownParameters, ParameterLayout, ends_of_memory
 from fuser.source import SourceCode
+from fuser.torch_private import saved_tensor_hooks
 
 Reading = tuple[tuple[torch.Tensor, ...], tuple[Any, ...], ParameterLayout | None]
 
@@ -79,6 +81,7 @@ class CallKeyReader:
                     "kernels.compile_failure,",
                     "current_recipe(),",
                     "is_grad_enabled(),",
+                    "saved_tensor_hooks(True) is not None and is_in_checkpoint(),",
                     "is_autocast_enabled(device) and get_autocast_dtype(device),",
                     "x.shape[-1] == 0,  # refused, so of no plan",
                     "type(x), x.dtype, x.requires_grad, is_cpu or x.device,",
@@ -104,6 +107,8 @@ _ASKED = {
     "kernels": kernels,
     "current_recipe": current_recipe,
     "is_grad_enabled": torch.is_grad_enabled,
+    "saved_tensor_hooks": saved_tensor_hooks,
+    "is_in_checkpoint": is_in_checkpoint,
     "is_autocast_enabled": torch.is_autocast_enabled,
     "get_autocast_dtype": torch.get_autocast_dtype,
 }

@@ -18,6 +18,7 @@ from fuser.plan.cuts import Cuts, Sizes, default_buckets, joined_ops, nodes
 from fuser.plan.graph import OpGraph, Source
 from fuser.plan.plan import FusionPlan, Node
 from fuser.plan.planner import Planned
+from fuser.plan.rebuilt import rebuilding
 from fuser.runtime.codegen import Neighbours
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import ParameterLayout
@@ -195,7 +196,7 @@ class CuttablePlan(CompiledPlan):
         first, counts = sum(self._param_counts[:start]), self._param_counts[start:stop]
         run = CompiledPlan(
             self.plan,
-            self.key.window(start, stop),
+            self._key(start, stop),
             self.ops[start:stop],
             [sources[i] for i in ops],
             [(i - start, k) for i, k in outputs],
@@ -210,7 +211,19 @@ class CuttablePlan(CompiledPlan):
         """The op at the other side of a cut, if a quantized tensor passes the cut."""
         if gap not in self.cuts.gaps or not self.cuts.gaps[gap].is_quantized:
             return None
-        return self.ops[op], self.key.window(op, op + 1)
+        # What it reads is the last value of a node, or the first gradient.
+        return self.ops[op], self._key(op, op + 1)
+
+    def _key(self, start: int, stop: int) -> PlanKey:
+        """The key of the ops of a node, which keeps inputs that other nodes would compute again."""
+        key = self.key.window(start, stop)
+        own = [
+            replace(
+                op, keeps_input=op.keeps_input or rebuilding(self.ops, self.key, i).start < start
+            )
+            for i, op in enumerate(key.ops, start)
+        ]
+        return replace(key, ops=tuple(own))
 
 
 class _Node(NamedTuple):

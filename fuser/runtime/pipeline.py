@@ -18,14 +18,14 @@ from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
 from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_quantized_outputs
 from fuser.plan.plan import FusionPlan
-from fuser.plan.rebuilt import with_rebuilt_inputs
 from fuser.plan.planner import make_plan
+from fuser.plan.rebuilt import with_rebuilt_tensors
 from fuser.plan.registered import FusionFunction, RegisteredFusions, check_has_methods
 from fuser.plan.window import check_window
 from fuser.precision import contexts
 from fuser.precision.availability import warn_if_emulated
 from fuser.precision.contexts import current_recipe, recomputing_under
-from fuser.precision.recomputation import state_of_forward
+from fuser.precision.recomputation import is_in_checkpoint, state_of_forward
 from fuser.runtime.call_key import CallKeyReader
 from fuser.runtime.checks import Checks
 from fuser.runtime.cut import CuttablePlan, compiled_plan
@@ -388,7 +388,11 @@ class OperationFuser:
         key = PlanKey(
             ops, recipe=current_recipe(), fusions=self.fusions, registered=_registered, **place
         )
-        key = with_rebuilt_inputs(self.basic_ops, key, _registered)
+        # torch matches what a checkpointed forward and its recomputation save by their order; if
+        # there are other hooks then, the ops are in other pipelines. In a graph they are not.
+        is_matched = is_in_checkpoint() and not self.basic_ops[0].runs_in_graph
+        if registered_count() == 0 and not is_matched:
+            key = with_rebuilt_tensors(self.basic_ops, key)
         return with_quantized_outputs(self.basic_ops, key)
 
     def _graph(

@@ -31,6 +31,7 @@ from fuser.functional.lazy import are_rows
 from fuser.fused_ops import PointwiseChain
 from fuser.plan.graph import Memory, OpGraph
 from fuser.plan.plan import FusionPlan, Note, Step
+from fuser.plan.rebuilt import rebuilding
 from fuser.specs import PlanKey, TensorSpec
 
 VECTOR_BYTES = 16
@@ -68,7 +69,32 @@ def layout_notes(
                     if reading is not None and seen is not None:
                         texts = reading.notes(name, seen.detach())
                         notes += [Note(step.ops, text, step.fusion, side) for text in texts]
+                for op in _rebuilding(graph, side, step, memory):
+                    seen = _shaped(tensor, graph.main_specs[op].shape)
+                    reading = _reading_again(graph, step, op)
+                    if reading is not None and seen is not None:
+                        texts = reading.notes(name, seen.detach())
+                        notes += [Note(step.ops, text, step.fusion, side) for text in texts]
     return tuple(notes)
+
+
+def _rebuilding(graph: OpGraph, side: str, step: Step, memory: Memory) -> Iterator[int]:
+    """The ops of which a step computes the output again from the tensor ``memory``."""
+    for i in step.ops if side == "backward" else ():
+        if not graph.key.ops[i].keeps_input:
+            first = rebuilding(graph.ops, graph.key, i).start
+            if graph.arriving[first] == memory:
+                yield first
+
+
+def _reading_again(graph: OpGraph, step: Step, i: int) -> _Reading | None:
+    """How the kernel that computes the output of op ``i`` again, a norm or activation, reads."""
+    op: Any = graph.ops[i]
+    quantized = graph.quant_spec(i + 1, "forward")
+    quantizes = quantized is not None and not quantized.format.pads(graph.main_specs[i + 1].shape)
+    if isinstance(op, (LayerNorm, RMSNorm, L2Normalization)):
+        return _normalizing(graph, "backward", i, quantizes)
+    return _computing(graph, step, i, True, quantizes)
 
 
 def _shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:

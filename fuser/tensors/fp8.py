@@ -192,10 +192,12 @@ class Float8CurrentScalingQuantizer(Quantizer):
         buffers, (m, k), amax_value = self.new_buffers(x), matrix_of(x), self.reduced_amaxes
         if isinstance(x, torch.Tensor):
             x = rows_of(x)
-        if amax_value is None and not kernels.is_one_tile(m, k):
-            amax_value = torch.zeros(1, dtype=torch.float32, device=x.device)
-            raise_amax(x, amax_value)
-        buffers[AMAXES] = amax_value
+        found = None
+        if amax_value is None:
+            found = torch.zeros(1, dtype=torch.float32, device=x.device)
+            if not kernels.is_one_tile(m, k):
+                raise_amax(x, found)
+                amax_value, found = found, None
         kernels.quantize(
             self.format,
             source_of(x),
@@ -203,7 +205,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
             pow2=self.force_pow_2_scales,
             eps=self.amax_epsilon,
             amax_value=amax_value,
+            recorded=found,  # of one tile, whose kernel finds it
         )
+        buffers[AMAXES] = amax_value if found is None else found
         return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:

@@ -1,0 +1,70 @@
+"""Kept tensors: what a plan holds between forward and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from fuser.op import FusedOperation, FusibleOperation
+from fuser.plan.graph import OpGraph
+from fuser.plan.plan import Kept
+from fuser.plan.rebuilt import rebuilding
+from fuser.specs import TensorSpec
+
+Steps = Sequence[tuple[FusibleOperation, tuple[int, ...]]]
+
+
+def kept_tensors(graph: OpGraph, forward: Steps) -> tuple[Kept, ...]:
+    """The tensors of forward that backward reads; ``forward`` are the steps that run.
+
+    A tensor that several ops keep is counted with the first of them. Parameters are not kept: they
+    are there in any case.
+    """
+    held: set[object] = set()
+    kept = []
+    for op, ops in forward:
+        recomputes = isinstance(op, FusedOperation) and op.recomputes
+        for name, i, memory, nbytes in _of_step(graph, ops, recomputes=recomputes):
+            rebuilt = rebuilding(graph.ops, graph.key, i) if memory is None else range(0)
+            is_new = memory is not None and memory not in held
+            held.add(memory)
+            a_token = nbytes / graph.tokens if is_new else 0.0
+            kept.append(Kept((i,), name, a_token, rebuilt_by=tuple(rebuilt)))
+        kept += _weights(graph, ops)
+    return tuple(kept)
+
+
+def _of_step(
+    graph: OpGraph, ops: Iterable[int], *, recomputes: bool
+) -> Iterator[tuple[str, int, object, int]]:
+    """What a step needs of its ops: name, op, its memory, and bytes.
+
+    The memory is None for an input that backward computes again.
+    """
+    trained = [i for i in ops if graph.key.ops[i].requires_grad]
+    reading = [i for i in trained if graph.ops[i].saves_input]
+    if recomputes:  # it computes what is between its ops again
+        reading = trained[:1] if reading else []
+    for i in trained:
+        op, key = graph.ops[i], graph.key.window(i, i + 1)
+        if i in reading:
+            quantized = op.kept_input(key)
+            spec = graph.main_specs[i]
+            nbytes = graph.gap_bytes(i, "forward") if quantized is None else quantized.nbytes(spec)
+            memory = graph.arriving[i] if quantized is None else ("operand", i)
+            yield "input", i, memory if key.ops[0].keeps_input else None, nbytes
+        statistics = op.saved_bytes(graph.main_specs[i])
+        if statistics:
+            yield "statistics", i, ("statistics", i), statistics
+
+
+def _weights(graph: OpGraph, ops: Iterable[int]) -> Iterator[Kept]:
+    """The quantized copies of parameters."""
+    for i in ops:
+        (op_key,) = graph.key.window(i, i + 1).ops
+        quantized = graph.ops[i].kept_weight(graph.key.window(i, i + 1))
+        if quantized is None or not op_key.requires_grad:
+            continue
+        weight = graph.params[i][0]
+        nbytes = quantized.nbytes(TensorSpec(tuple(weight.shape), weight.dtype))
+        yield Kept((i,), "weight", 0.0, nbytes=math.ceil(nbytes) if op_key.keeps_weight else 0)

@@ -1,0 +1,355 @@
+"""Tensors that backward computes again: bits, bytes kept, and when everything is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from pipeline_kernels import on_kernels
+
+import fuser
+from fuser import recipe as recipes
+from fuser.runtime import pipeline as pipelines
+from fuser.tensors import QuantizedTensor
+
+T, H, F = 128, 128, 256
+BF16, F32 = torch.bfloat16, torch.float32
+RECIPES: dict[str, Any] = {
+    "none": None,
+    "current": recipes.Float8CurrentScaling(),
+    "delayed": recipes.DelayedScaling(),
+    "rowwise": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(),
+    **{
+        f"{name}, {override}": make(backward_override=override)
+        for name, make in (
+            ("current", recipes.Float8CurrentScaling),
+            ("nvfp4", recipes.NVFP4BlockScaling),
+        )
+        for override in recipes.BACKWARD_OVERRIDES
+    },
+}
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
+
+
+@contextlib.contextmanager
+def everything_kept() -> Iterator[None]:
+    """Plans that are made inside keep each tensor that backward reads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelines, "with_rebuilt_tensors", lambda ops, key: key)
+        yield
+
+
+def swiglu(norm: Any = fuser.RMSNorm) -> fuser.Sequential:
+    return fuser.Sequential(
+        fuser.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        norm(H),
+        fuser.Linear(H, 2 * F, bias=False),
+        fuser.SwiGLU(),
+        fuser.Linear(F, H, bias=False),
+        fuser.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+
+
+def gelu() -> fuser.Sequential:
+    return fuser.Sequential(fuser.Linear(H, F), fuser.GELU(), fuser.Linear(F, H))
+
+
+def with_dropout() -> fuser.Sequential:
+    return fuser.Sequential(
+        *(fuser.LayerNorm(H), fuser.Linear(H, F), fuser.SReLU(), fuser.Dropout(0.3)),
+        fuser.Linear(F, H),
+    )
+
+
+def of_l2() -> fuser.Sequential:
+    return fuser.Sequential(fuser.L2Normalization(), fuser.BasicLinear(H, F), fuser.GEGLU())
+
+
+MODELS: dict[str, Callable[[], fuser.Sequential]] = {
+    "swiglu": swiglu,
+    "layernorm": lambda: swiglu(fuser.LayerNorm),
+    "gelu": gelu,
+    "dropout": with_dropout,
+    "l2": of_l2,
+}
+
+
+def under(recipe: Any) -> Any:
+    return contextlib.nullcontext() if recipe is None else fuser.autocast(recipe=recipe)
+
+
+def results(
+    make: Callable[[], fuser.Sequential], recipe: Any, dtype: torch.dtype, steps: int = 3
+) -> list[torch.Tensor]:
+    """Outputs and gradients of some steps of SGD, with weights of their usual size."""
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    found = []
+    for step in range(steps):
+        x = oracles.leaf(oracles.random_tensor((T, H), dtype, step))
+        with under(recipe):
+            y = model(x)
+        y.backward(0.02 * oracles.random_tensor(tuple(y.shape), dtype, 10 + step))
+        gradients = [tensor.grad for tensor in (x, *model.parameters())]
+        found += [y.detach(), *(grad.clone() for grad in gradients if grad is not None)]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 1e-4 * parameter.grad
+                parameter.grad = None
+    return found
+
+
+def assert_rebuilt_bits(
+    make: Callable[[], fuser.Sequential], recipe: Any, dtype: torch.dtype
+) -> None:
+    with everything_kept():
+        expected = results(make, recipe, dtype)
+    found = results(make, recipe, dtype)
+    for one, other in zip(found, expected, strict=True):
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
+
+
+@pytest.mark.sampled
+@every_recipe
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("place", ["torch", "kernels"])
+def test_gradients_have_the_bits_of_a_plan_that_keeps_everything(
+    make: Any, recipe: Any, dtype: torch.dtype, place: str
+) -> None:
+    with on_kernels() if place == "kernels" else contextlib.nullcontext():
+        assert_rebuilt_bits(make, recipe, dtype)
+
+
+KINDS = ("linear", "norm", "activation", "gated", "dropout", "bias")
+
+
+def random_model(seed: int) -> fuser.Sequential:
+    """Ops in a random order, with linears among them."""
+    chooses = random.Random(seed)
+    ops: list[torch.nn.Module] = []
+    width = H
+    for _ in range(chooses.randint(4, 9)):
+        kind = chooses.choice([*KINDS, "linear"])
+        if kind == "linear":
+            out = chooses.choice([64, 128, 192])
+            ops.append(fuser.Linear(width, out, bias=chooses.random() < 0.5))
+            width = out
+        elif kind == "norm":
+            norm: Any = chooses.choice([fuser.RMSNorm, fuser.LayerNorm])
+            ops.append(norm(width, zero_centered_gamma=chooses.random() < 0.5))
+        elif kind == "activation":
+            activation: Any = chooses.choice([fuser.GELU, fuser.ReLU, fuser.SiLU])
+            ops.append(activation(cache_quantized_input=chooses.random() < 0.2))
+        elif kind == "gated" and width >= 64:
+            ops.append(fuser.SwiGLU())
+            width //= 2
+        elif kind == "dropout":
+            ops.append(fuser.Dropout(chooses.choice([0.0, 0.2])))
+        elif kind == "bias":
+            ops.append(fuser.Bias(width))
+    return fuser.Sequential(*ops, fuser.Linear(width, H))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_pipelines_have_the_bits_of_plans_that_keep_everything(seed: int) -> None:
+    recipe = list(RECIPES.values())[seed % len(RECIPES)]
+    dtype = (BF16, F32)[seed % 2]
+    with on_kernels() if seed % 3 == 0 else contextlib.nullcontext():
+        assert_rebuilt_bits(lambda: random_model(seed), recipe, dtype)
+
+
+# -- what is kept ---------------------------------------------------------------------
+
+
+class Kept:
+    """The memory of saved tensors, without that of parameters."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._sizes: dict[int, int] = {}
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_quantized = isinstance(tensor, QuantizedTensor)
+        buffers = tensor.buffers().values() if is_quantized else [tensor]  # type: ignore[attr-defined]
+        for buffer in buffers:
+            if buffer is not None and buffer.numel() > 4:  # scales
+                storage = buffer.untyped_storage()
+                if storage.data_ptr() not in self._own:
+                    self._sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._sizes.values())
+
+
+def kept_bytes(model: fuser.Sequential, recipe: Any, dtype: torch.dtype = BF16) -> int:
+    x = oracles.leaf(oracles.random_tensor((T, H), dtype, 1))
+    kept = Kept(model)
+    with under(recipe), torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda t: t):
+        model(x)
+    return kept.nbytes
+
+
+@every_recipe
+@pytest.mark.parametrize("name", ["swiglu", "gelu"])
+def test_a_block_keeps_what_its_backward_cannot_compute_again(name: str, recipe: Any) -> None:
+    """The input, and the output of the first linear; no weight twice."""
+    model = MODELS[name]().to(BF16)
+    statistics = 4 if name == "swiglu" else 0
+    first_output = 2 * F if name == "swiglu" else F
+    needed = T * (2 * H + 2 * first_output + statistics)
+    assert kept_bytes(model, recipe) <= 1.02 * needed
+
+
+@every_recipe
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_plan_states_what_is_kept(make: Any, recipe: Any) -> None:
+    model = make().to(BF16)
+    x = oracles.leaf(oracles.random_tensor((T, H), BF16, 1))
+    with under(recipe):
+        plan = model.plan(x)
+    stated = plan.kept_bytes_per_token * T + sum(kept.nbytes for kept in plan.kept)
+    measured = kept_bytes(model, recipe)
+    assert abs(measured - stated) <= 0.01 * measured
+
+
+def test_a_printed_plan_says_what_is_kept_and_what_is_computed_again() -> None:
+    x = torch.empty(T, H, dtype=BF16, requires_grad=True)
+    with fuser.autocast(recipe=RECIPES["current"]):
+        text = str(swiglu().to(BF16).plan(x))
+    assert (
+        """
+kept for backward: 1.3 kB a token
+  1  RMSNorm      input 256 B, statistics 4 B
+  2  BasicLinear  input computed again by 1, weight quantized again
+  3  SwiGLU       input 1.0 kB
+  4  BasicLinear  input computed again by 3, weight quantized again
+"""
+        in text
+    )
+    assert "swiglu again" in text
+
+
+# -- when it is kept -------------------------------------------------------------------
+
+
+class OwnGELU(fuser.GELU):
+    """A user's op, which may compute anything."""
+
+    def op_forward(self, ctx: Any, input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().op_forward(ctx, input_, *args, **kwargs) * 2
+
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        return super().op_backward(ctx, grad_output * 2)
+
+
+def is_rebuilt(model: fuser.Sequential) -> list[bool]:
+    key = model.plan(torch.empty(T, H, requires_grad=True)).key
+    return [not op.keeps_input for op in key.ops]
+
+
+def test_what_a_users_op_computed_is_kept() -> None:
+    def with_activation(op: fuser.GELU) -> list[bool]:
+        return is_rebuilt(fuser.Sequential(fuser.BasicLinear(H, F), op, fuser.BasicLinear(F, H)))
+
+    assert with_activation(fuser.GELU()) == [False, False, True]
+    assert not any(with_activation(OwnGELU()))
+    assert not any(with_activation(fuser.GELU(cache_quantized_input=True)))
+
+
+def test_with_a_users_fusion_everything_is_kept() -> None:
+    class Nothing(fuser.FusedOperation):
+        window = (fuser.Reshape, fuser.Reshape)
+        side = "joint"
+
+        def fuser_forward(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+        fuser_backward = fuser_forward
+
+    ops = [fuser.BasicLinear(H, F), fuser.GELU(), fuser.BasicLinear(F, H)]
+    model = fuser.Sequential(*ops, fusions=[*fuser.FUSIONS, Nothing])
+    assert not any(is_rebuilt(model))
+
+
+def test_a_frozen_op_saves_nothing_so_its_output_is_kept() -> None:
+    model = fuser.Sequential(fuser.RMSNorm(H), fuser.BasicLinear(H, F))
+    model[0].weight.requires_grad_(False)
+    x = torch.randn(T, H)
+    plan = model.plan(x)
+    assert plan.key.ops[1].keeps_input
+    y = model(x)
+    y.sum().backward()
+    assert model[1].weight.grad is not None
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["none"], RECIPES["current"]], ids=["none", "current"])
+def test_a_weight_that_changed_since_forward_is_refused(recipe: Any) -> None:
+    model = gelu()
+    x = torch.randn(T, H, requires_grad=True)
+    with under(recipe):
+        y = model(x)
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_the_weights_of_a_first_microbatch_keep_both_copies() -> None:
+    model = fuser.Sequential(fuser.BasicLinear(H, F))
+    made = []
+    for is_first in (True, False):
+        x = torch.randn(T, H, requires_grad=True)
+        with fuser.autocast(recipe=RECIPES["current"]):
+            y = model(x, op_kwargs={0: {"is_first_microbatch": is_first}})
+        y.sum().backward()
+        (kept,) = model[0]._kept_weight.values()
+        made.append(kept.made)
+    assert made[0] is made[1]
+    assert made[0]._has("rowwise")
+    assert made[0]._has("columnwise")
+
+
+def test_fifty_steps_hold_no_more_than_one() -> None:
+    model = swiglu()
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+
+    counts = []
+    for step in range(50):
+        x = torch.randn(T, H, requires_grad=True)
+        with fuser.autocast(recipe=RECIPES["delayed"]):
+            y = model(x)
+        y.sum().backward()
+        del x, y
+        model.zero_grad()
+        if step in (3, 49):
+            counts.append(alive())
+    assert counts[0] == counts[1]
+
+
+def test_a_retained_graph_gives_the_same_gradients_twice() -> None:
+    model = swiglu()
+    x = torch.randn(T, H, requires_grad=True)
+    with fuser.autocast(recipe=RECIPES["current"]):
+        y = model(x).sum()
+    inputs = (x, *model.parameters())
+    first = torch.autograd.grad(y, inputs, retain_graph=True)
+    for one, other in zip(first, torch.autograd.grad(y, inputs), strict=True):
+        assert torch.equal(one, other)
