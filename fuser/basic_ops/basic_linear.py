@@ -621,7 +621,7 @@ class BasicLinear(LinearWeight):
         dtype, quantizer = ctx.compute_dtype, ctx.grad_output_quantizer
         assert dtype is not None
         assert quantizer is not None
-        rowwise, columnwise = weight is not None, x is not None
+        rowwise, columnwise = weight is not None, x is not None or ctx.defers_wgrad
         if quantizer.rowwise is not rowwise or quantizer.columnwise is not columnwise:
             quantizer = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
         dy = quantized(grad_output, dtype, quantizer)
@@ -633,10 +633,19 @@ class BasicLinear(LinearWeight):
                 rows, weight, dtype, is_split=dgrad_is_split, scale=scale, addend=addend
             )
             grad_input = write_grad_input(grad_input, ctx)
-        if isinstance(x, QuantizedTensor):
+        if ctx.defers_wgrad:
+            # Without the rowwise copy, which is freed now.
+            ctx.deferred = readable(dy, "columnwise", quantizer).with_usage("columnwise")
+        elif isinstance(x, QuantizedTensor):
             columns = readable(dy, "columnwise", quantizer)
             grad_weight = self.weight_gradient(ctx, columns, x, scale, is_quantized=True)
         return grad_input, (grad_weight,)
+
+    def deferred_gradients(self, ctx: OperationContext) -> Grads:
+        """The gradients that :meth:`op_backward` left until the input was computed again."""
+        x, *_ = ctx.saved_tensors
+        columns, ctx.deferred = ctx.deferred, None
+        return (self.weight_gradient(ctx, columns, x, 1.0, is_quantized=True),)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
         if shape[-1] != self.local_in_features:

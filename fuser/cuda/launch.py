@@ -167,6 +167,8 @@ class _Recording(threading.local):
     recorder: Recorder | None = None
     is_dry = False
     """Whether launches do nothing: tensors are fake."""
+    is_joined = False
+    """Whether a launch may contain that of another function (``tiled.in_one_launch``)."""
 
 
 class _FakeTensors(TorchFunctionMode):

@@ -14,14 +14,18 @@ producer's dtype and quantizes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
+from fuser.cuda import launch
 from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int32, int64
 from fuser.cuda.checks import FLOAT8, boolean, check_element, check_matrix, is_aligned
-from fuser.cuda.launch import Kernel, tiles
-from fuser.formats import DType
+from fuser.cuda.launch import TILE, TILE_THREADS, Kernel, Launch, tiles
+from fuser.formats import DType, ceil_div
 
 ALIGNED = ((True, True), (True, False), (False, False))
 """Alignment of a producer and of its store; with an unaligned producer the store is unaligned."""
@@ -68,10 +72,81 @@ def transposes_aligned(
     return aligned and (col is None or (is_aligned(col, 16) and producer.rows % 16 == 0))
 
 
+JOINABLE_STORES = ("Fp8Store", "Block1dStore", "Block2dStore", "Mxfp8Store", "Mxfp8SquareStore")
+
+
+class _Tiled(NamedTuple):
+    """The launch of a producer with its store."""
+
+    kernel: Kernel
+    producer: Producer
+    store: Struct
+
+    @property
+    def is_joinable(self) -> bool:
+        """Whether the store looks at its own tile alone, and is not one of several passes."""
+        return any(f" fuser::{store}<" in self.kernel.symbol for store in JOINABLE_STORES)
+
+    def run(self) -> None:
+        m, k = self.producer.rows, self.producer.columns
+        self.kernel(tiles(m, k), self.producer.argument, self.store, int64(m), int32(k))
+
+    def run_with(self, other: _Tiled) -> bool:
+        """Both in one launch, if they go together."""
+        m, k, other_k = self.producer.rows, self.producer.columns, other.producer.columns
+        is_alike = other.producer.rows == m and other.kernel.module == self.kernel.module
+        if not (is_alike and m and 0 < other_k <= k and self.is_joinable):
+            return False
+        of_other = ceil_div(other_k, TILE)
+        blocks = ceil_div(m, TILE) * of_other * (ceil_div(ceil_div(k, TILE), of_other) + 1)
+        types = [each.kernel.symbol[len("fuser_tiled<") : -1] for each in (self, other)]
+        pair = Kernel(self.kernel.module, f"fuser_tiled_pair<{', '.join(types)}>")
+        arguments = [a for each in (self, other) for a in (each.producer.argument, each.store)]
+        sizes = int64(m), int32(k), int32(other_k)
+        pair(Launch((blocks,), (TILE_THREADS,)), *arguments, *sizes)
+        return True
+
+
+class _Waiting(threading.local):
+    """The launches of a thread that wait for another one."""
+
+    is_on = False
+    first: _Tiled | None = None
+
+
+_waiting = _Waiting()
+
+
+@contextlib.contextmanager
+def in_one_launch() -> Iterator[None]:
+    """The first store that is launched inside waits for the second one, and joins its launch.
+
+    What the first writes is to be read after the context. If the two do not go together, each has
+    a launch of its own.
+    """
+    outer, _waiting.is_on = _waiting.is_on, True
+    launch.recording.is_joined = True
+    try:
+        yield
+    finally:
+        _waiting.is_on = launch.recording.is_joined = outer
+        first, _waiting.first = _waiting.first, None
+        if first is not None:
+            first.run()
+
+
 def launch_store(kernel: Kernel, producer: Producer, store: Struct) -> None:
     """Launch a producer with its store, a block for each tile."""
-    m, k = producer.rows, producer.columns
-    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
+    own = _Tiled(kernel, producer, store)
+    if _waiting.is_on and _waiting.first is None and own.is_joinable:
+        _waiting.first = own
+        return
+    first, _waiting.first = _waiting.first, None
+    if first is not None and own.run_with(first):
+        return
+    if first is not None:
+        first.run()
+    own.run()
 
 
 def launch_decoder(

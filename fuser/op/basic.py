@@ -178,6 +178,10 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """Whether backward reads the main input, and takes one that is computed again."""
         return False
 
+    def deferred_gradients(self, ctx: OperationContext) -> Grads:
+        """The parameters' gradients of a backward with ``ctx.defers_wgrad``, after it."""
+        raise NotImplementedError
+
     def quantizes_weight_again(self, key: PlanKey) -> bool:
         """Whether backward quantizes the op's weight again, and forward need not keep that."""
         return False

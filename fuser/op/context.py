@@ -40,6 +40,10 @@ class OperationContext:
     """Whether the forward runs under a recipe."""
     keeps_input: bool = True
     """Whether a linear saves its input; if not, backward computes it again."""
+    defers_wgrad: bool = False
+    """Whether backward computes a linear's input again after its dgrad, and then its wgrad."""
+    deferred: Any = None
+    """Of such a backward: the gradient of the output, with the copy that wgrad reads."""
     keeps_weight: bool = True
     """Whether a linear saves its quantized weight; if not, backward quantizes it again."""
     backward_override: str | None = None

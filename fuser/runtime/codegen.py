@@ -7,6 +7,7 @@ context and extra tensor; tracebacks show it. This saves 5 us compared to a loop
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fuser.basic_ops import Activation
 from fuser.cuda.sequence import end_of
+from fuser.cuda.tiled import in_one_launch
 from fuser.errors import StateError
 from fuser.op import (
     BasicOperation,
@@ -102,6 +105,8 @@ class PlanCodegen:
         self.places = places
         self.saving = [i for i, op_key in enumerate(key.ops) if op_key.requires_grad]
         self.titles: dict[str, str] = {}
+        # While a step is written: the linear whose wgrad comes after the next one.
+        self.waiting: int | None = None
         # By side: class and method of every step, and the ops that it runs.
         self.methods: dict[str, list[tuple[str, str]]] = {}
         self.windows: dict[str, list[tuple[int, ...]]] = {}
@@ -112,6 +117,7 @@ class PlanCodegen:
             "plain": _plain,
             "marked": _marked,
             "no_kwargs": _NO_KWARGS,
+            "in_one_launch": in_one_launch,
             "inputs": functools.partial(tuple.__new__, StepInputs),  # without a call of Python
             "view": FusibleOperation.quantizer_view,
             "separate": _separate,
@@ -320,24 +326,54 @@ class PlanCodegen:
                 src.add(f"({''.join(f'dout{i}_{k}, ' for i, k in self.places)}) = dout")
             src.add("result = ()")
             with src.block("try:"):
-                for number, (op, indices) in enumerate(steps):
-                    src.add(f"step = {number}  # {type(op).__name__}")
-                    self._add_rebuilt_inputs(indices, forward)
-                    self.titles[f"backward{number}"] = self._title("backward", op, indices)
-                    is_last = number + 1 == len(steps)
-                    method = _method(op, "backward")
-                    if method == "op_backward":
-                        self._add_plain_backward(number, indices[0], is_last)
-                    elif method == "step_backward":
-                        self._add_own_backward(number, op, indices, is_last)
-                    else:
-                        self._add_backward(number, op, indices, is_last)
+                for number in range(len(steps)):
+                    self._add_backward_step(number, steps, forward)
                 self._add_results(steps)
             with src.block(f"except {_CHECKED_ERRORS} as error:"):
                 self._add_result_check("backward", steps)
                 src.add("raise")
 
-    def _add_rebuilt_inputs(self, indices: tuple[int, ...], forward: PlannedOps) -> None:
+    def _add_backward_step(self, number: int, steps: PlannedOps, forward: PlannedOps) -> None:
+        src, (op, indices) = self.src, steps[number]
+        src.add(f"step = {number}  # {type(op).__name__}")
+        self.titles[f"backward{number}"] = self._title("backward", op, indices)
+        joined, self.waiting = self.waiting, self._deferring(steps, number)
+        if self.waiting is not None:
+            src.add(f"c{self.waiting}.defers_wgrad = True")
+        with contextlib.nullcontext() if joined is None else src.block("with in_one_launch():"):
+            readers = (*indices, *(() if joined is None else (joined,)))
+            self._add_rebuilt_inputs([i for i in readers if i != self.waiting], forward)
+            is_last = number + 1 == len(steps)
+            method = _method(op, "backward")
+            if method == "op_backward":
+                self._add_plain_backward(number, indices[0], is_last)
+            elif method == "step_backward":
+                self._add_own_backward(number, op, indices, is_last)
+            else:
+                self._add_backward(number, op, indices, is_last)
+        if joined is not None:
+            finish = src.bind(f"deferred{joined}", self.ops[joined].deferred_gradients)
+            src.add(f"p{joined} = {finish}(c{joined})", f"c{joined}.saved_tensors = None")
+
+    def _deferring(self, steps: PlannedOps, number: int) -> int | None:
+        """The linear of a step whose input the kernel of the next step computes too; or None.
+
+        That is an activation's, which reads the same tensors to quantize its gradient.
+        """
+        if number + 1 == len(steps) or self.key.no_kernels is not None:
+            return None
+        (op, (i, *more)), (_, after) = steps[number : number + 2]
+        is_alone = op is self.ops[i] and not more and not self.key.ops[i].keeps_input
+        recipe = self.key.recipe
+        if not is_alone or recipe is None or not recipe.quantizes_backward:
+            return None
+        communicates = self.ops[i].collectives("backward", self.key.window(i, i + 1))
+        before = self.ops[i - 1]
+        reads_again = after[-1] == i - 1 and isinstance(before, Activation)
+        emits = self.key.ops[after[0]].grad_input is not None
+        return i if reads_again and emits and not communicates else None
+
+    def _add_rebuilt_inputs(self, indices: Iterable[int], forward: PlannedOps) -> None:
         """Compute the inputs again that ops of a step did not keep, as ``forward`` did."""
         for reader in indices:
             if self.key.ops[reader].keeps_input:
@@ -407,7 +443,7 @@ class PlanCodegen:
 
     def _add_release(self, indices: tuple[int, ...]) -> None:
         """Drop the tensors that nothing reads after the backward of these ops."""
-        names = [f"c{i}.saved_tensors" for i in indices if i in self.saving]
+        names = [f"c{i}.saved_tensors" for i in indices if i in self.saving and i != self.waiting]
         names += [f"dout{i}_{k}" for i, k in self.places if i in indices]
         names += [
             f"din{i}_{k}"

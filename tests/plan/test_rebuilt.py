@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipeline_kernels import on_kernels
 
 import fuser
 from fuser import recipe as recipes
+from fuser.cuda.launch import Kernel, Launch
 from fuser.runtime import pipeline as pipelines
 from fuser.tensors import QuantizedTensor
 
@@ -169,6 +171,46 @@ def test_random_pipelines_have_the_bits_of_plans_that_keep_everything(seed: int)
     dtype = (BF16, F32)[seed % 2]
     with on_kernels() if seed % 3 == 0 else contextlib.nullcontext():
         assert_rebuilt_bits(lambda: random_model(seed), recipe, dtype)
+
+
+PAIRED = ["current", "delayed", "block", "mxfp8"]
+
+
+@pytest.mark.parametrize("recipe", PAIRED)
+def test_one_launch_quantizes_an_activation_again_and_its_gradient(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    symbols: list[str] = []
+    call = Kernel.__call__
+
+    def noted(kernel: Kernel, launch: Launch, *args: Any) -> None:
+        symbols.append(kernel.symbol)
+        call(kernel, launch, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", noted)
+    with on_kernels():
+        results(swiglu, RECIPES[recipe], BF16, steps=1)
+    (pair,) = [symbol for symbol in symbols if symbol.startswith("fuser_tiled_pair<")]
+    assert "PointwiseBackwardProducer" in pair
+    assert "PointwiseProducer" in pair
+
+
+@pytest.mark.parametrize("recipe", PAIRED)
+@pytest.mark.parametrize("rows", [1, 100, 300])
+@pytest.mark.parametrize(("features", "name"), [(200, "swiglu"), (136, "gelu"), (264, "swiglu")])
+def test_pairs_of_tiles_have_the_bits_of_two_launches_at_every_edge(
+    recipe: str, rows: int, features: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> fuser.Sequential:
+        gate = 2 if name == "swiglu" else 1
+        op = fuser.SwiGLU() if name == "swiglu" else fuser.GELU()
+        return fuser.Sequential(
+            fuser.Linear(H, gate * features), op, fuser.Linear(features, H, bias=False)
+        )
+
+    monkeypatch.setattr(sys.modules[__name__], "T", rows)
+    with on_kernels():
+        assert_rebuilt_bits(make, RECIPES[recipe], BF16)
 
 
 # -- what is kept ---------------------------------------------------------------------

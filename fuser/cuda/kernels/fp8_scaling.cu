@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads)
                    unsigned* recorded, long long n) {
     float values[kVectors][kCount];
     load_vectors<kAligned>(x, n, values);
-    const float scale = scaling.load<E>();
+    const float scale = scaling.load<E>(blockIdx.x == 0);
     if (recorded != nullptr) {
         record_amax(amax_of(values), recorded);
     }

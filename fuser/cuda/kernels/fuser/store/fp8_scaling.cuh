@@ -18,17 +18,18 @@ struct TensorScale {
         return amax == nullptr && scale == nullptr;
     }
 
-    // The scale, in every thread. The first thread of the grid writes scale_inv.
+    // The scale, in every thread. The first thread of the block that is first writes scale_inv.
     template <class E>
-    __device__ __forceinline__ float load() const {
-        return store_inverse(amax == nullptr ? *scale : of_amax<E>(__float_as_uint(*amax)));
+    __device__ __forceinline__ float load(bool is_first) const {
+        const float found = amax == nullptr ? *scale : of_amax<E>(__float_as_uint(*amax));
+        return store_inverse(found, is_first);
     }
     // The same for a matrix of one tile, from the amax of each thread's patch.
     template <class E>
     __device__ __forceinline__ float of_tile(unsigned bits, unsigned char* scratch) const {
         const unsigned amax_of_tile = block_max(bits, reinterpret_cast<unsigned*>(scratch));
         __syncthreads();  // `scratch` is used again
-        return store_inverse(of_amax<E>(amax_of_tile));
+        return store_inverse(of_amax<E>(amax_of_tile), true);
     }
 
 private:
@@ -36,8 +37,8 @@ private:
     __device__ __forceinline__ float of_amax(unsigned bits) const {
         return scale_from_amax(bits, E::kMax, pow2, eps, kFloatMax);
     }
-    __device__ __forceinline__ float store_inverse(float found) const {
-        if (scale_inv != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+    __device__ __forceinline__ float store_inverse(float found, bool is_first) const {
+        if (scale_inv != nullptr && is_first && threadIdx.x == 0) {
             *scale_inv = div_rn(1.0f, found);
         }
         return found;
@@ -110,7 +111,7 @@ struct Fp8Store {
         if (row != nullptr || col != nullptr || scaling.scale_inv != nullptr) {
             const float scale = scaling.is_of_tile()
                                     ? scaling.of_tile<E>(patch.amax(), tile.scratch)
-                                    : scaling.load<E>();
+                                    : scaling.load<E>(tile.is_first());
             store_scaled<E, kAligned>(tile, patch, scale, row, col);
         }
     }

@@ -49,6 +49,31 @@ constexpr int kTileBlocks = kIsWide<Producer, Store> ? (kFewerBlocks<Producer> >
                             : kNarrowBlocks<Producer, Store> > 2 ? kNarrowBlocks<Producer, Store>
                                                                  : 2;
 
+// The shared memory of a tile, in bytes: 16 or more.
+template <class Producer, class Store>
+constexpr int kTileBytes =
+    kPrefetchBytes<Producer> > Store::kScratchBytes
+        ? kPrefetchBytes<Producer>
+        : (Store::kScratchBytes > 16 ? Store::kScratchBytes : 16);
+
+template <class Producer, class Store>
+__device__ __forceinline__ void make_tile(const Producer& producer, const Store& store, Tile tile,
+                                          int (&index)[2]) {
+    if constexpr (kHasUnusedTiles<Producer>) {
+        if (producer.is_unused(tile)) {
+            return;
+        }
+    }
+    if constexpr (kPrefetchBytes<Producer> > 0) {
+        tile.save_index(index);
+    }
+    const auto patch = make_patch(producer, tile);  // unqualified: later headers may have overloads
+    if constexpr (kPrefetchBytes<Producer> > 0) {
+        tile.restore_index(index);
+    }
+    store(tile, patch);
+}
+
 }  // namespace fuser
 
 // ---- the kernels ----
@@ -56,24 +81,45 @@ constexpr int kTileBlocks = kIsWide<Producer, Store> ? (kFewerBlocks<Producer> >
 template <class Producer, class Store>
 __global__ void __launch_bounds__(fuser::kTileThreads, (fuser::kTileBlocks<Producer, Store>))
     fuser_tiled(Producer producer, Store store, long long rows, int columns) {
-    constexpr int kPrefetch = fuser::kPrefetchBytes<Producer>;
-    constexpr int kBytes = kPrefetch > Store::kScratchBytes ? kPrefetch : Store::kScratchBytes;
-    __shared__ __align__(16) unsigned char scratch[kBytes > 0 ? kBytes : 16];
-    fuser::Tile tile(rows, columns, fuser::kHasHalves<Producer>, scratch);
-    if constexpr (fuser::kHasUnusedTiles<Producer>) {
-        if (producer.is_unused(tile)) {
-            return;
-        }
-    }
+    __shared__ __align__(16) unsigned char scratch[fuser::kTileBytes<Producer, Store>];
     __shared__ int index[2];
-    if constexpr (kPrefetch > 0) {
-        tile.save_index(index);
+    fuser::make_tile(producer, store,
+                     fuser::Tile(rows, columns, fuser::kHasHalves<Producer>, scratch), index);
+}
+
+// Two such kernels over matrices of as many rows, in one launch. The second has as many columns or
+// fewer, and its tiles are among those of the first that have the same place: what these have read,
+// it finds in L2.
+template <class Producer, class Store, class OtherProducer, class OtherStore>
+__global__ void __launch_bounds__(fuser::kTileThreads,
+                                  (fuser::kTileBlocks<Producer, Store> <
+                                           fuser::kTileBlocks<OtherProducer, OtherStore>
+                                       ? fuser::kTileBlocks<Producer, Store>
+                                       : fuser::kTileBlocks<OtherProducer, OtherStore>))
+    fuser_tiled_pair(Producer producer, Store store, OtherProducer other_producer,
+                     OtherStore other_store, long long rows, int columns, int other_columns) {
+    constexpr int kBytes = fuser::kTileBytes<Producer, Store>;
+    constexpr int kOtherBytes = fuser::kTileBytes<OtherProducer, OtherStore>;
+    __shared__ __align__(16) unsigned char scratch[kBytes > kOtherBytes ? kBytes : kOtherBytes];
+    __shared__ int index[2];
+    const unsigned tiles = fuser::Tile::tiles_of(columns);
+    const unsigned other_tiles = fuser::Tile::tiles_of(other_columns);
+    const unsigned each = (tiles - 1) / other_tiles + 1;  // of the first, for one of the second
+    const unsigned number = fuser::Tile::from_end();
+    const unsigned row_tile = number / (other_tiles * (each + 1));
+    const unsigned place = number / (each + 1) % other_tiles;
+    const unsigned which = number % (each + 1);
+    if (which == each) {
+        fuser::make_tile(other_producer, other_store,
+                         fuser::Tile(rows, other_columns, row_tile, place,
+                                     fuser::kHasHalves<OtherProducer>, scratch),
+                         index);
+    } else if (place * each + which < tiles) {
+        fuser::make_tile(producer, store,
+                         fuser::Tile(rows, columns, row_tile, place * each + which,
+                                     fuser::kHasHalves<Producer>, scratch),
+                         index);
     }
-    const auto patch = make_patch(producer, tile);  // unqualified: later headers may have overloads
-    if constexpr (kPrefetch > 0) {
-        tile.restore_index(index);
-    }
-    store(tile, patch);
 }
 
 // Writes the producer's matrix unquantized, without a patch: out [rows, columns].
