@@ -9,7 +9,6 @@ with a plan that keeps every tensor. Also the bytes held between forward and bac
 from __future__ import annotations
 
 import contextlib
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ from options import new_parser, parsed
 from pipelines import BF16, BLOCKS, RECIPES, USUAL, Sizes, with_fuser
 from timing import Failure, clock, measure
 
-import fuser
 from fuser.runtime import pipeline
 
 SIZES = {"cuda": (8192, 4096, 14336), "cpu": (64, 64, 128)}
@@ -92,8 +90,10 @@ def main(argv: list[str] | None = None) -> None:
                     ratio = "" if isinstance(kept, Failure) else result.median / kept.median
                     row |= {"ms": round(result.median * 1e3, 4), "/ kept": ratio, "failure": ""}
                     rows.append(row)
-                    say(f"{block:<8}{recipe:<10}{row['way']:<10}{way:<18}{row['ms']:9.3f} ms "
-                        f"{ratio:6.4f}  {row['held bytes'] / 1e6:9.1f} MB")
+                    say(
+                        f"{block:<8}{recipe:<10}{row['way']:<10}{way:<18}{row['ms']:9.3f} ms "
+                        f"{ratio:6.4f}  {row['held bytes'] / 1e6:9.1f} MB"
+                    )
     Sink(options.out, where).write(rows)
 
 

@@ -31,7 +31,7 @@ from fuser.cuda.pointwise_instantiations import (
     SWIGLU,
     producer_types,
 )
-from fuser.cuda.tiled import ALIGNED, loads
+from fuser.cuda.tiled import ALIGNED, loads, pair_of
 from fuser.formats import DType
 
 COMMON_DTYPES = (torch.bfloat16, torch.float32)
@@ -45,7 +45,8 @@ def instantiations() -> dict[str, tuple[str, ...]]:
     for launcher in launchers():
         for kernel in kernels_of(launcher):
             found.setdefault(kernel.module, set()).add(kernel.symbol)
-    for kernel in chains_into_stores() | norms_into_stores() | groups_into_stores():
+    pairs = pairs_of_tiles()
+    for kernel in chains_into_stores() | norms_into_stores() | groups_into_stores() | pairs:
         found.setdefault(kernel.module, set()).add(kernel.symbol)
     return {name: tuple(sorted(symbols)) for name, symbols in sorted(found.items())}
 
@@ -103,6 +104,20 @@ def chains_into_stores() -> frozenset[Kernel]:
                     found.update(k for k in into_stores(alone, of_store) if "Amax" in k.symbol)
     for producer in producer_types(BIAS_SWIGLU, bf16, with_sums=True):
         found.update(block_scaling.stores(producer, E4M3, True))
+    return frozenset(found)
+
+
+@functools.cache
+def pairs_of_tiles() -> frozenset[Kernel]:
+    """Gradients of activations, each beside the activation, into the stores of FP8 formats."""
+    found: set[Kernel] = set()
+    for stages, saved, with_sums in (*LAUNCHED, (SWIGLU, 0, True)):
+        forward = producer_types(stages[-1:], torch.bfloat16)[0]
+        backward = producer_types(stages, torch.bfloat16, saved=saved, with_sums=with_sums)[1]
+        for launcher in (fp8_scaling, block_scaling, mxfp8):
+            others = launcher.stores(forward, E4M3, True)
+            for kernel in launcher.stores(backward, E5M2, True):
+                found |= {pair for other in others if (pair := pair_of(kernel, other))}
     return frozenset(found)
 
 

@@ -25,6 +25,7 @@ from fuser.cuda import launch
 from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int32, int64
 from fuser.cuda.checks import FLOAT8, boolean, check_element, check_matrix, is_aligned
 from fuser.cuda.launch import TILE, TILE_THREADS, Kernel, Launch, tiles
+from fuser.errors import KernelUnavailable, StateError
 from fuser.formats import DType, ceil_div
 
 ALIGNED = ((True, True), (True, False), (False, False))
@@ -99,12 +100,26 @@ class _Tiled(NamedTuple):
             return False
         of_other = ceil_div(other_k, TILE)
         blocks = ceil_div(m, TILE) * of_other * (ceil_div(ceil_div(k, TILE), of_other) + 1)
-        types = [each.kernel.symbol[len("fuser_tiled<") : -1] for each in (self, other)]
-        pair = Kernel(self.kernel.module, f"fuser_tiled_pair<{', '.join(types)}>")
         arguments = [a for each in (self, other) for a in (each.producer.argument, each.store)]
         sizes = int64(m), int32(k), int32(other_k)
+        pair = pair_of(self.kernel, other.kernel)
         pair(Launch((blocks,), (TILE_THREADS,)), *arguments, *sizes)
         return True
+
+    def run_late(self) -> None:
+        """Run, after the caller has gone on: there is no fallback for it any more."""
+        try:
+            self.run()
+        except KernelUnavailable as error:
+            raise StateError(
+                f"This backward has no gradients; run the step again. {error}"
+            ) from error
+
+
+def pair_of(kernel: Kernel, other: Kernel) -> Kernel:
+    """The kernel that does the work of two of :func:`store_kernel`, of one source."""
+    types = [each.symbol[len("fuser_tiled<") : -1] for each in (kernel, other)]
+    return Kernel(kernel.module, f"fuser_tiled_pair<{', '.join(types)}>")
 
 
 class _Waiting(threading.local):
@@ -132,7 +147,7 @@ def in_one_launch() -> Iterator[None]:
         _waiting.is_on = launch.recording.is_joined = outer
         first, _waiting.first = _waiting.first, None
         if first is not None:
-            first.run()
+            first.run_late()
 
 
 def launch_store(kernel: Kernel, producer: Producer, store: Struct) -> None:
@@ -142,10 +157,14 @@ def launch_store(kernel: Kernel, producer: Producer, store: Struct) -> None:
         _waiting.first = own
         return
     first, _waiting.first = _waiting.first, None
-    if first is not None and own.run_with(first):
-        return
     if first is not None:
-        first.run()
+        try:
+            if own.run_with(first):
+                return
+        except KernelUnavailable:
+            first.run_late()
+            raise
+        first.run_late()
     own.run()
 
 

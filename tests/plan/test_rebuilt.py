@@ -107,7 +107,7 @@ def results(
         with torch.no_grad():
             for parameter in model.parameters():
                 assert parameter.grad is not None
-                parameter -= 1e-4 * parameter.grad
+                parameter.sub_(1e-4 * parameter.grad)
                 parameter.grad = None
     return found
 
@@ -225,7 +225,7 @@ class Kept:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         is_quantized = isinstance(tensor, QuantizedTensor)
-        buffers = tensor.buffers().values() if is_quantized else [tensor]  # type: ignore[attr-defined]
+        buffers = tensor.buffers().values() if is_quantized else [tensor]
         for buffer in buffers:
             if buffer is not None and buffer.numel() > 4:  # scales
                 storage = buffer.untyped_storage()

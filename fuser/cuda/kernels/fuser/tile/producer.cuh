@@ -9,6 +9,8 @@ namespace fuser {
 template <class Producer>
 constexpr int kFewerBlocks = 0;
 template <class Producer>
+constexpr int kFewerBlocksInPair = 0;
+template <class Producer>
 constexpr bool kHasHalves = false;
 template <class Producer>
 constexpr int kPrefetchBytes = 0;

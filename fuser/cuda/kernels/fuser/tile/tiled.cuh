@@ -19,7 +19,8 @@
 //
 // All threads of a block call both. A producer that does not work row by row (because it has
 // several rows in flight, or sums their columns) has an overload of `make_patch` instead of
-// operator(). It may specialize these traits: kFewerBlocks is 1 or 2 if it takes many registers;
+// operator(). It may specialize these traits: kFewerBlocks is 1 or 2 if it takes many registers,
+// and kFewerBlocksInPair in the first half of a pair;
 // kHasHalves is true if values in the two halves of a row follow from the same inputs;
 // kPrefetchBytes is the part of Tile::scratch that it prefetches into; kHasUnusedTiles is true if
 // it has is_unused(tile), for tiles that are left as they are. A producer that used Tile::scratch
@@ -48,6 +49,12 @@ template <class Producer, class Store>
 constexpr int kTileBlocks = kIsWide<Producer, Store> ? (kFewerBlocks<Producer> > 1 ? 1 : 2)
                             : kNarrowBlocks<Producer, Store> > 2 ? kNarrowBlocks<Producer, Store>
                                                                  : 2;
+
+// Of a kernel whose other half has kOther.
+template <class Producer, class Store, int kOther>
+constexpr int kPairBlocks = (kTileBlocks<Producer, Store> < kOther ? kTileBlocks<Producer, Store>
+                                                                    : kOther) -
+                            kFewerBlocksInPair<Producer>;
 
 // The shared memory of a tile, in bytes: 16 or more.
 template <class Producer, class Store>
@@ -91,11 +98,9 @@ __global__ void __launch_bounds__(fuser::kTileThreads, (fuser::kTileBlocks<Produ
 // fewer, and its tiles are among those of the first that have the same place: what these have read,
 // it finds in L2.
 template <class Producer, class Store, class OtherProducer, class OtherStore>
-__global__ void __launch_bounds__(fuser::kTileThreads,
-                                  (fuser::kTileBlocks<Producer, Store> <
-                                           fuser::kTileBlocks<OtherProducer, OtherStore>
-                                       ? fuser::kTileBlocks<Producer, Store>
-                                       : fuser::kTileBlocks<OtherProducer, OtherStore>))
+__global__ void __launch_bounds__(
+    fuser::kTileThreads,
+    (fuser::kPairBlocks<Producer, Store, fuser::kTileBlocks<OtherProducer, OtherStore>>))
     fuser_tiled_pair(Producer producer, Store store, OtherProducer other_producer,
                      OtherStore other_store, long long rows, int columns, int other_columns) {
     constexpr int kBytes = fuser::kTileBytes<Producer, Store>;
