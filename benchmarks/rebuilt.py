@@ -1,15 +1,14 @@
 """The price of computing tensors again in backward: steps with and without, interleaved.
 
-A block runs forward and backward in one CUDA graph, and launched, once as it is planned, and once
-with a plan that keeps every tensor. Also the bytes held between forward and backward.
+A block runs forward and backward in one CUDA graph, and launched, once under an activation memory
+budget of 1, and once with a plan that keeps every tensor. Also the bytes held before backward.
 
     python benchmarks/rebuilt.py --out out/rebuilt.csv
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,22 +17,10 @@ from options import new_parser, parsed
 from pipelines import BF16, BLOCKS, RECIPES, USUAL, Sizes, with_fuser
 from timing import Failure, clock, measure
 
-from fuser.runtime import pipeline
+import fuser
 
 SIZES = {"cuda": (8192, 4096, 14336), "cpu": (64, 64, 128)}
-WAYS = ("planned", "everything kept")
-
-
-@contextlib.contextmanager
-def keeping(is_kept: bool) -> Iterator[None]:
-    """Plans that are made inside keep every tensor."""
-    found = pipeline.with_rebuilt_tensors
-    if is_kept:
-        pipeline.with_rebuilt_tensors = lambda ops, key: key
-    try:
-        yield
-    finally:
-        pipeline.with_rebuilt_tensors = found
+WAYS = ("budget 1", "everything kept")
 
 
 def step_of(
@@ -48,7 +35,7 @@ def step_of(
 
     def step() -> None:
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
-        with context():
+        with fuser.activation_memory_budget(None if is_kept else 1), context():
             y = model(x)
         if device == "cuda":
             held[0] = torch.cuda.memory_allocated() - before - y.nbytes
@@ -56,9 +43,8 @@ def step_of(
         for tensor in (x, *model.parameters()):
             tensor.grad = None
 
-    with keeping(is_kept):
-        for _ in range(4):
-            step()
+    for _ in range(4):
+        step()
     return step, held[0]
 
 

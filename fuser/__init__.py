@@ -56,6 +56,7 @@ from fuser.fused_ops import Linear
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from fuser.plan.plan import FusionPlan, Refusal, Step
+from fuser.plan.rebuilt import activation_memory_budget
 from fuser.precision.availability import (
     is_fp8_available,
     is_fp8_block_scaling_available,
@@ -124,6 +125,7 @@ __all__ = [
     "Dropout",
     "EmulationWarning",
     "FUSIONS",
+    "activation_memory_budget",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
     "Float8BlockwiseQTensorStorage",

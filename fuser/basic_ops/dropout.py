@@ -110,11 +110,9 @@ class Dropout(BasicOperation):
     ) -> torch.Tensor | LazyTensor:
         assert input_ is not None
         (seed,) = DropoutSaved(*ctx.saved_tensors)
-        if seed is None:
-            return input_
         state: DropoutState = ctx.state
         x = cast(materialize(input_), ctx.autocast_dtype or input_.dtype)
-        return pointwise.dropout(x, seed, state.dropout_probability)
+        return x if seed is None else pointwise.dropout(x, seed, state.dropout_probability)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor

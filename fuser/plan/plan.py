@@ -188,7 +188,8 @@ class FusionPlan:
             lines.append(f"  plain torch, without fuser's kernels: {self.key.no_kernels}")
         for side in ("forward", "backward"):
             lines += ["", *self._side_lines(side)]
-        lines += ["", *self.kept_lines()] if self.kept else []
+        if any(kept.is_rebuilt for kept in self.kept):
+            lines += ["", *self.kept_lines()]
         lines += ["", "notes"] if self.notes else []
         for paragraph in self.note_lines():
             lines += textwrap.wrap(paragraph, 96, initial_indent="  ", subsequent_indent="    ")

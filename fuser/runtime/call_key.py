@@ -11,11 +11,11 @@ import torch
 from fuser.cuda import module as kernels
 from fuser.op import BasicOperation
 from fuser.plan.parameter_slots import find_slots, is_computed
+from fuser.plan.rebuilt import budget
 from fuser.precision.contexts import current_recipe
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.runtime.known_parameters import KnownParameters, ParameterLayout, ends_of_memory
 from fuser.source import SourceCode
-from fuser.torch_private import saved_tensor_hooks
 
 Reading = tuple[tuple[torch.Tensor, ...], tuple[Any, ...], ParameterLayout | None]
 
@@ -81,7 +81,7 @@ class CallKeyReader:
                     "kernels.compile_failure,",
                     "current_recipe(),",
                     "is_grad_enabled(),",
-                    "saved_tensor_hooks(True) is not None and is_in_checkpoint(),",
+                    "budget.value and not is_in_checkpoint(),",
                     "is_autocast_enabled(device) and get_autocast_dtype(device),",
                     "x.shape[-1] == 0,  # refused, so of no plan",
                     "type(x), x.dtype, x.requires_grad, is_cpu or x.device,",
@@ -107,7 +107,7 @@ _ASKED = {
     "kernels": kernels,
     "current_recipe": current_recipe,
     "is_grad_enabled": torch.is_grad_enabled,
-    "saved_tensor_hooks": saved_tensor_hooks,
+    "budget": budget,
     "is_in_checkpoint": is_in_checkpoint,
     "is_autocast_enabled": torch.is_autocast_enabled,
     "get_autocast_dtype": torch.get_autocast_dtype,

@@ -19,7 +19,7 @@ from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_
 from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_quantized_outputs
 from fuser.plan.plan import FusionPlan
 from fuser.plan.planner import make_plan
-from fuser.plan.rebuilt import with_rebuilt_tensors
+from fuser.plan.rebuilt import budget, with_rebuilt_tensors
 from fuser.plan.registered import FusionFunction, RegisteredFusions, check_has_methods
 from fuser.plan.window import check_window
 from fuser.precision import contexts
@@ -390,8 +390,8 @@ class OperationFuser:
         )
         # torch matches what a checkpointed forward and its recomputation save by their order; if
         # there are other hooks then, the ops are in other pipelines. In a graph they are not.
-        is_matched = is_in_checkpoint() and not self.basic_ops[0].runs_in_graph
-        if registered_count() == 0 and not is_matched:
+        is_limited = budget.value is not None and registered_count() == 0
+        if is_limited and (self.basic_ops[0].runs_in_graph or not is_in_checkpoint()):
             key = with_rebuilt_tensors(self.basic_ops, key)
         return with_quantized_outputs(self.basic_ops, key)
 

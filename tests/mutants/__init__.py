@@ -18,7 +18,7 @@ from mutants.mutant import Mutant
 from mutants.nodes import NODES
 from mutants.ops import BASIC_OPS, FUSED_OPS, SENTENCES
 from mutants.parallel import PARALLEL
-from mutants.planning import CHANNELS, PLAN_KEYS, PLANNER
+from mutants.planning import CHANNELS, PLAN_KEYS, PLANNER, REBUILT
 from mutants.sharding import SHARDING
 from mutants.tensors import MATRIX_PRODUCTS, NUMBER_FORMATS, QUANTIZED_TENSORS
 from mutants.training import DELAYED_SCALING, KEPT_WEIGHTS, RECOMPUTATION, STATE
@@ -32,6 +32,7 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "recomputation": RECOMPUTATION,
     "state": STATE,
     "channels and extra outputs": CHANNELS,
+    "tensors computed again": REBUILT,
     "planner": PLANNER,
     "autograd nodes": NODES,
     "recipes and plan keys": PLAN_KEYS,

@@ -537,3 +537,55 @@ PLAN_KEYS = (
         "test_amax_reduction.py::test_amaxes_are_reduced_over_the_group_of_their_autocast_in_any_order",
     ),
 )
+
+REBUILT = (
+    Mutant(
+        "what a frozen op did not save is computed again from it",
+        "plan/rebuilt.py",
+        "if not (key.ops[i].requires_grad and ops[i].rebuilds_output and _is_own(ops[i])):",
+        "if not (ops[i].rebuilds_output and _is_own(ops[i])):",
+        "test_rebuilt.py::test_a_frozen_op_saves_nothing_so_its_output_is_kept",
+    ),
+    Mutant(
+        "what a user's op computed is computed again by its base class",
+        "plan/rebuilt.py",
+        "return not op.is_external and op.__dict__.keys().isdisjoint(METHODS)",
+        "return op.__dict__.keys().isdisjoint(METHODS)",
+        "test_rebuilt.py::test_what_a_users_op_computed_is_kept",
+    ),
+    Mutant(
+        "inputs are computed again beside fusions of users",
+        "plan/rebuilt.py",
+        "if any(fusion.is_external for fusion in key.fusions):",
+        "if False:",
+        "test_rebuilt.py::test_with_a_users_fusion_everything_is_kept",
+    ),
+    Mutant(
+        "checkpoints save less where they save for a recomputation",
+        "runtime/pipeline.py",
+        "is_limited and (self.basic_ops[0].runs_in_graph or not is_in_checkpoint())",
+        "is_limited",
+        "test_rebuilt.py::test_checkpoints_match_what_is_saved_if_hooks_come_and_go",
+    ),
+    Mutant(
+        "a tensor is quantized again with the scale of a later step",
+        "tensors/fp8.py",
+        "return self.scale.clone()  # a step",
+        "return self.scale  # a step",
+        "test_rebuilt.py::test_delayed_scales_that_a_step_changed_are_not_those_of_the_forward",
+    ),
+    Mutant(
+        "a norm is computed again with the usual epsilon",
+        "basic_ops/normalization.py",
+        "            state.eps,\n",
+        "            1e-5,\n",
+        "test_rebuilt.py::test_a_norm_is_computed_again_with_its_own_epsilon",
+    ),
+    Mutant(
+        "the second matrix of a pair has the tiles of the first",
+        "cuda/kernels/fuser/tile/tiled.cuh",
+        "const unsigned place = number / (each + 1) % other_tiles;",
+        "const unsigned place = number / (each + 1) % tiles;",
+        "test_rebuilt.py::test_pairs_of_tiles_have_the_bits_of_two_launches_at_every_edge",
+    ),
+)

@@ -477,8 +477,8 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a weight is quantized columnwise also where nobody wants dgrad",
         "basic_ops/linear_operands.py",
-        '"weight": (True, wants_dgrad and is_quantized_backward),',
-        '"weight": (True, is_quantized_backward),',
+        '"weight": (True, wants_dgrad and is_quantized_backward and op.keeps_weight),',
+        '"weight": (True, is_quantized_backward and op.keeps_weight),',
         "test_operand_flow.py::test_an_operand_has_the_copies_that_the_gradients_in_demand_read",
     ),
     Mutant(

@@ -13,11 +13,11 @@ import oracles
 import pytest
 import torch
 from pipeline_kernels import on_kernels
+from torch.utils.checkpoint import checkpoint
 
 import fuser
 from fuser import recipe as recipes
 from fuser.cuda.launch import Kernel, Launch
-from fuser.runtime import pipeline as pipelines
 from fuser.tensors import QuantizedTensor
 
 T, H, F = 128, 128, 256
@@ -43,12 +43,13 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
 
-@contextlib.contextmanager
-def everything_kept() -> Iterator[None]:
-    """Plans that are made inside keep each tensor that backward reads."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipelines, "with_rebuilt_tensors", lambda ops, key: key)
+@pytest.fixture
+def budget() -> Iterator[None]:
+    with fuser.activation_memory_budget(1):
         yield
+
+
+within_budget = pytest.mark.usefixtures("budget")
 
 
 def swiglu(norm: Any = fuser.RMSNorm) -> fuser.Sequential:
@@ -115,9 +116,9 @@ def results(
 def assert_rebuilt_bits(
     make: Callable[[], fuser.Sequential], recipe: Any, dtype: torch.dtype
 ) -> None:
-    with everything_kept():
-        expected = results(make, recipe, dtype)
-    found = results(make, recipe, dtype)
+    expected = results(make, recipe, dtype)
+    with fuser.activation_memory_budget(1):
+        found = results(make, recipe, dtype)
     for one, other in zip(found, expected, strict=True):
         assert one.isfinite().all()
         assert torch.equal(one, other)
@@ -176,6 +177,7 @@ def test_random_pipelines_have_the_bits_of_plans_that_keep_everything(seed: int)
 PAIRED = ["current", "delayed", "block", "mxfp8"]
 
 
+@within_budget
 @pytest.mark.parametrize("recipe", PAIRED)
 def test_one_launch_quantizes_an_activation_again_and_its_gradient(
     recipe: str, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +248,7 @@ def kept_bytes(model: fuser.Sequential, recipe: Any, dtype: torch.dtype = BF16) 
     return kept.nbytes
 
 
+@within_budget
 @every_recipe
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])
 def test_a_block_keeps_what_its_backward_cannot_compute_again(name: str, recipe: Any) -> None:
@@ -257,6 +260,7 @@ def test_a_block_keeps_what_its_backward_cannot_compute_again(name: str, recipe:
     assert kept_bytes(model, recipe) <= 1.02 * needed
 
 
+@within_budget
 @every_recipe
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_a_plan_states_what_is_kept(make: Any, recipe: Any) -> None:
@@ -269,6 +273,7 @@ def test_a_plan_states_what_is_kept(make: Any, recipe: Any) -> None:
     assert abs(measured - stated) <= 0.01 * measured
 
 
+@within_budget
 def test_a_printed_plan_says_what_is_kept_and_what_is_computed_again() -> None:
     x = torch.empty(T, H, dtype=BF16, requires_grad=True)
     with fuser.autocast(recipe=RECIPES["current"]):
@@ -304,6 +309,7 @@ def is_rebuilt(model: fuser.Sequential) -> list[bool]:
     return [not op.keeps_input for op in key.ops]
 
 
+@within_budget
 def test_what_a_users_op_computed_is_kept() -> None:
     def with_activation(op: fuser.GELU) -> list[bool]:
         return is_rebuilt(fuser.Sequential(fuser.BasicLinear(H, F), op, fuser.BasicLinear(F, H)))
@@ -313,6 +319,7 @@ def test_what_a_users_op_computed_is_kept() -> None:
     assert not any(with_activation(fuser.GELU(cache_quantized_input=True)))
 
 
+@within_budget
 def test_with_a_users_fusion_everything_is_kept() -> None:
     class Nothing(fuser.FusedOperation):
         window = (fuser.Reshape, fuser.Reshape)
@@ -328,6 +335,7 @@ def test_with_a_users_fusion_everything_is_kept() -> None:
     assert not any(is_rebuilt(model))
 
 
+@within_budget
 def test_a_frozen_op_saves_nothing_so_its_output_is_kept() -> None:
     model = fuser.Sequential(fuser.RMSNorm(H), fuser.BasicLinear(H, F))
     model[0].weight.requires_grad_(False)
@@ -339,6 +347,7 @@ def test_a_frozen_op_saves_nothing_so_its_output_is_kept() -> None:
     assert model[1].weight.grad is not None
 
 
+@within_budget
 @pytest.mark.parametrize("recipe", [RECIPES["none"], RECIPES["current"]], ids=["none", "current"])
 def test_a_weight_that_changed_since_forward_is_refused(recipe: Any) -> None:
     model = gelu()
@@ -351,6 +360,7 @@ def test_a_weight_that_changed_since_forward_is_refused(recipe: Any) -> None:
         y.sum().backward()
 
 
+@within_budget
 def test_the_weights_of_a_first_microbatch_keep_both_copies() -> None:
     model = fuser.Sequential(fuser.BasicLinear(H, F))
     made = []
@@ -366,6 +376,7 @@ def test_the_weights_of_a_first_microbatch_keep_both_copies() -> None:
     assert made[0]._has("columnwise")
 
 
+@within_budget
 def test_fifty_steps_hold_no_more_than_one() -> None:
     model = swiglu()
 
@@ -386,6 +397,7 @@ def test_fifty_steps_hold_no_more_than_one() -> None:
     assert counts[0] == counts[1]
 
 
+@within_budget
 def test_a_retained_graph_gives_the_same_gradients_twice() -> None:
     model = swiglu()
     x = torch.randn(T, H, requires_grad=True)
@@ -395,3 +407,72 @@ def test_a_retained_graph_gives_the_same_gradients_twice() -> None:
     first = torch.autograd.grad(y, inputs, retain_graph=True)
     for one, other in zip(first, torch.autograd.grad(y, inputs), strict=True):
         assert torch.equal(one, other)
+
+
+@within_budget
+@pytest.mark.parametrize("recipe", [None, RECIPES["current"]], ids=["none", "current"])
+@pytest.mark.parametrize("when", ["never", "forward", "backward"])
+def test_checkpoints_match_what_is_saved_if_hooks_come_and_go(recipe: Any, when: str) -> None:
+    def gradients(in_checkpoint: bool) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)
+        model = swiglu()
+        x = oracles.leaf(oracles.random_tensor((T, H), F32, 1))
+        hooks = []
+        if when == "forward" and in_checkpoint:
+            hooks.append(model[3].register_forward_hook(lambda *args: None))
+        with under(recipe):
+            y = checkpoint(model, x, use_reentrant=False) if in_checkpoint else model(x)
+        for hook in hooks:
+            hook.remove()
+        if when == "backward" and in_checkpoint:
+            model[3].register_forward_hook(lambda *args: None)
+        return torch.autograd.grad(y.square().sum(), (x, *model.parameters()))
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@within_budget
+def test_delayed_scales_that_a_step_changed_are_not_those_of_the_forward() -> None:
+    """Both steps end before their backward: the first scale is 1, the second is not."""
+    for make in (gelu, swiglu):
+        torch.manual_seed(0)
+        model = make()
+        x = oracles.leaf(100 * oracles.random_tensor((T, H), F32, 1))
+        with fuser.autocast(recipe=recipes.DelayedScaling(amax_history_len=1)):
+            first = model(x)
+        with fuser.autocast(recipe=recipes.DelayedScaling(amax_history_len=1)):
+            model(x)
+        inputs = (x, *model.parameters())
+        late = torch.autograd.grad(first.sum(), inputs)
+        torch.manual_seed(0)
+        model = make()
+        with fuser.autocast(recipe=recipes.DelayedScaling(amax_history_len=1)):
+            y = model(x)
+        for one, other in zip(
+            late, torch.autograd.grad(y.sum(), (x, *model.parameters())), strict=True
+        ):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("given", [0, 0.5, 2, True, "1"])
+def test_other_budgets_are_refused(given: Any) -> None:
+    with pytest.raises(fuser.InputError, match=f"activation_memory_budget got {given!r}; it is 1"):
+        fuser.activation_memory_budget(given)
+
+
+def test_a_budget_ends_with_its_context_and_with_an_error() -> None:
+    assert not any(is_rebuilt(gelu()))
+    with contextlib.suppress(KeyError), fuser.activation_memory_budget(1):
+        assert any(is_rebuilt(gelu()))
+        with fuser.activation_memory_budget(None):
+            assert not any(is_rebuilt(gelu()))
+        raise KeyError
+    assert not any(is_rebuilt(gelu()))
+
+
+def test_a_norm_is_computed_again_with_its_own_epsilon() -> None:
+    def make() -> fuser.Sequential:
+        return fuser.Sequential(fuser.RMSNorm(H, eps=0.5), fuser.BasicLinear(H, F))
+
+    assert_rebuilt_bits(make, None, F32)

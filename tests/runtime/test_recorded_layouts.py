@@ -184,8 +184,7 @@ def test_every_field_of_a_forwards_layout_is_tested_here() -> None:
     assert is_evaluated is False
     assert len(quantizers) == 2  # of forward and of backward; a loaded state: test_recorded.py
     read, autocast, others = next(layout for layout in found if len(layout) == 3)
-    # Of the gradient, and of the weight, which is quantized again.
-    assert len(read) == 1 + 2 * len({*INPUTS, *OTHER_FIELDS})
+    assert len(read) == 1 + len({*INPUTS, *OTHER_FIELDS})  # of the gradient
     assert autocast is False
     assert others == ()
 

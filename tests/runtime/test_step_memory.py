@@ -89,15 +89,14 @@ def swiglu_block() -> fuser.Sequential:
     )
 
 
-# In each the peak is in the backward of the activation: its input, dy and dx, and y, which the
-# caller holds. What the norm and the activation wrote is computed again. In bf16 the gradient of
-# the second weight is there already. In FP8 it is computed next, from a copy of the activation's
-# output, and of its gradient; dx has two copies, and there is one of the caller's x if it went into
-# the first GEMM, but none of weights.
+# In each the peak is in the backward of the activation: its input, dy and dx, the gradient of the
+# second weight, and y, which the caller holds. The gradient of the first weight reads what the norm
+# wrote; its x is the caller's. In FP8 dx has two copies, and there is one of what went into the
+# first GEMM and one of its weight.
 GELU = BF16 * (3 * T * F + F * H + T * H)
-SWIGLU = BF16 * (5 * T * F + F * H + T * H)
-GELU_IN_FP8 = BF16 * (2 * T * F + T * H) + 3 * T * F + 2 * T * H
-SWIGLU_IN_FP8 = BF16 * (3 * T * F + T * H) + 5 * T * F + T * H
+SWIGLU = BF16 * (5 * T * F + F * H + T * H) + BF16 * T * H
+GELU_IN_FP8 = BF16 * (2 * T * F + F * H + T * H) + 2 * T * F + H * F + T * H
+SWIGLU_IN_FP8 = BF16 * (3 * T * F + F * H + T * H) + 4 * T * F + 2 * H * F + T * H
 # Statistics and scales; parts of the gradient of a bias, which at T 8192 and F 14336 are 1%.
 FEW, PARTS = 0.02, 0.07
 
