@@ -584,8 +584,8 @@ REBUILT = (
     Mutant(
         "the second matrix of a pair has the tiles of the first",
         "cuda/kernels/fuser/tile/tiled.cuh",
-        "const unsigned place = number / (each + 1) % other_tiles;",
-        "const unsigned place = number / (each + 1) % tiles;",
+        "const int place = number / (each + 1) % other_tiles;",
+        "const int place = number / (each + 1) % tiles;",
         "test_rebuilt.py::test_pairs_of_tiles_have_the_bits_of_two_launches_at_every_edge",
     ),
 )

@@ -28,27 +28,23 @@ struct Tile {
     // in the grid, so that the second finds in L2 what the first has read.
     __device__ __forceinline__ Tile(long long rows, int columns, bool has_halves = false,
                                     unsigned char* scratch = nullptr)
-        : Tile(rows, columns, from_end() / tiles_of(columns), from_end() % tiles_of(columns),
-               has_halves, scratch) {}
-    // The tile that is number `place` of those of a row.
-    __device__ __forceinline__ Tile(long long rows, int columns, unsigned row_tile, unsigned place,
-                                    bool has_halves, unsigned char* scratch)
-        : rows(rows), columns(columns), row_tile(static_cast<int>(row_tile)),
-          column_tile(static_cast<int>(place)), scratch(scratch) {
+        : rows(rows), columns(columns), scratch(scratch) {
         row_tiles = static_cast<int>((rows - 1) / kTile + 1);
-        column_tiles = static_cast<int>(tiles_of(columns));
-        if (has_halves) {
-            column_tile = column_tile / 2 + column_tile % 2 * ((column_tiles + 1) / 2);
-        }
-        locate_thread();
+        column_tiles = (columns - 1) / kTile + 1;
+        // From the end: the kernel before this one touched the end last, so it may still be in L2.
+        const unsigned tile = gridDim.x - 1 - blockIdx.x;
+        locate(static_cast<int>(tile / column_tiles), static_cast<int>(tile % column_tiles),
+               has_halves);
+    }
+    // The tile that is number `place` of those of a row.
+    __device__ __forceinline__ Tile(long long rows, int columns, int row_tile, int place,
+                                    bool has_halves, unsigned char* scratch)
+        : rows(rows), columns(columns), scratch(scratch) {
+        row_tiles = static_cast<int>((rows - 1) / kTile + 1);
+        column_tiles = (columns - 1) / kTile + 1;
+        locate(row_tile, place, has_halves);
     }
 
-    static __device__ __forceinline__ unsigned tiles_of(int columns) {
-        return (columns - 1) / kTile + 1;
-    }
-    // The block's number from the end: the kernel before this one touched the end last, so it may
-    // still be in L2.
-    static __device__ __forceinline__ unsigned from_end() { return gridDim.x - 1 - blockIdx.x; }
     __device__ __forceinline__ bool is_first() const { return row_tile == 0 && column_tile == 0; }
 
     // save_index writes the index of the tile to shared memory; after a barrier, restore_index
@@ -73,6 +69,11 @@ struct Tile {
     static __device__ __forceinline__ int thread_column() { return threadIdx.x % kRowThreads; }
 
 private:
+    __device__ __forceinline__ void locate(int row_tile_, int place, bool has_halves) {
+        row_tile = row_tile_;
+        column_tile = has_halves ? place / 2 + place % 2 * ((column_tiles + 1) / 2) : place;
+        locate_thread();
+    }
     __device__ __forceinline__ void locate_thread() {
         row = first_row() + thread_row() * kPatch;
         column = first_column() + thread_column() * kPatch;

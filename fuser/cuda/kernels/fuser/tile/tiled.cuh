@@ -107,13 +107,13 @@ __global__ void __launch_bounds__(
     constexpr int kOtherBytes = fuser::kTileBytes<OtherProducer, OtherStore>;
     __shared__ __align__(16) unsigned char scratch[kBytes > kOtherBytes ? kBytes : kOtherBytes];
     __shared__ int index[2];
-    const unsigned tiles = fuser::Tile::tiles_of(columns);
-    const unsigned other_tiles = fuser::Tile::tiles_of(other_columns);
-    const unsigned each = (tiles - 1) / other_tiles + 1;  // of the first, for one of the second
-    const unsigned number = fuser::Tile::from_end();
-    const unsigned row_tile = number / (other_tiles * (each + 1));
-    const unsigned place = number / (each + 1) % other_tiles;
-    const unsigned which = number % (each + 1);
+    const int tiles = (columns - 1) / fuser::kTile + 1;
+    const int other_tiles = (other_columns - 1) / fuser::kTile + 1;
+    const int each = (tiles - 1) / other_tiles + 1;  // of the first, for one of the second
+    const int number = static_cast<int>(gridDim.x - 1 - blockIdx.x);  // from the end, as above
+    const int row_tile = number / (other_tiles * (each + 1));
+    const int place = number / (each + 1) % other_tiles;
+    const int which = number % (each + 1);
     if (which == each) {
         fuser::make_tile(other_producer, other_store,
                          fuser::Tile(rows, other_columns, row_tile, place,
