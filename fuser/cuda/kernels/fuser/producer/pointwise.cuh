@@ -59,11 +59,10 @@ template <class Chain, bool kSums, bool kAligned>
 constexpr int kFewerBlocks<PointwiseBackwardProducer<Chain, kSums, kAligned>> =
     kIsShort<Chain> && kAligned ? kFewerOfGradients + kSpills<Chain, kSums> : 2;
 
-// With sums over rows, those of gated chains would spill 8 bytes in a pair.
+// With sums over rows they would spill up to 16 bytes in a pair.
 #if __CUDA_ARCH__ == 900
 template <class Chain>
-constexpr int kFewerBlocksInPair<PointwiseBackwardProducer<Chain, true, true>> =
-    Chain::kHalves - 1;
+constexpr int kFewerBlocksInPair<PointwiseBackwardProducer<Chain, true, true>> = 1;
 #endif
 
 // Gate and linear half of dx follow from the same inputs. A block computes a tile of one half,
