@@ -197,6 +197,7 @@ def test_one_launch_quantizes_an_activation_again_and_its_gradient(
     assert "PointwiseProducer" in pair
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", PAIRED)
 @pytest.mark.parametrize("rows", [1, 100, 300])
 @pytest.mark.parametrize(("features", "name"), [(200, "swiglu"), (136, "gelu"), (264, "swiglu")])
