@@ -74,6 +74,7 @@ def transposes_aligned(
 
 
 JOINABLE_STORES = ("Fp8Store", "Block1dStore", "Block2dStore", "Mxfp8Store", "Mxfp8SquareStore")
+"""Those of one pass, which look at their own tile alone: two such launches may be one."""
 
 
 class _Tiled(NamedTuple):
@@ -85,7 +86,7 @@ class _Tiled(NamedTuple):
 
     @property
     def is_joinable(self) -> bool:
-        """Whether the store looks at its own tile alone, and is not one of several passes."""
+        """Whether the store is one of :data:`JOINABLE_STORES`."""
         return any(f" fuser::{store}<" in self.kernel.symbol for store in JOINABLE_STORES)
 
     def run(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from fuser.op import FusedOperation, FusibleOperation
@@ -67,4 +66,4 @@ def _weights(graph: OpGraph, ops: Iterable[int]) -> Iterator[Kept]:
             continue
         weight = graph.params[i][0]
         nbytes = quantized.nbytes(TensorSpec(tuple(weight.shape), weight.dtype))
-        yield Kept((i,), "weight", 0.0, nbytes=math.ceil(nbytes) if op_key.keeps_weight else 0)
+        yield Kept((i,), "weight", 0.0, nbytes=nbytes if op_key.keeps_weight else 0)

@@ -118,6 +118,17 @@ def test_a_block_holds_at_once_what_one_step_of_it_needs(
     assert 1 <= peak(block(), H, recipe) / expected < 1 + more
 
 
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), Float8BlockScaling()])
+@pytest.mark.parametrize("block", [gelu_block, swiglu_block])
+def test_what_is_computed_again_does_not_raise_the_peak(
+    block: Callable[[], fuser.Sequential], recipe: Recipe | None
+) -> None:
+    everything = peak(block(), H, recipe)
+    with fuser.activation_memory_budget(1):
+        assert peak(block(), H, recipe) <= everything
+
+
 class _Residuals(torch.nn.Module):
     """x + (x + b), again and again, in plain torch."""
 
