@@ -122,6 +122,9 @@ class OpKey:
     keeps_input: bool = True
     """Whether backward reads the main input as forward kept it; if not, earlier ops compute it
     again. It follows from the other fields and from the ops, as the next one does."""
+    keeps_source: bool = False
+    """Whether the op saves its main input in place of its larger output, which a later op reads in
+    backward."""
     keeps_weight: bool = True
     """Whether backward reads a quantized weight that forward kept; if not, it quantizes the
     parameter again."""

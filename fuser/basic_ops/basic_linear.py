@@ -19,7 +19,9 @@ from fuser.basic_ops.linear_operands import (
     original,
     plain,
     quantized,
+    quantizes_again,
     readable,
+    takes_rebuilt_input,
 )
 from fuser.basic_ops.linear_parallel import InputGather, travels
 from fuser.basic_ops.linear_weight import LinearWeight, parallel_text
@@ -39,7 +41,6 @@ from fuser.op import (
     write_output,
 )
 from fuser.precision.contexts import current_recipe
-from fuser.recipe import CustomRecipe, DelayedScaling, Recipe
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.gathering import note_backward_read
@@ -146,31 +147,15 @@ class BasicLinear(LinearWeight):
 
     def takes_rebuilt_input(self, key: PlanKey) -> bool:
         """Unless it gathers its input, or a quantizer would make other bytes of it."""
-        (op,) = key.ops
-        if not (op.requires_grad and self.saves_input) or (
-            self._parallel is not None and self._parallel.gathers_input
-        ):
-            return False
-        recipe = key.recipe
-        is_plain = recipe is None or recipe.backward_override == "high_precision"
-        return is_plain or self._repeats(recipe, 0)
+        gathers = self._parallel is not None and self._parallel.gathers_input
+        return not gathers and takes_rebuilt_input(self, key)
 
     def quantizes_weight_again(self, key: PlanKey) -> bool:
         (op,) = key.ops
-        is_plain = op.params[0].format is None
-        recipe = key.recipe
+        recipe, is_plain = key.recipe, op.params[0].format is None
         if recipe is None or recipe.backward_override == "high_precision" or not is_plain:
             return False
-        return op.requires_grad and op.input_requires_grad and self._repeats(recipe, 1)
-
-    def _repeats(self, recipe: Recipe | None, index: int) -> bool:
-        """Whether a tensor of forward can be quantized in backward with the same bytes."""
-        if recipe is None or isinstance(recipe, CustomRecipe):
-            return False
-        quantizer = self.constant_quantizer(recipe, "forward", index)
-        if quantizer is None:
-            return isinstance(recipe, DelayedScaling)
-        return quantizer.launch_key is not None
+        return op.requires_grad and op.input_requires_grad and quantizes_again(self, recipe, 1)
 
     def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
         kept, *weight = LinearSaved(*ctx.saved_tensors)
@@ -237,8 +222,6 @@ class BasicLinear(LinearWeight):
             "dtype": key.autocast_dtype or op.params[0].dtype,
             "weight_requires_grad": op.params[0].requires_grad,
             "with_quantized_compute": key.recipe is not None and key.recipe.quantizes_backward,
-            "keeps_input": op.keeps_input,
-            "keeps_weight": op.keeps_weight,
             "input_quantizer": None,
             "weight_quantizer": None,
         }

@@ -21,10 +21,11 @@ from fuser.basic_ops.grouped_products import (
     quantizes_groups_of,
     rows_of_groups,
 )
-from fuser.basic_ops.linear_operands import gemm_name
+from fuser.basic_ops.linear_operands import gemm_name, takes_rebuilt_input
 from fuser.basic_ops.shared_memory import overlap, pack
 from fuser.cuda import grouped_gemm
 from fuser.errors import InputError, InputTypeError
+from fuser.functional.lazy import LazyTensor, materialize
 from fuser.gemm import grouped
 from fuser.gemm.quantized_groups import sums_of
 from fuser.op import (
@@ -269,6 +270,24 @@ class GroupedLinear(GroupParameters):
         """None, as :meth:`input_quantization`."""
         return None
 
+    def takes_rebuilt_input(self, key: PlanKey) -> bool:
+        """Unless each group is quantized alone."""
+        is_plain = key.recipe is None or key.recipe.backward_override == "high_precision"
+        return (is_plain or self.runs_at_once(key)) and takes_rebuilt_input(self, key)
+
+    def kept_input(self, key: PlanKey) -> QuantSpec | None:
+        recipe = key.recipe
+        if recipe is None or recipe.backward_override == "high_precision":
+            return None
+        form = self.quantizer_format(recipe, "input")
+        is_dequantized = recipe.backward_override == "dequantized"
+        return QuantSpec(form, rowwise=is_dequantized, columnwise=not is_dequantized)
+
+    def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
+        if values.dtype is not ctx.compute_dtype:
+            values = materialize(values)
+        ctx.rebuilt_input = rows_of_groups(values, ctx)
+
     # -- running --------------------------------------------------------------------
 
     def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
@@ -292,7 +311,8 @@ class GroupedLinear(GroupParameters):
         self._check_buffer("output", output, shape, dtype, x)
         self._check_buffer("grad_input", grad_input, x.shape, dtype, x)
         matrix = rows_of_groups(x, ctx)
-        y = self._product(ctx, extras[0], matrix).forward(matrix, extras, is_first)
+        product = self._product(ctx, extras[0], matrix)
+        y = product.forward(matrix, extras, is_first, keeps_input=ctx.keeps_input)
         if grad_input is not None and ctx.requires_grad:
             ctx.state = ctx.state._replace(grad_input=grad_input)
         # Not the caller's tensor itself, of which autograd would make a part of the graph.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,10 +67,11 @@ class LoopedProduct(GroupedProduct):
     # -- forward -----------------------------------------------------------------------
 
     def forward(self, x: Values, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return super().forward(materialize(x), *args, **kwargs)
+        # It keeps its input, whatever the plan: this loop was not foreseen.
+        return super().forward(materialize(x), *args, **{**kwargs, "keeps_input": True})
 
-    def _input(self, x: Any, has_columns: bool) -> GroupOperands:
-        return self._quantized(x, "input", True, has_columns)
+    def _input(self, x: Any, has_columns: bool) -> tuple[GroupOperands, None]:
+        return self._quantized(x, "input", True, has_columns), None
 
     def _weights(self) -> Weights:
         return self.linear.read_weights(self.ctx, self.dtype)
@@ -151,6 +152,7 @@ class LoopedProduct(GroupedProduct):
         self, held: list[Values], leading: torch.Size, **options: Any
     ) -> tuple[torch.Tensor | None, Gradients, Gradients]:
         gather_noted_reads(self.linear._parts("weight"))
+        self.ctx.rebuilt_input = None  # nothing was computed of it yet
         return super().backward(held, leading, **options)
 
     def _gradient(self, dy: Any) -> GroupOperands:
@@ -186,8 +188,8 @@ class LoopedProduct(GroupedProduct):
             for weight, quantizer in zip(weights, self.quantizers.weight, strict=True)
         ]
 
-    def _wgrad(self, dy: GroupOperands, saved_x: Callable[[], Saved]) -> torch.Tensor:
-        linear, x, is_split = self.linear, saved_x(), self.ctx.split_accumulators[2]
+    def _wgrad(self, dy: GroupOperands, x: Saved, *_: object) -> torch.Tensor:
+        linear, is_split = self.linear, self.ctx.split_accumulators[2]
         size = (linear.num_groups, linear.out_features, linear.in_features)
         products = dy.values.new_zeros(size)
         for g, rows, gradient in self._with_rows(dy):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,8 @@ Weights = torch.Tensor | Sequence[torch.Tensor]
 Gradients = Sequence[torch.Tensor | None]
 Saved = tuple[Any, ...]
 """Tensors, and None for those that backward does not read."""
+Usages = tuple[bool, bool]
+"""Whether a quantized tensor has a rowwise, and a columnwise copy."""
 
 
 # -- quantizers ------------------------------------------------------------------------
@@ -157,20 +159,22 @@ class GroupedLinearSaved(NamedTuple):
     """Those of the groups."""
     scales: torch.Tensor | None
     bias: torch.Tensor | None
+    x_scaling: torch.Tensor | None
+    """What :meth:`Quantizer.repeating` needs if backward computes the input again."""
     x: Saved
     weight: Saved
 
     def tensors(self) -> Saved:
         """All of them, to be saved."""
-        return (*self.places, self.scales, self.bias, *self.x, *self.weight)
+        return (*self.places, self.scales, self.bias, self.x_scaling, *self.x, *self.weight)
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> GroupedLinearSaved:
         """Those of :meth:`tensors`."""
-        ends, sizes, padded_ends, tiles, scales, bias, *operands = tensors
+        ends, sizes, padded_ends, tiles, scales, bias, x_scaling, *operands = tensors
         half = len(operands) // 2
         x, weight = tuple(operands[:half]), tuple(operands[half:])
-        return cls((ends, sizes, padded_ends, tiles), scales, bias, x, weight)
+        return cls((ends, sizes, padded_ends, tiles), scales, bias, x_scaling, x, weight)
 
 
 class SeparateWeights(NamedTuple):
@@ -299,10 +303,12 @@ class GroupedProduct:
         this ``x``.
         """
         ctx, keeps_input = self.ctx, keeps_input and self.wants_wgrad
-        scales = None
+        scales = x_scaling = None
         if self.linear.scale_bias:
             scales = padded_values(extras[1].reshape(-1), self._padding_of_y)
-        operand = self._input(x, keeps_input and ctx.backward_override is None)
+        operand, quantizer = self._input(x, keeps_input and ctx.backward_override is None)
+        if self.wants_wgrad and not keeps_input and quantizer is not None:
+            x_scaling = quantizer.to_repeat(operand)
         weights = self._weights()
         weight = self._weight_operand(weights, is_first_microbatch)
         y, bias = self._with_biases(self._multiplied(operand, weight), scales)
@@ -311,14 +317,19 @@ class GroupedProduct:
             saved_x = self._saved_input(x, operand) if keeps_input else ()
             missing = (None,) * (len(saved_weight) - len(saved_x))
             saved_x = (*saved_x, *missing)
-            saved = GroupedLinearSaved(self.groups.places(), scales, bias, saved_x, saved_weight)
+            saved = GroupedLinearSaved(
+                self.groups.places(), scales, bias, x_scaling, saved_x, saved_weight
+            )
             ctx.save_for_backward(*saved.tensors())
             ctx.state = GroupedLinearState(type(self), self.quantizers, self.is_padded, separate)
         return y
 
-    def _input(self, x: Values, has_columns: bool) -> Operand:
-        """The input as the operand of the forward, and of the weight gradient if needed."""
-        return self._padded(x, self.is_padded[0])
+    def _input(self, x: Values, has_columns: bool) -> tuple[Operand, Quantizer | None]:
+        """The input as the operand of the forward, and of the weight gradient if needed.
+
+        Also its quantizer, None if several or none quantized it.
+        """
+        return self._padded(x, self.is_padded[0]), None
 
     def _padded(self, rows: Values, is_padded: bool) -> torch.Tensor:
         padded = self.groups.padded
@@ -417,9 +428,10 @@ class GroupedProduct:
         leading: torch.Size,
         *,
         sums: torch.Tensor | None = None,
-        repeated_x: Callable[[], Saved] | None = None,
     ) -> tuple[torch.Tensor | None, Gradients, Gradients]:
         """The gradients of the input, of the parameters, and of the extra inputs.
+
+        If the context has a ``rebuilt_input``, that is the input, and none was saved.
 
         Parameters
         ----------
@@ -429,8 +441,6 @@ class GroupedProduct:
             The shape of the input's rows.
         sums
             The sums of that gradient by group, if a kernel leaves them as it quantizes it.
-        repeated_x
-            Computes the input again, if it is not saved.
         """
         dy, saved = held.pop(), self.saved
         assert saved is not None
@@ -447,8 +457,8 @@ class GroupedProduct:
         if self.wants_wgrad:
             # Without the saved weight, if the gradient is computed later.
             product = replace(self, saved=None)
-            saved_x = saved.x
-            wgrad = functools.partial(product._wgrad, operand, repeated_x or (lambda: saved_x))
+            rebuilt, self.ctx.rebuilt_input = self.ctx.rebuilt_input, None
+            wgrad = functools.partial(product._wgrad, operand, saved.x, saved.x_scaling, rebuilt)
             dweights = self.linear.weight_gradients(self.ctx, wgrad)
         return dx, (*dweights, *dbiases), extras
 
@@ -474,16 +484,27 @@ class GroupedProduct:
             weight = weight.dequantize(dtype=dy.dtype).view(shape)[:, : dy.shape[1]]
         return self._unpadded(grouped.dgrad(dy, weight, self.rows), self.is_padded[0])
 
-    def _wgrad(self, dy: Operand, saved_x: Callable[[], Saved]) -> torch.Tensor:
-        """``dy_g.T @ x_g``, the gradients of the weights ``[G, N, K]``."""
-        (x, *_), is_padded = saved_x(), self.is_padded[0]
-        if isinstance(x, QuantizedTensor):
-            x, is_padded = x.dequantize(dtype=dy.dtype), True
-        return grouped.wgrad(dy, self._padded(x, is_padded), self.rows)
+    def _wgrad(
+        self, dy: Operand, x: Saved, scaling: torch.Tensor | None, rebuilt: Values | None
+    ) -> torch.Tensor:
+        """``dy_g.T @ x_g``, the gradients of the weights ``[G, N, K]``.
 
-    def repeated_input(self, x: Values) -> Saved:
-        """An input that backward computes again, as the operand of the weight gradient."""
-        return (materialize(x),)
+        ``x`` is what was saved of the input; or ``rebuilt`` are its values, which are quantized
+        with ``scaling`` as in forward.
+        """
+        (x_of_all, *_), is_padded = x, self.is_padded[0]
+        if rebuilt is not None:
+            x_of_all = self._rebuilt(rebuilt, scaling)
+        if isinstance(x_of_all, QuantizedTensor):
+            x_of_all, is_padded = x_of_all.dequantize(dtype=dy.dtype), True
+        return grouped.wgrad(dy, self._padded(x_of_all, is_padded), self.rows)
+
+    def _rebuilt(self, x: Values, scaling: torch.Tensor | None) -> Operand:
+        """An input that backward computed again, as the operand of the weight gradient."""
+        if self.quantizers is None or self.ctx.backward_override == "high_precision":
+            return x
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return QuantizedProduct(**own)._rebuilt(x, scaling)
 
     def _bias_gradients(
         self, dy: torch.Tensor, saved: GroupedLinearSaved, leading: torch.Size
@@ -518,18 +539,20 @@ class QuantizedProduct(GroupedProduct):
         return self.groups.padded
 
     def _quantized(
-        self, x: Values, role: str, rowwise: bool, columnwise: bool, is_padded: bool
-    ) -> QuantizedTensor:
+        self, x: Values, role: str, usages: Usages, is_padded: bool
+    ) -> tuple[QuantizedTensor, Quantizer | None]:
+        """The rows quantized, and their quantizer; None if it was that of another rank."""
         quantizers: list[Quantizer] = getattr(self.quantizers, role)
+        rowwise, columnwise = usages
         if isinstance(x, RemoteRows):
             received = x.quantized(quantizers, self.padded, rowwise=rowwise, columnwise=columnwise)
             if received is not None:
-                return received
+                return received, None
             x = x.gathered()
         quantizer = groups_quantizer(
             quantizers, self.padded, rowwise=rowwise, columnwise=columnwise
         )
-        return quantizer(padded_rows(x, self.padded, is_padded=is_padded))
+        return quantizer(padded_rows(x, self.padded, is_padded=is_padded)), quantizer
 
     def _reads_columns(self, role: str, device: torch.device) -> bool:
         """Whether backward reads a columnwise copy of the tensor of a role."""
@@ -537,18 +560,22 @@ class QuantizedProduct(GroupedProduct):
         other = quantizers.input if role == "grad_output" else quantizers.grad_output
         return reads_columns(getattr(quantizers, role)[0], other[0], device)
 
-    def _input(self, x: Values, has_columns: bool) -> QuantizedTensor:
+    def _input(self, x: Values, has_columns: bool) -> tuple[QuantizedTensor, Quantizer | None]:
         has_columns = has_columns and self._reads_columns("input", x.device)
-        return self._quantized(x, "input", True, has_columns, self.is_padded[0])
+        return self._quantized(x, "input", (True, has_columns), self.is_padded[0])
 
-    def repeated_input(self, x: Values) -> Saved:
-        has_columns = self._reads_columns("input", x.device)
-        return (self._quantized(x, "input", not has_columns, has_columns, self.is_padded[0]),)
+    def _rebuilt(self, x: Values, scaling: torch.Tensor | None) -> QuantizedTensor:
+        is_exact = self.ctx.backward_override is not None
+        has_columns = not is_exact and self._reads_columns("input", x.device)
+        usages = {"rowwise": not has_columns, "columnwise": has_columns}
+        quantizer = groups_quantizer(self.quantizers.input, self.padded, **usages)
+        rows = padded_rows(x, self.padded, is_padded=self.is_padded[0])
+        return quantizer.repeating(scaling)(rows)
 
     def _gradient(self, dy: Values) -> QuantizedTensor:
         has_columns = self.wants_wgrad and self._reads_columns("grad_output", dy.device)
         rowwise = self.wants_dgrad or not has_columns
-        return self._quantized(dy, "grad_output", rowwise, has_columns, self.is_padded[1])
+        return self._quantized(dy, "grad_output", (rowwise, has_columns), self.is_padded[1])[0]
 
     def _weight_operand(self, weights: Weights, is_first_microbatch: bool | None) -> Operand:
         linear = self.linear
@@ -591,9 +618,14 @@ class QuantizedProduct(GroupedProduct):
             dy.release("rowwise")  # nothing reads it again
         return dx
 
-    def _wgrad(self, dy: Operand, saved_x: Callable[[], Saved]) -> torch.Tensor:
-        (x, *_), is_split = saved_x(), self.ctx.split_accumulators[2]
-        return quantized_groups.quantized_wgrad(dy, x, self.padded, self.dtype, is_split=is_split)
+    def _wgrad(
+        self, dy: Operand, x: Saved, scaling: torch.Tensor | None, rebuilt: Values | None
+    ) -> torch.Tensor:
+        operand = x[0] if rebuilt is None else self._rebuilt(rebuilt, scaling)
+        is_split = self.ctx.split_accumulators[2]
+        return quantized_groups.quantized_wgrad(
+            dy, operand, self.padded, self.dtype, is_split=is_split
+        )
 
 
 def product_at_once(

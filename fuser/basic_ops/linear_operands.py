@@ -12,7 +12,7 @@ from fuser.formats import NumberFormat
 from fuser.gemm.native import NativeGemm, native_gemm
 from fuser.op import BasicOperation, OperationContext
 from fuser.precision.delayed_scaling import DelayedScales
-from fuser.recipe import Recipe
+from fuser.recipe import CustomRecipe, DelayedScaling, Recipe
 from fuser.specs import PlanKey, QuantSpec
 from fuser.tensors import Float8Quantizer, Float8Tensor, QuantizedTensor, Quantizer
 from fuser.tensors.gathering import note_backward_read
@@ -45,6 +45,25 @@ def operands_of(side: str, key: PlanKey, format_of: FormatOf) -> dict[str, Quant
         role: QuantSpec(format_of(recipe, role), rowwise, columnwise)
         for role, (rowwise, columnwise) in copies.items()
     }
+
+
+def quantizes_again(op: BasicOperation, recipe: Recipe | None, index: int) -> bool:
+    """Whether backward can make the bytes of tensor ``index`` of a quantized forward again."""
+    if recipe is None or isinstance(recipe, CustomRecipe):
+        return False
+    quantizer = op.constant_quantizer(recipe, "forward", index)
+    if quantizer is None:
+        return isinstance(recipe, DelayedScaling)
+    return quantizer.launch_key is not None
+
+
+def takes_rebuilt_input(op: BasicOperation, key: PlanKey) -> bool:
+    """Whether backward can read the input of a linear that is computed again."""
+    recipe = key.recipe
+    if not (key.ops[0].requires_grad and op.saves_input):
+        return False
+    is_plain = recipe is None or recipe.backward_override == "high_precision"
+    return is_plain or quantizes_again(op, recipe, 0)
 
 
 def native_row(a: str, b: str, key: PlanKey, format_of: FormatOf) -> NativeGemm | None:

@@ -49,15 +49,18 @@ ExchangeSizes = tuple[Sizes | None, Sizes | None] | None
 
 
 class MoeDispatchSaved(NamedTuple):
-    """What a dispatch saves: extra output 2."""
+    """What a dispatch saves: extra output 2, and tokens of which it copies the rows again."""
 
     inverse_map: torch.Tensor
+    row_map: torch.Tensor | None = None
+    x: torch.Tensor | None = None
 
 
 class MoeDispatchState(NamedTuple):
     """What a dispatch keeps for its backward besides."""
 
     input_shape: torch.Size
+    dtype: torch.dtype
     received: int = 0
     """On several ranks, the number of received rows."""
     sizes: ExchangeSizes = None
@@ -125,6 +128,7 @@ class MoeDispatch(ExpertParallelOperation):
 
     num_extra_inputs = 2
     num_extra_outputs = 3
+    copies_input = True
 
     def __init__(
         self,
@@ -153,6 +157,21 @@ class MoeDispatch(ExpertParallelOperation):
     def is_recordable(self) -> bool:  # type: ignore[override]
         """Whether no number of rows is read on the host."""
         return self.expert_parallel_size == 1 or self.capacity is not None
+
+    @property
+    def rebuilds_output(self) -> bool:  # type: ignore[override]
+        """Whether the rows are copies of this rank's tokens."""
+        return self.expert_parallel_size == 1
+
+    def rebuild(
+        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
+    ) -> torch.Tensor | LazyTensor:
+        inverse_map, row_map, x = MoeDispatchSaved(*ctx.saved_tensors)
+        if x is None:
+            assert input_ is not None
+            x = self._tokens(ctx, materialize(input_), ctx.state.dtype)
+        assert row_map is not None
+        return gathered_rows(x, row_map, inverse_map)
 
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
@@ -262,10 +281,8 @@ class MoeDispatch(ExpertParallelOperation):
         for name, extra in (("expert_indices", indices), ("probs", probs)):
             check_device("MoeDispatch", name, extra, "the input", input_)
         check_values("MoeDispatch", indices, self.num_experts)
-        own = ctx.autocast_dtype or input_.dtype
-        # The rows have the bits of tokens, so they may be cast before or after the copy.
-        x = cast(cast(plain(input_, own), own), dtype).reshape(-1, input_.shape[-1])
-        ctx.state = MoeDispatchState(input_.shape)
+        x = self._tokens(ctx, input_, dtype)
+        ctx.state = MoeDispatchState(input_.shape, dtype)
         if self.expert_parallel_size > 1:
             return self._from_ranks(ctx, x, indices, probs, is_lazy, may_send_bytes)
         split_sizes, row_map, inverse_map = route(
@@ -274,9 +291,17 @@ class MoeDispatch(ExpertParallelOperation):
         # A matrix of one column, and a token for each assignment.
         row_probs = ops.permute(probs.reshape(-1, 1), row_map, inverse_map.view(-1, 1)).view(-1)
         if ctx.requires_grad:
-            ctx.to_save = MoeDispatchSaved(inverse_map)
+            ctx.to_save = MoeDispatchSaved(inverse_map, row_map, x if ctx.keeps_source else None)
         copy = gathered_rows if is_lazy else ops.permute
         return copy(x, row_map, inverse_map), (split_sizes, row_probs, inverse_map)
+
+    def _tokens(
+        self, ctx: OperationContext, input_: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The tokens ``[T, hidden]`` in the dtype of the rows."""
+        own = ctx.autocast_dtype or input_.dtype
+        # The rows have the bits of tokens, so they may be cast before or after the copy.
+        return cast(cast(plain(input_, own), own), dtype).reshape(-1, input_.shape[-1])
 
     def _from_ranks(
         self,
@@ -313,7 +338,7 @@ class MoeDispatch(ExpertParallelOperation):
         (ctx,), (_, drows, _) = ctxs, grad_extras
         if self.expert_parallel_size > 1:
             return self._backward_over_ranks(ctx, dy, drows)
-        (inverse_map,) = MoeDispatchSaved(*ctx.saved_tensors)
+        inverse_map = MoeDispatchSaved(*ctx.saved_tensors).inverse_map
         state: MoeDispatchState = ctx.state
         dx = dprobs = None
         if ctx.input_requires_grad:
@@ -329,7 +354,7 @@ class MoeDispatch(ExpertParallelOperation):
         self, ctx: OperationContext, dy: torch.Tensor, drows: torch.Tensor | None
     ) -> StepGrads:
         """As :meth:`step_backward`; both gradients travel at once."""
-        (packed,), group = MoeDispatchSaved(*ctx.saved_tensors), self._group_of(ctx)
+        packed, group = MoeDispatchSaved(*ctx.saved_tensors).inverse_map, self._group_of(ctx)
         state: MoeDispatchState = ctx.state
         ranks = self.expert_parallel_size
         exchange = Exchange.unpacked(packed, state.received, ranks, state.sizes)

@@ -10,6 +10,7 @@ import torch
 from fuser.chain import Stage
 from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
+from fuser.functional.lazy import LazyTensor
 from fuser.op import (
     BasicOperation,
     Contexts,
@@ -63,6 +64,7 @@ class ScaledActivation(BasicOperation):
     num_extra_inputs = 1
     takes_floating_extras = True
     can_quantize_output = ("forward", "backward")
+    rebuilds_output = True
     backward_attributes = ScaledActivationState
 
     def __init__(self, function: Stage, *, activation_recompute_in_mlp: bool = False) -> None:
@@ -99,6 +101,12 @@ class ScaledActivation(BasicOperation):
         if self.activation_recompute_in_mlp and ctx.requires_grad:
             raise self._unfused()
         return self.function.scaled, scales
+
+    def rebuild(
+        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
+    ) -> torch.Tensor | LazyTensor:
+        x, scales = ScaledActivationSaved(*ctx.saved_tensors)
+        return pointwise.scaled_activation(ctx.state.function, x, scales)
 
     def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
         (ctx,), (scales,) = ctxs, inputs.extras

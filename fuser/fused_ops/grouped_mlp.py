@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +12,6 @@ from fuser.basic_ops import GroupedLinear
 from fuser.basic_ops.grouped_products import (
     GroupedProduct,
     QuantizedProduct,
-    Saved,
     Values,
     padded_values,
     product_at_once,
@@ -22,7 +19,8 @@ from fuser.basic_ops.grouped_products import (
     rows_of_groups,
     unpadded_values,
 )
-from fuser.basic_ops.scaled_activation import ScaledActivation
+from fuser.basic_ops.scaled_activation import ScaledActivation, ScaledActivationSaved
+from fuser.chain import Stage
 from fuser.functional import pointwise
 from fuser.gemm import grouped
 from fuser.op import (
@@ -38,24 +36,18 @@ from fuser.op import (
     write_output,
 )
 from fuser.specs import PlanKey
-from fuser.tensors import Float8Quantizer
-
-
-class ActivationSaved(NamedTuple):
-    """What the activation's backward reads, if it runs: rows of padded groups under a recipe.
-
-    The linears save what theirs read.
-    """
-
-    z: torch.Tensor
-    scales: torch.Tensor
 
 
 class GroupedMLPState(NamedTuple):
-    """Kept at the activation's context by a forward of all three ops together."""
+    """Kept at the activation's context by a forward of all three ops together.
 
+    That saves the tensors of a :class:`ScaledActivationSaved` too: under a recipe, rows of padded
+    groups.
+    """
+
+    function: Stage
     is_repeated: bool
-    """Whether backward computes the scaled activation again."""
+    """Whether backward computes the scaled activation again, whatever the plan."""
 
 
 class GroupedMLP(FusedOperation):
@@ -66,8 +58,7 @@ class GroupedMLP(FusedOperation):
     In backward one kernel computes and quantizes the activation's gradient, and leaves the parts of
     the gradients of the scales and of the first linear's biases; with ``scale_bias`` the latter are
     weighted sums of a gradient in memory. With ``activation_recompute_in_mlp`` the product of
-    activation and scales is not saved but computed again in backward, except under delayed scaling,
-    whose scales have changed by then.
+    activation and scales is not saved but computed again in backward.
     """
 
     window = (GroupedLinear, ScaledActivation, GroupedLinear)
@@ -113,14 +104,8 @@ class GroupedMLP(FusedOperation):
         notes = ["Finds the groups once."]
         if key.recipe is not None:
             notes = ["Finds and pads the groups once: rows stay padded between the products."]
-        is_delayed = key.recipe is not None and key.recipe.delayed()
         if self.members[1].activation_recompute_in_mlp and key.requires_grad:
-            notes.append(
-                "activation_recompute_in_mlp=True has no effect under delayed scaling, whose "
-                "scales have changed by the backward."
-                if is_delayed
-                else "Backward computes the scaled activation again."
-            )
+            notes.append("Backward computes the scaled activation again.")
         return tuple(notes)
 
     # -- forward ----------------------------------------------------------------------
@@ -149,14 +134,15 @@ class GroupedMLP(FusedOperation):
     ) -> torch.Tensor:
         """The output ``[T, N]``; ``firsts`` is the ``is_first_microbatch`` of each op."""
         scales = padded_values(extras[1][0].reshape(-1), of_up.groups.padded)
-        z = of_up.forward(x, extras[0], firsts[0])
+        z = of_up.forward(x, extras[0], firsts[0], keeps_input=of_up.ctx.keeps_input)
         h = pointwise.scaled_activation(self.members[1].function, z, scales)
-        is_repeated = self._is_repeated(of_down)
-        y = of_down.forward(h, extras[2], firsts[2], keeps_input=not is_repeated)
+        is_repeated, is_rebuilt = self._is_repeated(of_down), not of_down.ctx.keeps_input
+        keeps_input = not (is_repeated or is_rebuilt)
+        y = of_down.forward(h, extras[2], firsts[2], keeps_input=keeps_input)
         if ctx.requires_grad:
-            ctx.state = GroupedMLPState(is_repeated)
-            if is_repeated or of_down.wants_dgrad:
-                ctx.save_for_backward(*ActivationSaved(z, scales))
+            ctx.state = GroupedMLPState(self.members[1].function, is_repeated)
+            if not keeps_input or of_down.wants_dgrad:
+                ctx.save_for_backward(*ScaledActivationSaved(z, scales))
         return y
 
     def _products(
@@ -196,18 +182,10 @@ class GroupedMLP(FusedOperation):
         )
 
     def _is_repeated(self, of_down: GroupedProduct) -> bool:
-        """Whether backward computes the scaled activation again.
-
-        The same bits come out, but quantizing them again might give others.
-        """
-        override, quantizers = of_down.ctx.backward_override, of_down.quantizers
-        if override == "high_precision":
-            return of_down.wants_wgrad
-        is_exact = quantizers is None or (
-            override is None and not isinstance(quantizers.input[0], Float8Quantizer)
-        )
-        is_wanted: bool = self.members[1].activation_recompute_in_mlp
-        return of_down.wants_wgrad and is_exact and is_wanted
+        """Whether backward computes the scaled activation again."""
+        is_wanted = self.members[1].activation_recompute_in_mlp
+        is_wanted = is_wanted or of_down.ctx.backward_override == "high_precision"
+        return of_down.wants_wgrad and is_wanted
 
     # -- backward ---------------------------------------------------------------------
 
@@ -218,11 +196,9 @@ class GroupedMLP(FusedOperation):
         matrix = rows_of_groups(dy, ctxs[0])
         up = GroupedProduct.of_backward(self.members[0], ctxs[0], matrix.shape[0])
         down = GroupedProduct.of_backward(self.members[2], ctxs[2], matrix.shape[0])
-        repeated_h = None
         if ctx.state.is_repeated:
-            source = ActivationSaved(*ctx.saved_tensors)
-            repeated_h = functools.partial(self._repeated_h, replace(down, saved=None), source)
-        dh, down_grads, down_extras = down.backward([matrix], leading, repeated_x=repeated_h)
+            ctxs[2].rebuilt_input = self.members[1].rebuild(ctx, None)
+        dh, down_grads, down_extras = down.backward([matrix], leading)
         if dh is None:
             none = [None] * len(up.linear.parameter_names)
             extras = (*[None] * up.linear.num_extra_inputs, None, *down_extras)
@@ -237,15 +213,11 @@ class GroupedMLP(FusedOperation):
             dscales = unpadded_values(dscales, up.groups.padded).view(leading)
         return dx, (*up_grads, *down_grads), (*up_extras, dscales, *down_extras)
 
-    def _repeated_h(self, of_down: GroupedProduct, saved: ActivationSaved) -> Saved:
-        """The second linear's input, computed from z again, as the operand of its wgrad."""
-        return of_down.repeated_input(pointwise.scaled_activation(self.members[1].function, *saved))
-
     def _activation_backward(
         self, ctx: OperationContext, dh: torch.Tensor, of_up: GroupedProduct
     ) -> tuple[Values, torch.Tensor | None, torch.Tensor | None]:
         """The gradients of z and of the scales, and the sums of dz that a kernel leaves."""
-        of_dz = (self.members[1].function, dh, *ActivationSaved(*ctx.saved_tensors))
+        of_dz = (ctx.state.function, dh, *ScaledActivationSaved(*ctx.saved_tensors))
         (wants_dscales,) = ctx.extra_inputs_require_grad
         # The store that quantizes dz leaves the sums of its rows, of whole tiles of one group.
         sums_beside = of_up.wants_biases and of_up.wants_products and not of_up.linear.scale_bias

@@ -63,6 +63,9 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     """Whether backward reads the op's main input."""
     rebuilds_output: bool = False
     """Whether :meth:`rebuild` can compute the output again in backward."""
+    copies_input: bool = False
+    """Whether the output has copies of the rows of the main input, so that to save the input for
+    :meth:`rebuild` takes less memory than to save the output."""
     is_recordable: bool = True
     """Whether the op's passes do nothing that a recording would not repeat, such as queueing."""
     accumulates_into_main_grad: bool = False

@@ -40,6 +40,10 @@ class OperationContext:
     """Whether the forward runs under a recipe."""
     keeps_input: bool = True
     """Whether a linear saves its input; if not, backward computes it again."""
+    keeps_source: bool = False
+    """Whether a dispatch saves the tokens, from which backward computes their rows again."""
+    rebuilt_input: Any = None
+    """In the backward of a grouped linear: its input, lazily, if that is computed again."""
     defers_wgrad: bool = False
     """Whether backward computes a linear's input again after its dgrad, and then its wgrad."""
     deferred: Any = None

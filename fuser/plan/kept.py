@@ -52,6 +52,8 @@ def _of_step(
             nbytes = graph.gap_bytes(i, "forward") if quantized is None else quantized.nbytes(spec)
             memory = graph.arriving[i] if quantized is None else ("operand", i)
             yield "input", i, memory if key.ops[0].keeps_input else None, nbytes
+        elif key.ops[0].keeps_source:
+            yield "input", i, graph.arriving[i], graph.gap_bytes(i, "forward")
         statistics = op.saved_bytes(graph.main_specs[i])
         if statistics:
             yield "statistics", i, ("statistics", i), statistics

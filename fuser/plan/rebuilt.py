@@ -77,8 +77,11 @@ def with_rebuilt_tensors(ops: Sequence[BasicOperation], key: PlanKey) -> PlanKey
         narrowed = key.window(i, i + 1)
         if not _is_own(op):
             continue
-        if op.takes_rebuilt_input(narrowed) and rebuilding(ops, key, i):
+        path = rebuilding(ops, key, i) if op.takes_rebuilt_input(narrowed) else ()
+        if path:
             keys[i] = replace(keys[i], keeps_input=False)
+            if not ops[path[0]].saves_input:
+                keys[path[0]] = replace(keys[path[0]], keeps_source=True)
         if op.quantizes_weight_again(narrowed):
             keys[i] = replace(keys[i], keeps_weight=False)
     return replace(key, ops=tuple(keys))
@@ -87,14 +90,18 @@ def with_rebuilt_tensors(ops: Sequence[BasicOperation], key: PlanKey) -> PlanKey
 def rebuilding(ops: Sequence[BasicOperation], key: PlanKey, reader: int) -> range:
     """The ops that compute the main input of op ``reader`` again, in their order.
 
-    The first of them keeps its own input. Empty if the input cannot be rebuilt.
+    The first of them keeps its own input: for its own backward or, if no op does that, in place of
+    copies of its rows. Empty if the input cannot be rebuilt.
     """
+    first = reader
     for i in reversed(range(reader)):
         if not (key.ops[i].requires_grad and ops[i].rebuilds_output and _is_own(ops[i])):
             break
         if ops[i].saves_input:
             return range(i, reader)
-    return range(reader, reader)
+        if ops[i].copies_input:
+            first = i
+    return range(first, reader)
 
 
 def _is_own(op: BasicOperation) -> bool:

@@ -159,6 +159,9 @@ class PlanCodegen:
                 has_recipe=recipe is not None,
                 backward_override=recipe and recipe.backward_override,
                 input_dtype=op_key.input_dtype,
+                keeps_input=op_key.keeps_input,
+                keeps_source=op_key.keeps_source,
+                keeps_weight=op_key.keeps_weight,
                 **constants,
                 **op.context_constants(key.window(i, i + 1)),
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from fuser.reference import fp8_scaling as reference
 from fuser.reference import nvfp4 as nvfp4_reference
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
-from fuser.tensors.quantizer import Quantizer
+from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.quantizer import AMAXES, Quantizer
 from fuser.torch_private import foreach_maximum_
 
 # -- FP8 with one scale a group --------------------------------------------------
@@ -54,9 +55,9 @@ class Float8GroupsQuantizer(Quantizer):
     force_pow_2_scales, amax_epsilon
         As in :class:`Float8CurrentScalingQuantizer`.
     scales, amaxes
-        Delayed scaling: fp32 ``[1]`` for each group. ``amaxes`` become the maxima of themselves
-        and the amaxes of the groups; empty if nothing is recorded. If ``scales`` is empty, scales
-        follow from the amaxes of the groups.
+        Delayed scaling: fp32 ``[1]`` for each group, or one ``[G]`` for all of them. ``amaxes``
+        become the maxima of themselves and the amaxes of the groups; empty if nothing is recorded.
+        If ``scales`` is empty, scales follow from the amaxes of the groups.
     """
 
     groups: PaddedGroups
@@ -77,7 +78,7 @@ class Float8GroupsQuantizer(Quantizer):
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
-        if self.scales:
+        if self.scales or self.reduced_amaxes is not None:
             return None  # more than launches: torch gathers and raises the state of the groups
         copies = (self.rowwise, self.columnwise)
         how = (self.force_pow_2_scales, self.amax_epsilon, len(self.groups.ends))
@@ -97,18 +98,31 @@ class Float8GroupsQuantizer(Quantizer):
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return (self.groups.tiles,)
 
+    def to_repeat(self, made: QuantizedTensor) -> torch.Tensor | None:
+        return torch.cat(self.scales) if self.scales else super().to_repeat(made)
+
+    def repeating(self, kept: torch.Tensor | None) -> Quantizer:
+        if not self.scales:
+            return super().repeating(kept)
+        assert kept is not None
+        return replace(self, scales=(kept,), amaxes=())
+
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         assert isinstance(x, LazyTensor)
         source, tiles, buffers = source_of(x), self.groups.tiles, self.new_buffers(x)
-        found = torch.zeros(len(self.groups.ends), dtype=torch.float32, device=x.device)
+        found = self.reduced_amaxes
+        if found is None:
+            found = torch.zeros(len(self.groups.ends), dtype=torch.float32, device=x.device)
         if self.scales:
             scale, amax = torch.cat(self.scales), found if self.amaxes else None
             kernels.quantize(self.format, source, buffers, scale=scale, recorded=amax, tiles=tiles)
             self._record(found)
         else:
-            kernels.quantize(self.format, source, {}, recorded=found, tiles=tiles)
+            if self.reduced_amaxes is None:
+                kernels.quantize(self.format, source, {}, recorded=found, tiles=tiles)
             scaling: dict[str, Any] = {"pow2": self.force_pow_2_scales, "eps": self.amax_epsilon}
             kernels.quantize(self.format, source, buffers, amax_value=found, **scaling, tiles=tiles)
+            buffers[AMAXES] = found
         return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
@@ -116,6 +130,7 @@ class Float8GroupsQuantizer(Quantizer):
         row, col = x.new_zeros(m, k, dtype=torch.uint8), x.new_zeros(k, m, dtype=torch.uint8)
         scale_inv = x.new_ones(m // GROUP_TILE, dtype=torch.float32)
         found = x.new_zeros(len(self.groups.ends), dtype=torch.float32)
+        scales = torch.cat(self.scales).split(1) if self.scales else ()
         start = 0
         for g, end in enumerate(values_on_host(self.groups.padded_ends)):
             rows, start = slice(start, end), end
@@ -123,8 +138,8 @@ class Float8GroupsQuantizer(Quantizer):
                 continue
             values = x[rows]
             found[g : g + 1] = reference.amax(values)
-            if self.scales:
-                made = reference.quantize_delayed(values, self.scales[g], self.fp8_dtype)[:3]
+            if scales:
+                made = reference.quantize_delayed(values, scales[g], self.fp8_dtype)[:3]
             else:
                 made = reference.quantize_current(
                     values,
@@ -198,7 +213,7 @@ class NVFP4GroupsQuantizer(Quantizer):
     def launch_key(self) -> Hashable | None:
         key = self.alone.launch_key
         copies = (self.rowwise, self.columnwise, len(self.groups.ends))
-        return None if key is None else ("groups", copies, key)
+        return None if key is None or self.reduced_amaxes is not None else ("groups", copies, key)
 
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return (self.groups.tiles,)
@@ -214,16 +229,19 @@ class NVFP4GroupsQuantizer(Quantizer):
             lazy = padded_rows(x, self.groups, is_padded=True)
             return self.from_kernel(lazy) if lazy is not x else self.from_reference(x)
         source, tiles, alone = source_of(x), self.groups.tiles, self.alone
-        shape = (len(self.groups.ends), 1 + alone.with_rht)
-        amaxes = torch.zeros(shape, dtype=torch.float32, device=x.device)
-        if alone.with_rht:
-            signs = alone.with_random_sign_mask
-            nvfp4_kernels.hadamard_amax(source, random_signs=signs, out=amaxes, tiles=tiles)
-        else:
-            kernels.amax(source, out=amaxes.view(-1), tiles=tiles)
+        amaxes = self.reduced_amaxes
+        if amaxes is None:
+            shape = (len(self.groups.ends), 1 + alone.with_rht)
+            amaxes = torch.zeros(shape, dtype=torch.float32, device=x.device)
+            if alone.with_rht:
+                signs = alone.with_random_sign_mask
+                nvfp4_kernels.hadamard_amax(source, random_signs=signs, out=amaxes, tiles=tiles)
+            else:
+                kernels.amax(source, out=amaxes.view(-1), tiles=tiles)
         buffers = self.new_buffers(x)
         options = alone._options()
         nvfp4_kernels.quantize(self.format, source, buffers, amaxes, **options, tiles=tiles)
+        buffers[AMAXES] = amaxes
         return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
