@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch.compiler import is_compiling
+from torch.utils.checkpoint import checkpoint
 
 from fuser.errors import InputError, InputTypeError, explains_arguments, refuse_unknown
 from fuser.fused_ops import Linear
@@ -16,6 +18,8 @@ from fuser.fused_ops.catalog import FUSIONS
 from fuser.module_calls import module_calls
 from fuser.op import CallResult, FusedOperation
 from fuser.plan.plan import FusionPlan
+from fuser.plan.rebuilt import activation_memory_budget, budget
+from fuser.precision.recomputation import is_in_checkpoint
 from fuser.runtime.checks import check_keywords
 from fuser.runtime.pipeline import checked_fusions
 from fuser.runtime.segment import Keywords
@@ -51,26 +55,35 @@ class Sequential(torch.nn.Sequential):
         Operations and any other modules, or one dict of them.
     fusions
         The fusion classes that the planner may use, e.g. ``fuser.FUSIONS + (Mine,)``.
+    memory_budget
+        What is kept for backward, a number as in :class:`fuser.activation_memory_budget` or one of
+        these. The default is what the contexts of a call say.
 
     Raises
     ------
     InputTypeError
         If one of ``modules`` is not a module.
+    InputError
+        On another budget than those of :class:`fuser.activation_memory_budget`.
     """
+
+    _memory_budget: activation_memory_budget | None = None
 
     @explains_arguments
     def __init__(
         self,
         *modules: torch.nn.Module | Mapping[str, torch.nn.Module],
         fusions: Sequence[type[FusedOperation]] = FUSIONS,
+        memory_budget: float | activation_memory_budget | None = None,
     ) -> None:
+        own = _as_budget(memory_budget)
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             super().__init__(OrderedDict(modules[0]))
         else:
             for module in modules:
                 _check_module(module)
             super().__init__(*modules)  # type: ignore[arg-type]
-        self._fusions = checked_fusions(fusions)
+        self._fusions, self._memory_budget = checked_fusions(fusions), own
         self._segments = _NO_SEGMENTS
         self._segments_lock = threading.Lock()
 
@@ -84,6 +97,15 @@ class Sequential(torch.nn.Sequential):
         self._fusions = checked_fusions(fusions)
         self._segments = _NO_SEGMENTS
 
+    @property
+    def memory_budget(self) -> activation_memory_budget | None:
+        """What is kept for backward; None for what the contexts of a call say."""
+        return self._memory_budget
+
+    @memory_budget.setter
+    def memory_budget(self, memory_budget: float | activation_memory_budget | None) -> None:
+        self._memory_budget = _as_budget(memory_budget)
+
     @overload
     def __getitem__(self, idx: slice) -> Self: ...
 
@@ -96,14 +118,17 @@ class Sequential(torch.nn.Sequential):
             return self._modules[idx]
         item = super().__getitem__(idx)
         if isinstance(item, Sequential) and isinstance(idx, slice):
-            item.fusions = self.fusions
+            item.fusions, item.memory_budget = self.fusions, self.memory_budget
         return item
 
+    def _like(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        return Sequential(*modules, fusions=self.fusions, memory_budget=self.memory_budget)
+
     def __add__(self, other: Iterable[torch.nn.Module]) -> Sequential:
-        return Sequential(*self, *other, fusions=self.fusions)
+        return self._like([*self, *other])
 
     def __mul__(self, times: int) -> Sequential:
-        return Sequential(*super().__mul__(times), fusions=self.fusions)
+        return self._like(super().__mul__(times))
 
     __rmul__ = __mul__
 
@@ -200,6 +225,20 @@ class Sequential(torch.nn.Sequential):
             return traced
         if unknown:
             refuse_unknown(f"The call of a {type(self).__name__}", Sequential.forward, unknown)
+        own = self._memory_budget
+        if own is not None and own.limit is not budget.limit:
+            with own:
+                return self.forward(input, *extra_inputs, op_kwargs=op_kwargs)
+        if budget.limit.memory_budget == 0 and torch.is_grad_enabled() and not is_in_checkpoint():
+            return _keeping_inputs(self._run, input, extra_inputs, op_kwargs)
+        return self._run(input, extra_inputs, op_kwargs)
+
+    def _run(
+        self,
+        input: torch.Tensor,
+        extra_inputs: tuple[torch.Tensor, ...],
+        op_kwargs: OpKwargs | None,
+    ) -> CallResult:
         modules, _, only, version = self._segments
         if (
             only is not None
@@ -211,7 +250,7 @@ class Sequential(torch.nn.Sequential):
             and not global_backward_pre_hooks
             and tuple(self._modules.values()) == modules
         ):
-            result: torch.Tensor | tuple[torch.Tensor, ...] = only.run(input, extra_inputs, None)
+            result: CallResult = only.run(input, extra_inputs, None)
             return result
         segments = self._current_segments()
         keywords = None if op_kwargs is None else self._keywords(segments, op_kwargs)
@@ -303,7 +342,8 @@ class Sequential(torch.nn.Sequential):
         """
         if unknown:
             refuse_unknown(f"The plan of a {type(self).__name__}", Sequential.plan, unknown)
-        return self._current_segments().plan(input, extra_inputs, training=training)
+        with self._memory_budget or contextlib.nullcontext():
+            return self._current_segments().plan(input, extra_inputs, training=training)
 
     @property
     def plans(self) -> tuple[FusionPlan, ...]:
@@ -311,6 +351,25 @@ class Sequential(torch.nn.Sequential):
         segments = self._segments[1]
         pipelines = () if segments is None else segments.pipelines()
         return tuple(plan for pipeline in pipelines for plan in pipeline.plans)
+
+
+def _keeping_inputs(
+    run: Callable[..., CallResult],
+    input: torch.Tensor,
+    extra_inputs: tuple[torch.Tensor, ...],
+    op_kwargs: OpKwargs | None,
+) -> CallResult:
+    """``run`` of these, again before its backward: nothing else is kept for that."""
+    result: CallResult = checkpoint(run, input, extra_inputs, op_kwargs, use_reentrant=False)
+    return result
+
+
+def _as_budget(
+    budget: float | activation_memory_budget | None,
+) -> activation_memory_budget | None:
+    if budget is None or isinstance(budget, activation_memory_budget):
+        return budget
+    return activation_memory_budget(budget)
 
 
 def _check_module(module: object) -> None:

@@ -81,7 +81,7 @@ class CallKeyReader:
                     "kernels.compile_failure,",
                     "current_recipe(),",
                     "is_grad_enabled(),",
-                    "budget.value and not is_in_checkpoint(),",
+                    "None if is_in_checkpoint() else budget.limit,",
                     "is_autocast_enabled(device) and get_autocast_dtype(device),",
                     "x.shape[-1] == 0,  # refused, so of no plan",
                     "type(x), x.dtype, x.requires_grad, is_cpu or x.device,",

@@ -22,6 +22,7 @@ from fuser.errors import StateError
 from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation
 from fuser.plan.planner import make_plan
+from fuser.plan.rebuilt import Limit
 from fuser.precision.amax_reduction import forget_op
 from fuser.precision.availability import warn_if_emulated
 from fuser.precision.contexts import (
@@ -382,6 +383,7 @@ class Runner:
                 graph = pipeline._graph(x, extras, facts.autocast)
                 key = pipeline._plan_key(
                     pipeline._op_keys(graph, x, params, extras),
+                    Limit(*facts.limit),
                     autocast_dtype=facts.autocast,
                     device=device.type,
                     arch=architecture(device),

@@ -19,7 +19,7 @@ from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_
 from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_quantized_outputs
 from fuser.plan.plan import FusionPlan
 from fuser.plan.planner import make_plan
-from fuser.plan.rebuilt import budget, with_rebuilt_tensors
+from fuser.plan.rebuilt import Limit, budget, with_rebuilt_tensors
 from fuser.plan.registered import FusionFunction, RegisteredFusions, check_has_methods
 from fuser.plan.window import check_window
 from fuser.precision import contexts
@@ -287,7 +287,7 @@ class OperationFuser:
         with torch.enable_grad():
             ops = self._op_keys(graph, input, params, extra_inputs)
         place = {"autocast_dtype": autocast_dtype("cuda"), "device": "cuda", "arch": arch}
-        key = self._plan_key(ops, **place, no_kernels=None)
+        key = self._plan_key(ops, budget.limit, **place, no_kernels=None)
         return graph, make_plan(graph, key, _registered).plan
 
     def outputs_like(
@@ -366,6 +366,7 @@ class OperationFuser:
         graph = self._graph(input_, extra_inputs, autocast)
         key = self._plan_key(
             self._op_keys(graph, input_, params, extra_inputs),
+            budget.limit,
             autocast_dtype=autocast,
             device=device.type,
             arch=architecture(device),
@@ -383,16 +384,16 @@ class OperationFuser:
             _keep(self._plans, key, run)
         return run
 
-    def _plan_key(self, ops: tuple[OpKey, ...], **place: Any) -> PlanKey:
+    def _plan_key(self, ops: tuple[OpKey, ...], limit: Limit, **place: Any) -> PlanKey:
         """The key of a plan of ``ops`` under the recipe of this time; ``place`` are its fields."""
         key = PlanKey(
             ops, recipe=current_recipe(), fusions=self.fusions, registered=_registered, **place
         )
         # torch matches what a checkpointed forward and its recomputation save by their order; if
         # there are other hooks then, the ops are in other pipelines. In a graph they are not.
-        is_limited = budget.value is not None and registered_count() == 0
-        if is_limited and (self.basic_ops[0].runs_in_graph or not is_in_checkpoint()):
-            key = with_rebuilt_tensors(self.basic_ops, key)
+        is_free = self.basic_ops[0].runs_in_graph or not is_in_checkpoint()
+        if registered_count() == 0 and is_free:
+            key = with_rebuilt_tensors(self.basic_ops, key, limit)
         return with_quantized_outputs(self.basic_ops, key)
 
     def _graph(

@@ -20,6 +20,7 @@ from fuser.functional.random_seeds import MOST_DROPOUT, MOST_ROUNDING
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.op.fusible import traces_ops
 from fuser.op.structure import REFUSED, structure_of
+from fuser.plan.rebuilt import limit_here
 from fuser.precision.contexts import (
     is_called_again_inside,
     recipe_key_here,
@@ -271,6 +272,7 @@ def _traced_pipeline(
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     first = tuple([min([j for j in range(i + 1) if extras[j] is e]) for i, e in enumerate(extras)])
+    own = getattr(container, "_memory_budget", None)
     call = describe(
         pipeline.structure,
         recipe_key_here(),
@@ -283,6 +285,7 @@ def _traced_pipeline(
         tuple(training),
         tuple(structures + fusions + composites),
         _trace_made_last().is_checkpointed,
+        limit_here() if own is None else own.limit[:],
         registered_count(),
     )
     reason = call.refusal

@@ -80,6 +80,7 @@ def describe(
     training: tuple[bool, ...],
     read: tuple[str, ...],
     is_checkpointed: bool,
+    limit: tuple[float | None, bool],
     registered: int,
 ) -> Call:
     """The call with such facts; ``read`` is there for Dynamo to compare it at each call."""
@@ -134,6 +135,7 @@ def describe(
         training,
         _rounds_at_random(recipe),
         is_checkpointed,
+        limit,
         _others(pipeline, registered),
     )
     text = repr((__version__, VERSION, facts))

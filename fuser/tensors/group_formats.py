@@ -23,9 +23,9 @@ from fuser.functional.grouped import PaddedGroups, padded_rows
 from fuser.functional.lazy import LazyTensor, source_of
 from fuser.reference import fp8_scaling as reference
 from fuser.reference import nvfp4 as nvfp4_reference
+from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
-from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.quantizer import AMAXES, Quantizer
 from fuser.torch_private import foreach_maximum_
 
@@ -130,7 +130,7 @@ class Float8GroupsQuantizer(Quantizer):
         row, col = x.new_zeros(m, k, dtype=torch.uint8), x.new_zeros(k, m, dtype=torch.uint8)
         scale_inv = x.new_ones(m // GROUP_TILE, dtype=torch.float32)
         found = x.new_zeros(len(self.groups.ends), dtype=torch.float32)
-        scales = torch.cat(self.scales).split(1) if self.scales else ()
+        scales = torch.cat(self.scales).view(-1, 1).unbind() if self.scales else ()
         start = 0
         for g, end in enumerate(values_on_host(self.groups.padded_ends)):
             rows, start = slice(start, end), end
