@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import random
 import sys
@@ -13,6 +14,7 @@ import oracles
 import pytest
 import torch
 from pipeline_kernels import on_kernels
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fuser
@@ -43,9 +45,14 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
 
+# Also of weights, which by default are kept.
+LEAST = fuser.activation_memory_budget(1, keep_weight_copies=False)
+EVERYTHING = fuser.activation_memory_budget(None)
+
+
 @pytest.fixture
 def budget() -> Iterator[None]:
-    with fuser.activation_memory_budget(1):
+    with LEAST:
         yield
 
 
@@ -114,10 +121,14 @@ def results(
 
 
 def assert_rebuilt_bits(
-    make: Callable[[], fuser.Sequential], recipe: Any, dtype: torch.dtype
+    make: Callable[[], fuser.Sequential],
+    recipe: Any,
+    dtype: torch.dtype,
+    budget: fuser.activation_memory_budget = LEAST,
 ) -> None:
-    expected = results(make, recipe, dtype)
-    with fuser.activation_memory_budget(1):
+    with EVERYTHING:
+        expected = results(make, recipe, dtype)
+    with budget:
         found = results(make, recipe, dtype)
     for one, other in zip(found, expected, strict=True):
         assert one.isfinite().all()
@@ -170,8 +181,11 @@ def random_model(seed: int) -> fuser.Sequential:
 def test_random_pipelines_have_the_bits_of_plans_that_keep_everything(seed: int) -> None:
     recipe = list(RECIPES.values())[seed % len(RECIPES)]
     dtype = (BF16, F32)[seed % 2]
+    drawn = (LEAST, fuser.activation_memory_budget(1), fuser.activation_memory_budget(0))[
+        seed % 5 % 3
+    ]
     with on_kernels() if seed % 3 == 0 else contextlib.nullcontext():
-        assert_rebuilt_bits(lambda: random_model(seed), recipe, dtype)
+        assert_rebuilt_bits(lambda: random_model(seed), recipe, dtype, drawn)
 
 
 PAIRED = ["current", "delayed", "block", "mxfp8"]
@@ -456,20 +470,189 @@ def test_delayed_scales_that_a_step_changed_are_not_those_of_the_forward() -> No
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("given", [0, 0.5, 2, True, "1"])
+@pytest.mark.parametrize("given", [0.5, 2, True, "1"])
 def test_other_budgets_are_refused(given: Any) -> None:
     with pytest.raises(fuser.InputError, match=f"activation_memory_budget got {given!r}; it is 1"):
         fuser.activation_memory_budget(given)
 
 
 def test_a_budget_ends_with_its_context_and_with_an_error() -> None:
-    assert not any(is_rebuilt(gelu()))
-    with contextlib.suppress(KeyError), fuser.activation_memory_budget(1):
-        assert any(is_rebuilt(gelu()))
-        with fuser.activation_memory_budget(None):
-            assert not any(is_rebuilt(gelu()))
+    assert any(is_rebuilt(gelu()))
+    with contextlib.suppress(KeyError), EVERYTHING:
+        assert not any(is_rebuilt(gelu()))
+        with fuser.activation_memory_budget(1), EVERYTHING, LEAST:
+            assert any(is_rebuilt(gelu()))
+        assert not any(is_rebuilt(gelu()))
         raise KeyError
-    assert not any(is_rebuilt(gelu()))
+    assert any(is_rebuilt(gelu()))
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPES["current"]], ids=["none", "current"])
+def test_copies_of_weights_are_kept_by_default(recipe: Any) -> None:
+    """The bytes of a plan that keeps everything, less those of inputs of linears."""
+    model = swiglu().to(BF16)
+    with LEAST:
+        least = kept_bytes(model, recipe)
+    weights = 0 if recipe is None else sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    assert kept_bytes(model, recipe) == least + weights
+
+
+# -- budget 0, and budgets of one Sequential ---------------------------------------------
+
+
+@every_recipe
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_with_a_budget_of_zero_only_the_input_is_kept(make: Any, recipe: Any) -> None:
+    model = make().to(BF16)
+    with fuser.activation_memory_budget(0):
+        assert kept_bytes(model, recipe) == T * H * 2
+    assert_rebuilt_bits(make, recipe, BF16, fuser.activation_memory_budget(0))
+
+
+def test_a_budget_of_zero_keeps_nothing_without_gradients_and_runs_forward_once() -> None:
+    model, calls = swiglu(), [0]
+    model.memory_budget = fuser.activation_memory_budget(0)
+    model[1].register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    with torch.no_grad():
+        model(torch.randn(T, H))
+    assert calls == [1]
+    model(torch.randn(T, H, requires_grad=True)).sum().backward()
+    assert calls == [3]
+
+
+def test_a_sequential_has_a_budget_of_its_own() -> None:
+    model = fuser.Sequential(*swiglu(), memory_budget=None)
+    by_default = kept_bytes(model, None)
+    model.memory_budget = 0  # type: ignore[assignment]
+    assert kept_bytes(model, None) == T * H * 2
+    model.memory_budget = EVERYTHING
+    with EVERYTHING:
+        everything = kept_bytes(swiglu().to(F32), None)
+    assert kept_bytes(model, None) == everything > by_default
+    assert not any(is_rebuilt(model))
+    assert model[1:].memory_budget is EVERYTHING
+    assert (model * 2).memory_budget is EVERYTHING
+    assert copy.deepcopy(model).memory_budget.limit == EVERYTHING.limit  # type: ignore[union-attr]
+    assert repr(model.memory_budget) == "activation_memory_budget(None, keep_weight_copies=True)"
+    nested = fuser.Sequential(fuser.Sequential(*gelu()), torch.nn.Identity(), memory_budget=0)
+    assert kept_bytes(nested, None) == T * H * 2
+
+
+def test_a_wrong_budget_of_a_sequential_changes_nothing() -> None:
+    model = fuser.Sequential(fuser.GELU(), memory_budget=0)
+    with pytest.raises(fuser.InputError, match=r"activation_memory_budget got 0\.25"):
+        model.memory_budget = 0.25  # type: ignore[assignment]
+    assert model.memory_budget is not None
+    assert model.memory_budget.limit.memory_budget == 0
+    with pytest.raises(fuser.InputError, match=r"activation_memory_budget got 0\.25"):
+        fuser.Sequential(fuser.GELU(), memory_budget=0.25)
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPES["current"]], ids=["none", "current"])
+def test_a_graph_of_torch_compile_belongs_to_its_budget(recipe: Any) -> None:
+    torch._dynamo.reset()
+    counters["stats"].clear()
+    model = swiglu()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(T, H, requires_grad=True)
+
+    def gradients(function: Any) -> tuple[torch.Tensor, ...]:
+        with under(recipe):
+            y = function(x)
+        return torch.autograd.grad(y.square().sum(), (x, *model.parameters()))
+
+    with EVERYTHING:
+        expected = gradients(model)
+    for budget, graphs in ((LEAST, 1), (EVERYTHING, 2), (LEAST, 2), (EVERYTHING, 2)):
+        with budget:
+            for one, other in zip(gradients(compiled), expected, strict=True):
+                torch.testing.assert_close(one, other)
+        assert counters["stats"]["unique_graphs"] == graphs
+
+
+# -- experts ------------------------------------------------------------------------------
+
+EXPERTS, CHOSEN = 4, 2
+
+
+def experts(*, has_norm: bool = False, **options: Any) -> fuser.Sequential:
+    dispatch = fuser.MoeDispatch(EXPERTS)
+    for k, name in enumerate(("sizes", "probs", "rows")):
+        dispatch.set_extra_output_channel(k, name, output_to_caller=False)
+    linear = fuser.GroupedLinear
+    return fuser.Sequential(
+        *[fuser.RMSNorm(H)] * has_norm,
+        dispatch,
+        linear(EXPERTS, H, 2 * F).set_extra_input_channel(0, "sizes"),
+        fuser.ScaledSwiGLU().set_extra_input_channel(0, "probs"),
+        linear(EXPERTS, F, H, bias=False).set_extra_input_channel(0, "sizes"),
+        fuser.MoeCombine().set_extra_input_channel(0, "rows"),
+        **options,
+    )
+
+
+def tokens(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    random_ = torch.Generator("cpu").manual_seed(seed)
+    order = torch.rand(T, EXPERTS, generator=random_, device="cpu").argsort(1)
+    x, probs = torch.randn(T, H, generator=random_), torch.rand(T, CHOSEN, generator=random_)
+    leaves = [t.to(dtype).requires_grad_() for t in (x, probs)]
+    return leaves[0], order[:, :CHOSEN], leaves[1]
+
+
+def results_of_experts(
+    recipe: Any, dtype: torch.dtype, budget: fuser.activation_memory_budget, **options: Any
+) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = experts(**options).to(dtype)
+    found = []
+    for step in range(2):  # the second has other delayed scales
+        given = tokens(dtype, step)
+        with under(recipe), budget:
+            y = model(*given)
+        leaves = (given[0], given[2], *model.parameters())
+        grads = torch.autograd.grad(y, leaves, oracles.random_tensor((T, H), dtype, step))
+        found += [y.detach(), *grads]
+    return found
+
+
+@pytest.mark.sampled
+@every_recipe
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+@pytest.mark.parametrize("place", ["torch", "kernels"])
+def test_experts_have_the_bits_of_a_plan_that_keeps_everything(
+    recipe: Any, dtype: torch.dtype, has_norm: bool, fusions: Any, place: str
+) -> None:
+    options: dict[str, Any] = {"has_norm": has_norm, "fusions": fusions}
+    with on_kernels() if place == "kernels" else contextlib.nullcontext():
+        expected = results_of_experts(recipe, dtype, EVERYTHING, **options)
+        found = results_of_experts(recipe, dtype, LEAST, **options)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_experts_keep_tokens_and_not_the_copies_of_their_rows(has_norm: bool) -> None:
+    """Also the output of the first linear, and maps of a few bytes a row."""
+    model = experts(has_norm=has_norm).to(BF16)
+    kept = Kept(model)
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda t: t):
+        model(*tokens(BF16))
+    rows = T * CHOSEN
+    needed = 2 * T * H + 2 * rows * 2 * F
+    assert needed <= kept.nbytes <= needed + 16 * rows
+    plan = model.plan(*tokens(BF16))
+    assert plan.kept_bytes_per_token * T == pytest.approx(kept.nbytes, rel=0.02)
+    first = [kept for kept in plan.kept if kept.ops == (has_norm,)]
+    assert has_norm or first[0].bytes_per_token == 2 * H
+
+
+def test_rows_from_other_ranks_are_kept() -> None:
+    dispatch = fuser.MoeDispatch(EXPERTS)
+    assert dispatch.rebuilds_output
+    dispatch.expert_parallel_size = 2
+    assert not dispatch.rebuilds_output
 
 
 def test_a_norm_is_computed_again_with_its_own_epsilon() -> None:
