@@ -36,7 +36,7 @@ from fuser.precision import contexts
 from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from fuser.runtime.pipeline import OperationFuser
-from fuser.specs import Collective, TensorSpec
+from fuser.specs import Collective
 from fuser.tensors import QuantizedTensor
 from fuser.tensors.sharding import is_exact
 from fuser_forecast.model import Transformer
@@ -236,7 +236,7 @@ def plan_layer(model: Transformer, tp: int, ep: int, tokens: int, recipe: Recipe
             quantizing = _grouped_quantization(recipe, list(own_products.values()))
             elementwise = {side: elementwise[side] + quantizing[side] for side in SIDES}
         sent += _sent(graph, own_products)
-        saved += _saved(graph)
+        saved += plan.kept_bytes_per_token * graph.tokens
     # Rotary embedding reads and writes queries and keys, in forward and in backward. Queries, keys,
     # values and the output are kept.
     rotated = (model.heads + model.kv_heads) * model.head_dim * tokens * VALUE
@@ -402,19 +402,3 @@ def _sent(graph: OpGraph, products: dict[int, Product]) -> list[Sent]:
                 during = products[i].flops if overlaps and isinstance(op, BasicLinear) else 0
                 tensors.append(Sent(side, collective, nbytes, values, during))
     return tensors
-
-
-def _saved(graph: OpGraph) -> float:
-    """Bytes that a pipeline keeps for backward: of a quantized linear one copy of its input."""
-    kept: dict[Any, int] = {}
-    statistics = 0
-    recipe = graph.key.recipe
-    for i, op in enumerate(graph.ops):
-        spec: TensorSpec = graph.main_specs[i]
-        statistics += op.saved_bytes(spec)
-        if isinstance(op, (BasicLinear, GroupedLinear)) and recipe is not None:
-            shape = (math.prod(spec.shape[:-1]), spec.shape[-1])
-            kept["copy", i] = bytes_of(recipe, "input", shape, ("columnwise",))
-        elif op.saves_input:
-            kept[graph.arriving[i]] = spec.nbytes
-    return sum(kept.values()) + statistics

@@ -14,12 +14,13 @@ from fuser.basic_ops.linear_operands import (
     LinearState,
     OperandQuantizers,
     gemm_name,
+    kept_copy,
     operand_of_backward,
     operands_of,
     original,
     plain,
     quantized,
-    quantizes_again,
+    quantizes_weight_again,
     readable,
     takes_rebuilt_input,
 )
@@ -130,20 +131,12 @@ class BasicLinear(LinearWeight):
         return self.weight.requires_grad
 
     def kept_input(self, key: PlanKey) -> QuantSpec | None:
-        return self._kept("input", key)
+        return kept_copy(self, "input", key)
 
     def kept_weight(self, key: PlanKey) -> QuantSpec | None:
         (op,) = key.ops
         wants_dgrad = op.input_requires_grad and op.params[0].format is None
-        return self._kept("weight", key) if wants_dgrad else None
-
-    def _kept(self, role: str, key: PlanKey) -> QuantSpec | None:
-        recipe = key.recipe
-        if recipe is None or recipe.backward_override == "high_precision":
-            return None
-        is_dequantized = recipe.backward_override == "dequantized"
-        form = self.quantizer_format(recipe, role)
-        return QuantSpec(form, rowwise=is_dequantized, columnwise=not is_dequantized)
+        return kept_copy(self, "weight", key) if wants_dgrad else None
 
     def takes_rebuilt_input(self, key: PlanKey) -> bool:
         """Unless it gathers its input, or a quantizer would make other bytes of it."""
@@ -151,11 +144,7 @@ class BasicLinear(LinearWeight):
         return not gathers and takes_rebuilt_input(self, key)
 
     def quantizes_weight_again(self, key: PlanKey) -> bool:
-        (op,) = key.ops
-        recipe, is_plain = key.recipe, op.params[0].format is None
-        if recipe is None or recipe.backward_override == "high_precision" or not is_plain:
-            return False
-        return op.requires_grad and op.input_requires_grad and quantizes_again(self, recipe, 1)
+        return quantizes_weight_again(self, key)
 
     def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
         kept, *weight = LinearSaved(*ctx.saved_tensors)
@@ -255,7 +244,7 @@ class BasicLinear(LinearWeight):
         if side == "forward":
             return own
         is_kept = {"input": op.keeps_input, "weight": op.keeps_weight}
-        again = {role: self._kept(role, key) for role, kept in is_kept.items() if not kept}
+        again = {role: kept_copy(self, role, key) for role, kept in is_kept.items() if not kept}
         return own | {role: spec for role, spec in again.items() if spec is not None}
 
     def input_quantization(self, key: PlanKey) -> QuantSpec | None:

@@ -21,7 +21,12 @@ from fuser.basic_ops.grouped_products import (
     quantizes_groups_of,
     rows_of_groups,
 )
-from fuser.basic_ops.linear_operands import gemm_name, takes_rebuilt_input
+from fuser.basic_ops.linear_operands import (
+    gemm_name,
+    kept_copy,
+    quantizes_weight_again,
+    takes_rebuilt_input,
+)
 from fuser.basic_ops.shared_memory import overlap, pack
 from fuser.cuda import grouped_gemm
 from fuser.errors import InputError, InputTypeError
@@ -275,13 +280,17 @@ class GroupedLinear(GroupParameters):
         is_plain = key.recipe is None or key.recipe.backward_override == "high_precision"
         return (is_plain or self.runs_at_once(key)) and takes_rebuilt_input(self, key)
 
+    def quantizes_weight_again(self, key: PlanKey) -> bool:
+        """Unless each group is quantized alone."""
+        return self.runs_at_once(key) and quantizes_weight_again(self, key)
+
     def kept_input(self, key: PlanKey) -> QuantSpec | None:
-        recipe = key.recipe
-        if recipe is None or recipe.backward_override == "high_precision":
-            return None
-        form = self.quantizer_format(recipe, "input")
-        is_dequantized = recipe.backward_override == "dequantized"
-        return QuantSpec(form, rowwise=is_dequantized, columnwise=not is_dequantized)
+        return kept_copy(self, "input", key)
+
+    def kept_weight(self, key: PlanKey) -> QuantSpec | None:
+        (op,) = key.ops
+        wants_dgrad = op.input_requires_grad and op.params[0].format is None
+        return kept_copy(self, "weight", key) if wants_dgrad else None
 
     def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
         if values.dtype is not ctx.compute_dtype:

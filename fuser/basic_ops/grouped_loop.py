@@ -67,7 +67,7 @@ class LoopedProduct(GroupedProduct):
     # -- forward -----------------------------------------------------------------------
 
     def forward(self, x: Values, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # It keeps its input, whatever the plan: this loop was not foreseen.
+        # It keeps its operands, whatever the plan, which did not foresee this loop.
         return super().forward(materialize(x), *args, **{**kwargs, "keeps_input": True})
 
     def _input(self, x: Any, has_columns: bool) -> tuple[GroupOperands, None]:
@@ -77,9 +77,12 @@ class LoopedProduct(GroupedProduct):
         return self.linear.read_weights(self.ctx, self.dtype)
 
     def _weight_operand(
-        self, weights: Weights, is_first_microbatch: bool | None
+        self, weights: Weights, is_first_microbatch: bool | None, *, has_columns: bool
     ) -> list[QuantizedTensor]:
-        """The weight of each group, quantized alone, perhaps in the first microbatch."""
+        """The weight of each group, quantized alone, perhaps in the first microbatch.
+
+        All of them keep the copies that backward reads: see :meth:`forward`.
+        """
         linear = self.linear
         if are_quantized(weights) and weights[0].dim() == 3:
             weights = matrices(weights[0])  # not quantized if rows cut blocks

@@ -39,6 +39,7 @@ from fuser.recipe import Recipe
 from fuser.reference import grouped as reference
 from fuser.tensors import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     MXFP8Quantizer,
     QuantizedTensor,
     Quantizer,
@@ -161,20 +162,26 @@ class GroupedLinearSaved(NamedTuple):
     bias: torch.Tensor | None
     x_scaling: torch.Tensor | None
     """What :meth:`Quantizer.repeating` needs if backward computes the input again."""
+    weight_scaling: torch.Tensor | None
+    """The same if backward quantizes the weights again."""
     x: Saved
     weight: Saved
 
     def tensors(self) -> Saved:
         """All of them, to be saved."""
-        return (*self.places, self.scales, self.bias, self.x_scaling, *self.x, *self.weight)
+        (*most, x, weight) = self[1:]
+        return (*self.places, *most, *x, *weight)
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> GroupedLinearSaved:
         """Those of :meth:`tensors`."""
-        ends, sizes, padded_ends, tiles, scales, bias, x_scaling, *operands = tensors
+        ends, sizes, padded_ends, tiles, scales, bias, x_scaling, weight_scaling, *operands = (
+            tensors
+        )
         half = len(operands) // 2
         x, weight = tuple(operands[:half]), tuple(operands[half:])
-        return cls((ends, sizes, padded_ends, tiles), scales, bias, x_scaling, x, weight)
+        places = (ends, sizes, padded_ends, tiles)
+        return cls(places, scales, bias, x_scaling, weight_scaling, x, weight)
 
 
 class SeparateWeights(NamedTuple):
@@ -309,16 +316,18 @@ class GroupedProduct:
         operand, quantizer = self._input(x, keeps_input and ctx.backward_override is None)
         if self.wants_wgrad and not keeps_input and quantizer is not None:
             x_scaling = quantizer.to_repeat(operand)
-        weights = self._weights()
-        weight = self._weight_operand(weights, is_first_microbatch)
+        weights, keeps_weight = self._weights(), ctx.keeps_weight or is_first_microbatch is not None
+        weight = self._weight_operand(weights, is_first_microbatch, has_columns=keeps_weight)
+        weight_scaling = None if keeps_weight else self._scaling_of(weight)
         y, bias = self._with_biases(self._multiplied(operand, weight), scales)
-        saved_weight, separate = self._saved_weight(weights, weight, is_first_microbatch is None)
+        is_own = is_first_microbatch is None
+        saved_weight, separate = self._saved_weight(weights, weight, is_own)
         if ctx.requires_grad:
             saved_x = self._saved_input(x, operand) if keeps_input else ()
             missing = (None,) * (len(saved_weight) - len(saved_x))
             saved_x = (*saved_x, *missing)
             saved = GroupedLinearSaved(
-                self.groups.places(), scales, bias, x_scaling, saved_x, saved_weight
+                self.groups.places(), scales, bias, x_scaling, weight_scaling, saved_x, saved_weight
             )
             ctx.save_for_backward(*saved.tensors())
             ctx.state = GroupedLinearState(type(self), self.quantizers, self.is_padded, separate)
@@ -346,11 +355,20 @@ class GroupedProduct:
             return weights
         return stacked(weights)
 
-    def _weight_operand(self, weights: Weights, is_first_microbatch: bool | None) -> Operand:
-        """The weights as an operand, perhaps that of the first microbatch."""
+    def _weight_operand(
+        self, weights: Weights, is_first_microbatch: bool | None, *, has_columns: bool
+    ) -> Operand:
+        """The weights as an operand, perhaps that of the first microbatch.
+
+        ``has_columns``: with the copy that backward reads, if it reads one.
+        """
         if are_quantized(weights):
             return stacked_values(self.linear.bound(weights), self.dtype)
         return weights
+
+    def _scaling_of(self, weight: Operand) -> torch.Tensor | None:
+        """What :meth:`Quantizer.repeating` needs to quantize the weights again."""
+        return None
 
     def _multiplied(self, x: Operand, weight: Operand) -> torch.Tensor:
         return self._unpadded(grouped.forward(x, weight, self.rows), self.is_padded[1])
@@ -401,12 +419,17 @@ class GroupedProduct:
         assert isinstance(weights, torch.Tensor)
         if not self.wants_dgrad:
             return (None,), None
-        kept = self._kept(weights, operand, is_own=is_own)
+        is_quantized_again = is_own and not self.ctx.keeps_weight
+        kept = weights if is_quantized_again else self._kept(weights, operand, is_own=is_own)
         parts = self.linear._parts("weight")
-        if kept is weights and self.linear.runs_in_graph and parts[0].dtype is self.dtype:
+        has_dtype = parts[0].dtype is self.dtype
+        if kept is weights and self.linear.runs_in_graph and (has_dtype or is_quantized_again):
             return tuple(parts), None  # put together again by backward
         is_copy = kept is weights and weights.data_ptr() != parts[0].data_ptr()
-        if is_copy and len(parts) > 1 and packed(parts) is None and gathered_by(parts):
+        if is_copy and is_quantized_again and len(parts) == 1:
+            return tuple(parts), None  # cast again by backward
+        is_gathered = packed(parts) is None and bool(gathered_by(parts))
+        if is_copy and len(parts) > 1 and (is_quantized_again or is_gathered):
             return (None,), SeparateWeights(None, parts)
         return (kept,), None
 
@@ -476,7 +499,16 @@ class GroupedProduct:
             weight = stacked_values(separate.weights, self.dtype)
         elif separate is not None:
             weight = padded_weights(separate.weights, separate.usage)
+        is_values = not isinstance(weight, QuantizedTensor)
+        if is_values and self.quantizers is not None and not self.ctx.keeps_weight:
+            values = cast(weight, self.dtype)
+            weight = self._quantizing().weight_again(values, saved.weight_scaling)
         return self._dgrad_of(dy, weight)
+
+    def _quantizing(self) -> QuantizedProduct:
+        """The same product with quantized operands, as in forward."""
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return QuantizedProduct(**own)
 
     def _dgrad_of(self, dy: Operand, weight: Any) -> torch.Tensor:
         if isinstance(weight, QuantizedTensor):
@@ -503,8 +535,7 @@ class GroupedProduct:
         """An input that backward computed again, as the operand of the weight gradient."""
         if self.quantizers is None or self.ctx.backward_override == "high_precision":
             return x
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return QuantizedProduct(**own)._rebuilt(x, scaling)
+        return self._quantizing()._rebuilt(x, scaling)
 
     def _bias_gradients(
         self, dy: torch.Tensor, saved: GroupedLinearSaved, leading: torch.Size
@@ -577,14 +608,16 @@ class QuantizedProduct(GroupedProduct):
         rowwise = self.wants_dgrad or not has_columns
         return self._quantized(dy, "grad_output", (rowwise, has_columns), self.is_padded[1])[0]
 
-    def _weight_operand(self, weights: Weights, is_first_microbatch: bool | None) -> Operand:
+    def _weight_operand(
+        self, weights: Weights, is_first_microbatch: bool | None, *, has_columns: bool
+    ) -> Operand:
         linear = self.linear
         if are_quantized(weights):
             return padded_weights(linear.bound(weights), "rowwise")
         assert isinstance(weights, torch.Tensor)
-        has_columns = self.wants_dgrad and self.ctx.backward_override is None
+        has_columns = has_columns and self.wants_dgrad and self.ctx.backward_override is None
         has_columns = has_columns and self._reads_columns("weight", weights.device)
-        make = functools.partial(self._quantized_weight, weights, has_columns)
+        make = functools.partial(self._quantized_weight, weights, (True, has_columns))
         if is_first_microbatch is None:
             return make()
         return linear.kept_weights(
@@ -596,15 +629,33 @@ class QuantizedProduct(GroupedProduct):
             lambda kept: not has_columns or kept._has("columnwise"),
         )
 
-    def _quantized_weight(self, weight: torch.Tensor, has_columns: bool) -> QuantizedTensor:
+    def _quantized_weight(
+        self, weight: torch.Tensor, usages: Usages, scaling: torch.Tensor | None = None
+    ) -> QuantizedTensor:
+        """The weights ``[G, N, K]`` quantized; with ``scaling`` those of a forward again."""
         quantizers = self.quantizers.weight
         count, n, k = weight.shape
         rows, first = weight.reshape(count * n, k), quantizers[0]
-        usages = {"rowwise": True, "columnwise": has_columns}
+        copies = {"rowwise": usages[0], "columnwise": usages[1]}
         if isinstance(first, (Float8BlockQuantizer, MXFP8Quantizer)) and n % GROUP_TILE == 0:
-            return first.with_usage(**usages)(rows)  # no padding, no scales of groups
+            return first.with_usage(**copies)(rows)  # no padding, no scales of groups
         groups = padded_groups(n, count, count * n, weight.device)
-        return groups_quantizer(quantizers, groups, **usages)(padded_rows(rows, groups))
+        quantizer = groups_quantizer(quantizers, groups, **copies)
+        if self.saved is not None:  # in backward
+            quantizer = quantizer.repeating(scaling)
+        return quantizer(padded_rows(rows, groups))
+
+    def _scaling_of(self, weight: Operand) -> torch.Tensor | None:
+        if not self.wants_dgrad:
+            return None
+        scales = [q.scale for q in self.quantizers.weight if isinstance(q, Float8Quantizer)]
+        return torch.cat(scales) if scales else weight._amaxes
+
+    def weight_again(self, weight: torch.Tensor, scaling: torch.Tensor | None) -> QuantizedTensor:
+        """The copy of the weights ``[G, N, K]`` that backward reads, with the bytes of forward."""
+        is_exact = self.ctx.backward_override is not None
+        has_columns = not is_exact and self._reads_columns("weight", weight.device)
+        return self._quantized_weight(weight, (not has_columns, has_columns), scaling)
 
     def _multiplied(self, x: Operand, weight: Operand) -> torch.Tensor:
         how = {"is_split": self.ctx.split_accumulators[0], "is_padded": self.is_padded[1]}

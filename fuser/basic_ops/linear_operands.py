@@ -47,6 +47,16 @@ def operands_of(side: str, key: PlanKey, format_of: FormatOf) -> dict[str, Quant
     }
 
 
+def kept_copy(op: BasicOperation, role: str, key: PlanKey) -> QuantSpec | None:
+    """The copy of a quantized operand that backward reads; None if it reads the values."""
+    recipe = key.recipe
+    if recipe is None or recipe.backward_override == "high_precision":
+        return None
+    is_dequantized = recipe.backward_override == "dequantized"
+    form = op.quantizer_format(recipe, role)
+    return QuantSpec(form, rowwise=is_dequantized, columnwise=not is_dequantized)
+
+
 def quantizes_again(op: BasicOperation, recipe: Recipe | None, index: int) -> bool:
     """Whether backward can make the bytes of tensor ``index`` of a quantized forward again."""
     if recipe is None or isinstance(recipe, CustomRecipe):
@@ -64,6 +74,15 @@ def takes_rebuilt_input(op: BasicOperation, key: PlanKey) -> bool:
         return False
     is_plain = recipe is None or recipe.backward_override == "high_precision"
     return is_plain or quantizes_again(op, recipe, 0)
+
+
+def quantizes_weight_again(op: BasicOperation, key: PlanKey) -> bool:
+    """Whether backward can quantize the weight of a linear, a parameter of values, again."""
+    (op_key,), recipe = key.ops, key.recipe
+    is_read = op_key.requires_grad and op_key.input_requires_grad
+    if recipe is None or recipe.backward_override == "high_precision":
+        return False
+    return is_read and op_key.params[0].format is None and quantizes_again(op, recipe, 1)
 
 
 def native_row(a: str, b: str, key: PlanKey, format_of: FormatOf) -> NativeGemm | None:

@@ -243,8 +243,8 @@ class MoeDispatch(ExpertParallelOperation):
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         is_spread = self.expert_parallel_size > 1
         if side == "forward":
-            own = ("sort by expert", "permute", "permute probs")
-            sent = ("sort by expert", "permute to ranks", "permute probs to ranks")
+            own = ("sort by expert", "permute probs", "permute")
+            sent = ("sort by expert", "permute probs to ranks", "permute to ranks")
             return (*sent, *own) if is_spread else own
         (op,) = key.ops
         wanted = {

@@ -66,6 +66,7 @@ def _weights(graph: OpGraph, ops: Iterable[int]) -> Iterator[Kept]:
         quantized = graph.ops[i].kept_weight(graph.key.window(i, i + 1))
         if quantized is None or not op_key.requires_grad:
             continue
-        weight = graph.params[i][0]
-        nbytes = quantized.nbytes(TensorSpec(tuple(weight.shape), weight.dtype))
+        weights = graph.params[i][: graph.ops[i].main_grad_count]
+        specs = [TensorSpec(tuple(weight.shape), weight.dtype) for weight in weights]
+        nbytes = sum(map(quantized.nbytes, specs))
         yield Kept((i,), "weight", 0.0, nbytes=nbytes if op_key.keeps_weight else 0)

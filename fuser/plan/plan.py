@@ -188,8 +188,9 @@ class FusionPlan:
             lines.append(f"  plain torch, without fuser's kernels: {self.key.no_kernels}")
         for side in ("forward", "backward"):
             lines += ["", *self._side_lines(side)]
-        if any(kept.is_rebuilt for kept in self.kept):
-            lines += ["", *self.kept_lines()]
+        if self.kept:
+            found = [(str(i), self.ops[i], text) for i, text in self._kept_of_ops().items()]
+            lines += ["", self.kept_line(), *columns(found, left=3)]
         lines += ["", "notes"] if self.notes else []
         for paragraph in self.note_lines():
             lines += textwrap.wrap(paragraph, 96, initial_indent="  ", subsequent_indent="    ")
@@ -256,14 +257,15 @@ class FusionPlan:
         """Bytes that forward keeps for backward, divided by the tokens; without weights."""
         return sum(kept.bytes_per_token for kept in self.kept)
 
-    def kept_lines(self) -> list[str]:
-        """What forward keeps for backward: the sum, and a line for each op that backward reads."""
+    def kept_line(self) -> str:
+        """What forward keeps for backward, in all."""
         weights = sum(kept.nbytes for kept in self.kept)
         beside = f", and {format_bytes(weights)} of quantized weights" if weights else ""
-        lines = [
-            f"kept for backward: {format_bytes(self.kept_bytes_per_token)} a token{beside}",
-        ]
-        rows: dict[int, list[str]] = {}
+        return f"kept for backward: {format_bytes(self.kept_bytes_per_token)} a token{beside}"
+
+    def _kept_of_ops(self) -> dict[int, str]:
+        """What backward reads of the forward of each op, and where it comes from."""
+        texts: dict[int, list[str]] = {}
         for kept in self.kept:
             if kept.name == "weight" and kept.is_rebuilt:
                 text = "weight quantized again"
@@ -272,9 +274,8 @@ class FusionPlan:
             else:
                 nbytes = kept.nbytes or kept.bytes_per_token
                 text = f"{kept.name} {format_bytes(nbytes)}" if nbytes else f"{kept.name} as above"
-            rows.setdefault(kept.ops[0], []).append(text)
-        found = [(str(i), self.ops[i], ", ".join(texts)) for i, texts in rows.items()]
-        return [*lines, *(columns(found, left=3) if found else [])]
+            texts.setdefault(kept.ops[0], []).append(text)
+        return {i: ", ".join(of_op) for i, of_op in texts.items()}
 
     def modules_before(self, op: int) -> list[ModuleCall]:
         """The modules, except ops, that are called between op ``op - 1`` and op ``op``."""
@@ -368,13 +369,17 @@ class FusionPlan:
             "sentences": {
                 "nodes": self.node_lines(),
                 "notes": self.note_lines(),
-                "kept": self.kept_lines(),
+                "kept": [self.kept_line()] * bool(self.kept)
+                + [f"{i} {self.ops[i]}: {text}" for i, text in self._kept_of_ops().items()],
             },
         }
 
     def to_dot(self) -> str:
         """The plan as a Graphviz digraph with a cluster for each step of forward and backward."""
         lines = ["digraph plan {", "  rankdir=LR;", "  node [shape=box, style=rounded];"]
+        kept_of_ops = self._kept_of_ops()
+        if self.kept:
+            lines.append(f"  label={quoted(self.kept_line())};")
         for side in ("forward", "backward"):
             steps = self.steps(side)
             prefix = side[0]
@@ -383,8 +388,10 @@ class FusionPlan:
                 lines.append(f"  subgraph cluster_{prefix}{number} {{")
                 lines.append(f"    label={quoted(label)};")
                 for op in step.ops:
-                    name = quoted(f"{op} {self.ops[op]}")
-                    lines.append(f"    {prefix}{op} [label={name}];")
+                    name = f"{op} {self.ops[op]}"
+                    if side == "forward" and op in kept_of_ops:
+                        name += f"\nfor backward: {kept_of_ops[op]}"
+                    lines.append(f"    {prefix}{op} [label={quoted(name)}];")
                 lines.append("  }")
             for source, target, gap in self._edges(side):
                 label = "" if gap is None else quoted("\n".join(self.gap_labels(side, gap)))

@@ -85,7 +85,9 @@ class _Layout(Columns):
                 self._line((MARGIN, y), (MARGIN + self.width, y), color="faint")
             for side in self.sides:
                 y = self._row(side, ops, y + 13)
-        y = self._notes(y + 22) if self.plan["notes"] else y
+        heading, *kept = self.plan["sentences"]["kept"] or [""]
+        for title, lines in ((heading, kept), ("notes", self.plan["sentences"]["notes"])):
+            y = self._section(y + 22, title, lines) if lines else y
         y = self._legend(y + 28)
         right = max(item.bounds[2] for item in self.items if not isinstance(item, Line))
         return Picture(max(right, MARGIN + self.width) + MARGIN, y + MARGIN, tuple(self.items))
@@ -138,10 +140,10 @@ class _Layout(Columns):
             self._text(MARGIN, y, line, size=size, color="muted")
         return y
 
-    def _notes(self, y: float) -> float:
-        self._text(MARGIN, y, "notes", size=9.5, bold=True)
+    def _section(self, y: float, heading: str, lines: Sequence[str]) -> float:
+        self._text(MARGIN, y, heading, size=9.5, bold=True)
         y += 2
-        for line in self.plan["sentences"]["notes"]:
+        for line in lines:
             for number, part in enumerate(wrap(line.split(), self.width - 12, 8.0)):
                 y += 12 if number else 14
                 self._text(MARGIN + 12 * bool(number), y, part, size=8.0)
