@@ -69,8 +69,10 @@ def quantizes_again(op: BasicOperation, recipe: Recipe | None, index: int) -> bo
 
 def takes_rebuilt_input(op: BasicOperation, key: PlanKey) -> bool:
     """Whether backward can read the input of a linear that is computed again."""
-    recipe = key.recipe
-    if not (key.ops[0].requires_grad and op.saves_input):
+    (op_key,), recipe = key.ops, key.recipe
+    # Not those of the op, which in a graph is without its parameters.
+    weights = op_key.params[: op.main_grad_count]
+    if not (op_key.requires_grad and any(weight.requires_grad for weight in weights)):
         return False
     is_plain = recipe is None or recipe.backward_override == "high_precision"
     return is_plain or quantizes_again(op, recipe, 0)

@@ -173,8 +173,7 @@ def test_the_plan_says_whether_an_activation_is_computed_again(name: str) -> Non
     model = mlp(fuser.ScaledSwiGLU(activation_recompute_in_mlp=True))
     recipes_of = {"current": recipes.Float8CurrentScaling(), "delayed": recipes.DelayedScaling()}
     text = " ".join(str(plan_of(model, recipes_of[name])).split())
-    assert ("Backward computes the scaled activation again." in text) == (name == "current")
-    assert ("has no effect under delayed scaling" in text) == (name == "delayed")
+    assert "Backward computes the scaled activation again." in text
 
 
 @pytest.mark.usefixtures("groups_at_once")
@@ -415,7 +414,9 @@ def test_recomputing_saves_less() -> None:
             model(given["x"].requires_grad_(), sizes, given["scales"], sizes)
         return sum(kept.values())
 
-    assert saved_bytes(False) - saved_bytes(True) == T * F * 2
+    with fuser.activation_memory_budget(None):
+        assert saved_bytes(False) - saved_bytes(True) == T * F * 2
+    assert saved_bytes(False) == saved_bytes(True)
 
 
 def test_sizes_that_differ_are_refused_on_the_host() -> None:

@@ -190,7 +190,7 @@ def test_the_plan_has_the_kernels_of_both_ops_and_no_unwanted_gradient() -> None
     model = layer()
     indices, probs = routing()
     plan = model.plan(tokens().requires_grad_(), indices, probs.clone().requires_grad_())
-    assert plan.forward[0].kernel == "sort by expert, permute, permute probs"
+    assert plan.forward[0].kernel == "sort by expert, permute probs, permute"
     assert plan.forward[-1].kernel == "unpermute"
     assert plan.backward[0].kernel == "permute"
     assert plan.backward[-1].kernel == "unpermute, unpermute probs"
