@@ -108,19 +108,21 @@ class _Tiled(NamedTuple):
         return True
 
     def run_late(self) -> None:
-        """Run, after the caller has gone on: there is no fallback for it any more."""
+        """Run, after the caller has gone on, which therefore has no fallback for it any more."""
         try:
             self.run()
         except KernelUnavailable as error:
-            raise StateError(
-                f"This backward has no gradients; run the step again. {error}"
-            ) from error
+            raise NotInOneLaunch(str(error)) from error
 
 
 def pair_of(kernel: Kernel, other: Kernel) -> Kernel:
     """The kernel that does the work of two of :func:`store_kernel`, of one source."""
     types = [each.symbol[len("fuser_tiled<") : -1] for each in (kernel, other)]
     return Kernel(kernel.module, f"fuser_tiled_pair<{', '.join(types)}>")
+
+
+class NotInOneLaunch(StateError):
+    """A launch that waited for another one has no kernel: do the work again, without waiting."""
 
 
 class _Waiting(threading.local):
@@ -139,6 +141,11 @@ def in_one_launch() -> Iterator[None]:
 
     What the first writes is to be read after the context. If the two do not go together, each has
     a launch of its own.
+
+    Raises
+    ------
+    NotInOneLaunch
+        If there is no kernel for the one that waited.
     """
     outer, _waiting.is_on = _waiting.is_on, True
     launch.recording.is_joined = True
