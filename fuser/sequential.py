@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
@@ -230,15 +231,11 @@ class Sequential(torch.nn.Sequential):
             with own:
                 return self.forward(input, *extra_inputs, op_kwargs=op_kwargs)
         if budget.limit.memory_budget == 0 and torch.is_grad_enabled() and not is_in_checkpoint():
-            return _keeping_inputs(self._run, input, extra_inputs, op_kwargs)
-        return self._run(input, extra_inputs, op_kwargs)
-
-    def _run(
-        self,
-        input: torch.Tensor,
-        extra_inputs: tuple[torch.Tensor, ...],
-        op_kwargs: OpKwargs | None,
-    ) -> CallResult:
+            run = functools.partial(Sequential.forward, self)  # again before its backward
+            again: CallResult = checkpoint(
+                run, input, *extra_inputs, op_kwargs=op_kwargs, use_reentrant=False
+            )
+            return again
         modules, _, only, version = self._segments
         if (
             only is not None
@@ -351,17 +348,6 @@ class Sequential(torch.nn.Sequential):
         segments = self._segments[1]
         pipelines = () if segments is None else segments.pipelines()
         return tuple(plan for pipeline in pipelines for plan in pipeline.plans)
-
-
-def _keeping_inputs(
-    run: Callable[..., CallResult],
-    input: torch.Tensor,
-    extra_inputs: tuple[torch.Tensor, ...],
-    op_kwargs: OpKwargs | None,
-) -> CallResult:
-    """``run`` of these, again before its backward: nothing else is kept for that."""
-    result: CallResult = checkpoint(run, input, extra_inputs, op_kwargs, use_reentrant=False)
-    return result
 
 
 def _as_budget(

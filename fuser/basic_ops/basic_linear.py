@@ -608,6 +608,7 @@ class BasicLinear(LinearWeight):
         if ctx.defers_wgrad:
             # Without the rowwise copy, which is freed now.
             ctx.deferred = readable(dy, "columnwise", quantizer).with_usage("columnwise")
+            ctx.saved_tensors = LinearSaved(ctx.saved_tensors[0], None)  # nothing reads the weight
         elif isinstance(x, QuantizedTensor):
             columns = readable(dy, "columnwise", quantizer)
             grad_weight = self.weight_gradient(ctx, columns, x, scale, is_quantized=True)

@@ -16,6 +16,7 @@ from fuser.precision.contexts import current_recipe
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.runtime.known_parameters import KnownParameters, ParameterLayout, ends_of_memory
 from fuser.source import SourceCode
+from fuser.torch_private import saved_tensor_hooks
 
 Reading = tuple[tuple[torch.Tensor, ...], tuple[Any, ...], ParameterLayout | None]
 
@@ -81,7 +82,7 @@ class CallKeyReader:
                     "kernels.compile_failure,",
                     "current_recipe(),",
                     "is_grad_enabled(),",
-                    "None if is_in_checkpoint() else budget.limit,",
+                    "None if saved_tensor_hooks(True) and is_in_checkpoint() else budget.limit,",
                     "is_autocast_enabled(device) and get_autocast_dtype(device),",
                     "x.shape[-1] == 0,  # refused, so of no plan",
                     "type(x), x.dtype, x.requires_grad, is_cpu or x.device,",
@@ -109,6 +110,7 @@ _ASKED = {
     "is_grad_enabled": torch.is_grad_enabled,
     "budget": budget,
     "is_in_checkpoint": is_in_checkpoint,
+    "saved_tensor_hooks": saved_tensor_hooks,
     "is_autocast_enabled": torch.is_autocast_enabled,
     "get_autocast_dtype": torch.get_autocast_dtype,
 }

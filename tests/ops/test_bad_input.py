@@ -1159,7 +1159,7 @@ OPS = [cls for cls in OPS if issubclass(cls, fuser.FusibleOperation) and cls.__n
             for call, name in (
                 (
                     lambda: fuser.Sequential(fuser.GELU(), recipe=RECIPE),
-                    "Sequential takes no argument 'recipe'; it takes fusions",
+                    "Sequential takes no argument 'recipe'; it takes fusions, memory_budget",
                 ),
                 (
                     lambda: mlp()(X, recipe=RECIPE),

@@ -144,11 +144,11 @@ RECIPES: dict[str, Any] = {
 }
 # Python calls of forward and backward, and operations of torch in both.
 MOST = {
-    ("gelu", "none"): (15, 9, 20),
+    ("gelu", "none"): (15, 9, 21),  # one of them computes the GELU again
     ("gelu", "current"): (23, 9, 47),
     ("gelu", "delayed"): (52, 34, 45),
     ("gelu", "block"): (23, 9, 85),
-    ("swiglu", "none"): (15, 10, 21),
+    ("swiglu", "none"): (15, 10, 23),
     ("swiglu", "current"): (23, 10, 47),
     ("swiglu", "delayed"): (52, 35, 45),
     ("swiglu", "block"): (23, 10, 80),
@@ -187,11 +187,12 @@ def test_a_warm_step_makes_few_calls(name: str, recipe: str) -> None:
 
 # Python calls of a forward in a checkpoint, and of its backward with the recomputation. The latter
 # is not recorded under delayed scaling: it has other scales by then. Without frames of the stack.
+# Both look whether a checkpoint is around them, in which plans keep everything.
 MOST_IN_CHECKPOINTS = {
-    "none": (28, 40),
-    "current": (37, 40),
-    "delayed": (65, 500),
-    "block": (37, 40),
+    "none": (30, 43),
+    "current": (39, 43),
+    "delayed": (67, 503),
+    "block": (39, 43),
 }
 
 

@@ -90,12 +90,13 @@ def swiglu_block() -> fuser.Sequential:
 
 
 # In each the peak is in the backward of the activation: its input, dy and dx, the gradient of the
-# second weight, and y, which the caller holds. The gradient of the first weight reads what the norm
-# wrote; its x is the caller's. In FP8 dx has two copies, and there is one of what went into the
-# first GEMM and one of its weight.
+# second weight, and y, which the caller holds. What the norm wrote is computed again later. In FP8 dx
+# has two copies, and there is one of the first weight. The GELU's output is quantized again in the
+# launch that quantizes dx: at this time there is one copy of it and of dy, and not yet the gradient
+# of the second weight.
 GELU = BF16 * (3 * T * F + F * H + T * H)
-SWIGLU = BF16 * (5 * T * F + F * H + T * H) + BF16 * T * H
-GELU_IN_FP8 = BF16 * (2 * T * F + F * H + T * H) + 2 * T * F + H * F + T * H
+SWIGLU = BF16 * (5 * T * F + F * H + T * H)
+GELU_IN_FP8 = BF16 * (2 * T * F + T * H) + 3 * T * F + H * F + 2 * T * H
 SWIGLU_IN_FP8 = BF16 * (3 * T * F + F * H + T * H) + 4 * T * F + 2 * H * F + T * H
 # Statistics and scales; parts of the gradient of a bias, which at T 8192 and F 14336 are 1%.
 FEW, PARTS = 0.02, 0.07
@@ -124,9 +125,13 @@ def test_a_block_holds_at_once_what_one_step_of_it_needs(
 def test_what_is_computed_again_does_not_raise_the_peak(
     block: Callable[[], fuser.Sequential], recipe: Recipe | None
 ) -> None:
-    everything = peak(block(), H, recipe)
-    with fuser.activation_memory_budget(1):
+    with fuser.activation_memory_budget(None):
+        everything = peak(block(), H, recipe)
+    with fuser.activation_memory_budget(1, keep_weight_copies=False):
         assert peak(block(), H, recipe) <= everything
+    # At most that of one launch for two tensors: see above.
+    both = T * F + T * H - 2 * F * H if recipe is not None and block is gelu_block else 0
+    assert peak(block(), H, recipe) <= everything + both + FEW * everything
 
 
 class _Residuals(torch.nn.Module):
