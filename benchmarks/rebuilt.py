@@ -37,9 +37,8 @@ def experts(sizes: Sizes, count: int, chosen: int, options: dict[str, Any]) -> A
     dispatch = fuser.MoeDispatch(count)
     for k, name in enumerate(("sizes", "probs", "rows")):
         dispatch.set_extra_output_channel(k, name, output_to_caller=False)
-    linear = functools.partial(
-        fuser.GroupedLinear, count, bias=False, single_grouped_weight=True, **options
-    )
+    options = {"bias": False, "single_grouped_weight": True, **options}
+    linear = functools.partial(fuser.GroupedLinear, count, **options)
     hidden, intermediate = sizes.hidden, sizes.intermediate
     model = fuser.Sequential(
         dispatch,

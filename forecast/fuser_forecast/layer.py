@@ -237,6 +237,10 @@ def plan_layer(model: Transformer, tp: int, ep: int, tokens: int, recipe: Recipe
             elementwise = {side: elementwise[side] + quantizing[side] for side in SIDES}
         sent += _sent(graph, own_products)
         saved += plan.kept_bytes_per_token * graph.tokens
+    if model.experts and ep > 1:  # rows from other ranks are not computed again
+        rows = (tokens * model.top_k, model.hidden)
+        values = math.prod(rows) * VALUE
+        saved += values if recipe is None else bytes_of(recipe, "input", rows, ("columnwise",))
     # Rotary embedding reads and writes queries and keys, in forward and in backward. Queries, keys,
     # values and the output are kept.
     rotated = (model.heads + model.kv_heads) * model.head_dim * tokens * VALUE

@@ -401,9 +401,16 @@ class OpGraph:
         """
         kernels: list[tuple[str, int, int]] = []
         for i in range(start, stop) if side == "backward" else ():
-            for k in rebuilding(self.ops, self.key, i) if not self.key.ops[i].keeps_input else ():
+            path = rebuilding(self.ops, self.key, i) if not self.key.ops[i].keeps_input else ()
+            kept = self.ops[i].kept_input(self.key.window(i, i + 1))
+            is_quantized = kept is not None and self.key.no_kernels is None
+            for k in path:
                 (*_, name) = self.ops[k].kernels("forward", self.key.window(k, k + 1))
-                moved = self.main_specs[k].nbytes + self.main_specs[k + 1].nbytes
+                moved = self.main_specs[k].nbytes
+                if is_quantized:  # by the kernel that computes all of them
+                    moved *= k == path[0]
+                else:
+                    moved += self.main_specs[k + 1].nbytes
                 kernels.append((f"{name} again", moved, 0))
         for i in range(start, stop) if self.key.recipe is not None else ():
             op, key = self.ops[i], self.key.window(i, i + 1)

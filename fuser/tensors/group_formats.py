@@ -99,13 +99,18 @@ class Float8GroupsQuantizer(Quantizer):
         return (self.groups.tiles,)
 
     def to_repeat(self, made: QuantizedTensor) -> torch.Tensor | None:
-        return torch.cat(self.scales) if self.scales else super().to_repeat(made)
+        scaling = super().to_repeat(made)
+        return torch.cat(self.scales) if self.scales and scaling is None else scaling
 
     def repeating(self, kept: torch.Tensor | None) -> Quantizer:
         if not self.scales:
             return super().repeating(kept)
         assert kept is not None
         return replace(self, scales=(kept,), amaxes=())
+
+    def _scale(self) -> torch.Tensor:
+        """The scales of all groups, fp32 ``[G]``."""
+        return self.scales[0] if len(self.scales) == 1 else torch.cat(self.scales)
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         assert isinstance(x, LazyTensor)
@@ -114,9 +119,10 @@ class Float8GroupsQuantizer(Quantizer):
         if found is None:
             found = torch.zeros(len(self.groups.ends), dtype=torch.float32, device=x.device)
         if self.scales:
-            scale, amax = torch.cat(self.scales), found if self.amaxes else None
+            scale, amax = self._scale(), found if self.amaxes else None
             kernels.quantize(self.format, source, buffers, scale=scale, recorded=amax, tiles=tiles)
             self._record(found)
+            buffers[AMAXES] = scale
         else:
             if self.reduced_amaxes is None:
                 kernels.quantize(self.format, source, {}, recorded=found, tiles=tiles)
@@ -130,7 +136,7 @@ class Float8GroupsQuantizer(Quantizer):
         row, col = x.new_zeros(m, k, dtype=torch.uint8), x.new_zeros(k, m, dtype=torch.uint8)
         scale_inv = x.new_ones(m // GROUP_TILE, dtype=torch.float32)
         found = x.new_zeros(len(self.groups.ends), dtype=torch.float32)
-        scales = torch.cat(self.scales).view(-1, 1).unbind() if self.scales else ()
+        scales = self._scale().view(-1, 1).unbind() if self.scales else ()
         start = 0
         for g, end in enumerate(values_on_host(self.groups.padded_ends)):
             rows, start = slice(start, end), end

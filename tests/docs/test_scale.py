@@ -188,7 +188,7 @@ def test_meshes_are_all_that_the_sizes_and_the_model_allow(
     assert set(allowed) == set(every)
 
 
-@pytest.mark.parametrize("memory", [141e9, 40e9, 30e9])
+@pytest.mark.parametrize("memory", [141e9, 40e9, 25e9])
 def test_the_mesh_is_the_fastest_that_fits_into_memory(memory: float) -> None:
     model, hardware = PRESETS["llama3-8b"], replace(H200, memory=memory)
     report = scale(model, 16, batch=2**20, hardware=hardware, counts=())
@@ -228,7 +228,7 @@ def test_tensor_parallelism_is_chosen_where_it_pays() -> None:
 
 def test_a_model_that_no_mesh_holds_has_no_time(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--gpus", "8")
-    assert re.search(r"total +150\.8 GB of 141\.0 GB, which does not fit", text)
+    assert re.search(r"total +150\.7 GB of 141\.0 GB, which does not fit", text)
     assert re.search(r"^  8 +2097152 +- +- +-$", text, re.M)
     assert re.search(r"^  bf16 +1x1x8r +- +- +- .* +- +\S+ GB +memory$", text, re.M)
     assert re.search(r"^  16 +1048576 +1x16x1r: ", text, re.M)
@@ -249,8 +249,8 @@ def test_a_step_takes_the_factor_of_what_is_not_modelled(
         step = training_step(block, mesh, Variant("", recipe, travels), tokens=8192)
         ratios.append(milliseconds / 1e3 / (step.modelled - busy(step, "optimizer")))
         assert f"| {milliseconds} |" in DOCUMENT
-    assert min(ratios) == pytest.approx(1.11, abs=0.005)
-    assert max(ratios) == pytest.approx(1.27, abs=0.005)
+    assert min(ratios) == pytest.approx(1.10, abs=0.005)
+    assert max(ratios) == pytest.approx(1.24, abs=0.005)
     assert min(ratios) < step.hardware.unmodelled == links.UNMODELLED < max(ratios)
     assert step.seconds == step.modelled * 1.2
     sizes = ("--model", "llama3-8b", "--gpus", "16", "--json")
@@ -840,11 +840,11 @@ Training step of llama3-8b on 8 H200: 1 replica x fsdp 8 x tp 1, nodes of 8
   time, bytes travel                 NVLink  network      busy   exposed
   products, forward                                    21.8 ms   21.8 ms
   attention, forward                                    8.8 ms    8.8 ms
-  elementwise, forward                                  3.2 ms    3.2 ms
+  elementwise, forward                                  2.8 ms    2.8 ms
   quantization of weights, forward                    207.7 us  207.7 us
   products, backward                                   43.6 ms   43.6 ms
   attention, backward                                  22.0 ms   22.0 ms
-  elementwise, backward                                 4.5 ms    4.5 ms
+  elementwise, backward                                 6.3 ms    6.3 ms
   quantization of weights, backward                   830.9 us  830.9 us
   head and loss                                        78.8 ms   78.8 ms
   optimizer                                             1.6 ms    1.6 ms
@@ -852,7 +852,7 @@ Training step of llama3-8b on 8 H200: 1 replica x fsdp 8 x tp 1, nodes of 8
   FSDP all-gather, backward          1.5 GB             3.7 ms  601.1 us
   FSDP reduce-scatter                3.1 GB             7.0 ms    1.2 ms
   embedding and head                 7.4 GB            16.5 ms    0.0 us
-  step 188.0 ms, 1% of it exposed communication; times 1.2 for what is not modelled: 225.6 ms
+  step 189.5 ms, 1% of it exposed communication; times 1.2 for what is not modelled: 227.4 ms
 
   memory of a GPU, bytes travel
   fp32 weights, gradients, Adam               3.8 GB
@@ -860,18 +860,18 @@ Training step of llama3-8b on 8 H200: 1 replica x fsdp 8 x tp 1, nodes of 8
   gathered weights, two layers                0.9 GB
   gathered embedding and head                 2.1 GB
   gradients before reduction                  0.9 GB
-  activations                                 4.0 GB
+  activations                                 3.2 GB
   logits and their gradient                   4.2 GB
-  total                          16.1 GB of 141.0 GB
+  total                          15.3 GB of 141.0 GB
 
   variant         mesh      step  tokens/s a GPU   MFU   NVLink  network  exposed   memory    limit
-  bf16           1x8x1  298.4 ms           54908  0.51  16.5 GB                1%  16.7 GB  compute
-  values travel  1x8x1  227.3 ms           72082  0.67  16.5 GB                2%  16.7 GB  compute
-  bytes travel   1x8x1  225.6 ms           72635  0.68  13.5 GB                1%  16.1 GB  compute
+  bf16           1x8x1  300.6 ms           54502  0.51  16.5 GB                1%  15.3 GB  compute
+  values travel  1x8x1  229.1 ms           71515  0.66  16.5 GB                2%  16.0 GB  compute
+  bytes travel   1x8x1  227.4 ms           72059  0.67  13.5 GB                1%  15.3 GB  compute
 
   GPUs  tokens/GPU                  bf16         values travel          bytes travel
-  8          16384   1x8x1: 298.4 ms, 1%   1x8x1: 227.3 ms, 2%   1x8x1: 225.6 ms, 1%
-  16          8192  1x16x1: 149.7 ms, 2%  1x16x1: 114.2 ms, 2%  1x16x1: 113.1 ms, 2%
+  8          16384   1x8x1: 300.6 ms, 1%   1x8x1: 229.1 ms, 2%   1x8x1: 227.4 ms, 1%
+  16          8192  1x16x1: 150.8 ms, 2%  1x16x1: 115.1 ms, 2%  1x16x1: 114.0 ms, 2%
   mesh: replicas x fsdp x tp, r with recomputation; then the step, and its exposed share
   - does not fit into memory; network: the network is busiest
   GPUs that make the network busier than compute: bf16 none, values travel none, bytes travel none
