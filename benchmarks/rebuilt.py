@@ -28,6 +28,7 @@ WAYS = {
     "everything kept": fuser.activation_memory_budget(None),
     "budget 1": fuser.activation_memory_budget(1),
     "no weight copies": fuser.activation_memory_budget(1, keep_weight_copies=False),
+    "budget 0": fuser.activation_memory_budget(0),
 }
 Arguments = tuple[torch.Tensor, ...]
 
@@ -38,13 +39,15 @@ def experts(sizes: Sizes, count: int, chosen: int, options: dict[str, Any]) -> A
     for k, name in enumerate(("sizes", "probs", "rows")):
         dispatch.set_extra_output_channel(k, name, output_to_caller=False)
     options = {"bias": False, "single_grouped_weight": True, **options}
-    linear = functools.partial(fuser.GroupedLinear, count, **options)
+    linear = functools.partial(fuser.GroupedLinear, num_groups=count, **options)
     hidden, intermediate = sizes.hidden, sizes.intermediate
     model = fuser.Sequential(
         dispatch,
-        linear(hidden, 2 * intermediate).set_extra_input_channel(0, "sizes"),
+        linear(in_features=hidden, out_features=2 * intermediate).set_extra_input_channel(
+            0, "sizes"
+        ),
         fuser.ScaledSwiGLU().set_extra_input_channel(0, "probs"),
-        linear(intermediate, hidden).set_extra_input_channel(0, "sizes"),
+        linear(in_features=intermediate, out_features=hidden).set_extra_input_channel(0, "sizes"),
         fuser.MoeCombine().set_extra_input_channel(0, "rows"),
     )
     scores = torch.rand(sizes.tokens, count, device=options["device"])
@@ -103,7 +106,9 @@ def main(argv: list[str] | None = None) -> None:
     for block in options.blocks:
         own = Sizes(*OF_EXPERTS[device][0]) if block == "experts" else sizes
         for recipe in progress(options.recipes, block):
-            ways = WAYS if recipe != BF16 else {way: WAYS[way] for way in list(WAYS)[:2]}
+            ways = dict(WAYS)
+            if recipe == BF16:
+                del ways["no weight copies"]
             steps = {way: step_of(block, recipe, own, device, ways[way]) for way in ways}
             for timer in (True, False) if device == "cuda" else (False,):
                 calls = {way: step for way, (step, _) in steps.items()}

@@ -407,10 +407,10 @@ class OpGraph:
             for k in path:
                 (*_, name) = self.ops[k].kernels("forward", self.key.window(k, k + 1))
                 moved = self.main_specs[k].nbytes
-                if is_quantized:  # by the kernel that computes all of them
-                    moved *= k == path[0]
-                else:
+                if not is_quantized:
                     moved += self.main_specs[k + 1].nbytes
+                elif k > min(path):  # the kernel that quantizes computes all of them
+                    moved = 0
                 kernels.append((f"{name} again", moved, 0))
         for i in range(start, stop) if self.key.recipe is not None else ():
             op, key = self.ops[i], self.key.window(i, i + 1)

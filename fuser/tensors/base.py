@@ -111,8 +111,8 @@ class QuantizedTensor(WrapperTensor):
     # The tensor that this one was quantized from, and the version of this one then.
     _source: tuple[torch.Tensor, int] | None = None
     _amaxes: torch.Tensor | None = None
-    """Those of the values that it was quantized from, if its scales follow from them; of groups under
-    delayed scaling, the scales."""
+    """Those of the values that it was quantized from, if its scales follow from them; the scales of
+    groups under delayed scaling."""
     _sharding: Any = None  # of a shard of a parameter: a Sharding (tensors/sharding.py)
     _gathering: Any = None  # of a gathered parameter: a Gathering (tensors/gathering.py)
     fsdp_pre_all_gather: Callable[..., Any]  # set by tensors/gathering.py

@@ -122,7 +122,7 @@ class Float8GroupsQuantizer(Quantizer):
             scale, amax = self._scale(), found if self.amaxes else None
             kernels.quantize(self.format, source, buffers, scale=scale, recorded=amax, tiles=tiles)
             self._record(found)
-            buffers[AMAXES] = scale
+            buffers[AMAXES] = scale.clone() if scale is self.scales[0] else scale
         else:
             if self.reduced_amaxes is None:
                 kernels.quantize(self.format, source, {}, recorded=found, tiles=tiles)

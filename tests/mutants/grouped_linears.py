@@ -65,8 +65,8 @@ GROUPED_LINEARS = (
     Mutant(
         "wgrad of groups has the accumulator of dgrad",
         PRODUCTS,
-        "is_split = saved_x(), self.ctx.split_accumulators[2]\n",
-        "is_split = saved_x(), self.ctx.split_accumulators[1]\n",
+        "is_split = self.ctx.split_accumulators[2]\n",
+        "is_split = self.ctx.split_accumulators[1]\n",
         ACCUMULATORS,
     ),
     Mutant(

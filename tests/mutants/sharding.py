@@ -123,7 +123,7 @@ SHARDING = (
     Mutant(
         "copies of separate gathered weights are kept for backward",
         "basic_ops/grouped_products.py",
-        "if is_copy and len(parts) > 1 and packed(parts) is None and gathered_by(parts):",
+        "if is_copy and len(parts) > 1 and (is_quantized_again or is_gathered):",
         "if False:",
         EXPERTS,
         select="no_copy and unquantized",

@@ -569,8 +569,8 @@ STATE = (
     Mutant(
         "a slice of a Sequential loses the fusions in force",
         "sequential.py",
-        "            item.fusions = self.fusions\n",
-        "            item.fusions = FUSIONS\n",
+        "item.fusions, item.memory_budget = self.fusions, self.memory_budget\n",
+        "item.fusions, item.memory_budget = FUSIONS, self.memory_budget\n",
         "test_sequential.py::test_a_slice_keeps_the_names_and_the_fusions_in_force",
     ),
     Mutant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import random
 import sys
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fuser
 from fuser import recipe as recipes
 from fuser.cuda.launch import Kernel, Launch
+from fuser.errors import KernelUnavailable
 from fuser.tensors import QuantizedTensor
 
 T, H, F = 128, 128, 256
@@ -228,6 +230,31 @@ def test_pairs_of_tiles_have_the_bits_of_two_launches_at_every_edge(
     monkeypatch.setattr(sys.modules[__name__], "T", rows)
     with on_kernels():
         assert_rebuilt_bits(make, RECIPES[recipe], BF16)
+
+
+@within_budget
+@pytest.mark.parametrize("recipe", PAIRED)
+def test_without_its_kernel_a_pair_is_computed_by_torch(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_kernels():
+        expected = results(swiglu, RECIPES[recipe], BF16, steps=2)
+        refused: list[str] = []
+        call = Kernel.__call__
+
+        def refusing(kernel: Kernel, launch: Launch, *args: Any) -> None:
+            if "PointwiseProducer" in kernel.symbol and refused:
+                raise KernelUnavailable("there is none")
+            if "PointwiseBackwardProducer" in kernel.symbol:
+                refused.append(kernel.symbol)
+                raise KernelUnavailable("there is none")
+            call(kernel, launch, *args)
+
+        monkeypatch.setattr(Kernel, "__call__", refusing)
+        found = results(swiglu, RECIPES[recipe], BF16, steps=2)
+    assert refused
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.1, atol=0.02)
 
 
 # -- what is kept ---------------------------------------------------------------------
@@ -523,7 +550,7 @@ def test_a_budget_of_zero_keeps_nothing_without_gradients_and_runs_forward_once(
 def test_a_sequential_has_a_budget_of_its_own() -> None:
     model = fuser.Sequential(*swiglu(), memory_budget=None)
     by_default = kept_bytes(model, None)
-    model.memory_budget = 0  # type: ignore[assignment]
+    model.memory_budget = 0
     assert kept_bytes(model, None) == T * H * 2
     model.memory_budget = EVERYTHING
     with EVERYTHING:
@@ -532,7 +559,7 @@ def test_a_sequential_has_a_budget_of_its_own() -> None:
     assert not any(is_rebuilt(model))
     assert model[1:].memory_budget is EVERYTHING
     assert (model * 2).memory_budget is EVERYTHING
-    assert copy.deepcopy(model).memory_budget.limit == EVERYTHING.limit  # type: ignore[union-attr]
+    assert copy.deepcopy(model).memory_budget.limit == EVERYTHING.limit
     assert repr(model.memory_budget) == "activation_memory_budget(None, keep_weight_copies=True)"
     nested = fuser.Sequential(fuser.Sequential(*gelu()), torch.nn.Identity(), memory_budget=0)
     assert kept_bytes(nested, None) == T * H * 2
@@ -541,7 +568,7 @@ def test_a_sequential_has_a_budget_of_its_own() -> None:
 def test_a_wrong_budget_of_a_sequential_changes_nothing() -> None:
     model = fuser.Sequential(fuser.GELU(), memory_budget=0)
     with pytest.raises(fuser.InputError, match=r"activation_memory_budget got 0\.25"):
-        model.memory_budget = 0.25  # type: ignore[assignment]
+        model.memory_budget = 0.25
     assert model.memory_budget is not None
     assert model.memory_budget.limit.memory_budget == 0
     with pytest.raises(fuser.InputError, match=r"activation_memory_budget got 0\.25"):
@@ -630,6 +657,29 @@ def test_experts_have_the_bits_of_a_plan_that_keeps_everything(
         found = results_of_experts(recipe, dtype, LEAST, **options)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("count", [1, EXPERTS])
+@pytest.mark.parametrize("place", ["torch", "kernels"])
+def test_delayed_scales_of_experts_are_those_of_the_forward(count: int, place: str) -> None:
+    """Two steps end before the backward of the first: its scales are 1, the later ones are not."""
+    recipe, found = recipes.DelayedScaling(amax_history_len=1), []
+    linear = functools.partial(fuser.GroupedLinear, dtype=BF16, bias=False)
+    sizes = torch.full((count,), T // count)
+    for budget, steps in ((EVERYTHING, 1), (LEAST, 1), (LEAST, 3)):
+        torch.manual_seed(0)
+        model = fuser.Sequential(linear(count, H, 2 * F), fuser.ScaledSwiGLU(), linear(count, F, H))
+        x = oracles.leaf(30 * oracles.random_tensor((T, H), BF16, 1))
+        given = (sizes, torch.ones(T, dtype=BF16), sizes)
+        with budget, on_kernels() if place == "kernels" else contextlib.nullcontext():
+            outputs = []
+            for _ in range(steps):
+                with fuser.autocast(recipe=recipe):
+                    outputs.append(model(x, *given))
+            found.append(torch.autograd.grad(outputs[0].sum(), (x, *model.parameters())))
+    for gradients in found[1:]:
+        for one, other in zip(gradients, found[0], strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
