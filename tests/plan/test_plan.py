@@ -517,6 +517,10 @@ def test_dot_shows_every_op_every_step_and_every_tensor(
     nodes, edges, clusters = parsed_dot(plan.to_dot())
     count = len(plan.ops)
     expected = {f"f{i}": f"{i} {name}" for i, name in enumerate(plan.ops)}
+    for line in plan.to_dict()["sentences"]["kept"][1:]:
+        op, text = line.split(": ", 1)
+        expected[f"f{op.split()[0]}"] += f"\nfor backward: {text}"
+    assert any("for backward: " in label for label in expected.values()) == training
     if training:
         expected |= {f"b{i}": f"{i} {name}" for i, name in enumerate(plan.ops)}
     assert nodes == expected

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -313,6 +314,43 @@ def test_a_plan_states_what_is_kept(make: Any, recipe: Any) -> None:
     stated = plan.kept_bytes_per_token * T + sum(kept.nbytes for kept in plan.kept)
     measured = kept_bytes(model, recipe)
     assert abs(measured - stated) <= 0.01 * measured
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_other_choice_of_kept_inputs_has_fewer_bytes(seed: int) -> None:
+    """Of all sets of main inputs from which norms, activations and dropouts give those of linears.
+
+    Other ops read their own inputs as they were.
+    """
+    model = random_model(seed).to(BF16)
+    plan = model.plan(torch.empty(T, H, dtype=BF16, requires_grad=True))
+    ops = [op for part in model for op in getattr(part, "basic_ops", [part])]
+    nbytes, count = plan.activation_bytes, len(ops)
+    readers = [i for i, op in enumerate(ops) if op.saves_input]
+    fixed = {i for i in readers if not isinstance(ops[i], fuser.BasicLinear)}
+    passes_on = [i for i, op in enumerate(ops) if is_the_same(op)]
+
+    def gives(kept: set[int], i: int) -> bool:
+        while i not in kept:
+            i -= 1
+            if i < 0 or not (ops[i].rebuilds_output or i in passes_on):
+                return False
+        return True
+
+    inputs = [i for i in range(count) if i not in passes_on or i == 0]
+    fewest = min(
+        sum(nbytes[i] for i in chosen)
+        for size in range(len(inputs) + 1)
+        for chosen in itertools.combinations(inputs, size)
+        if fixed <= {*chosen} and all(gives({*chosen}, i) for i in readers)
+    )
+    found = sum(kept.bytes_per_token for kept in plan.kept if kept.name == "input")
+    assert found == pytest.approx(fewest)
+
+
+def is_the_same(op: Any) -> bool:
+    """Whether the output of the op is its input."""
+    return isinstance(op, fuser.Dropout) and op.dropout_probability == 0
 
 
 @within_budget
