@@ -293,7 +293,8 @@ class GroupedLinear(GroupParameters):
         return kept_copy(self, "weight", key) if wants_dgrad else None
 
     def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
-        if values.dtype is not ctx.compute_dtype:
+        is_lazy = isinstance(values, LazyTensor) and values.is_of_groups
+        if values.dtype is not ctx.compute_dtype or not is_lazy:
             values = materialize(values)
         ctx.rebuilt_input = rows_of_groups(values, ctx)
 

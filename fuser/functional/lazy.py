@@ -34,6 +34,8 @@ class LazyTensor:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    is_of_groups = False
+    """Whether kernels that quantize groups of rows take the producer."""
 
     @property
     def matrix(self) -> tuple[int, int]:

@@ -62,6 +62,8 @@ def permute(x: torch.Tensor, row_map: torch.Tensor, inverse_map: torch.Tensor) -
 class _GatheredRows(LazyTensor):
     """The rows of a permutation, which a kernel reads by their index among the tokens."""
 
+    is_of_groups = True
+
     def __init__(self, x: torch.Tensor, row_map: torch.Tensor, inverse_map: torch.Tensor) -> None:
         self.x, self.row_map, self.inverse_map = rows_of(x), row_map, inverse_map
         self.shape = torch.Size((row_map.shape[0], x.shape[1]))

@@ -238,6 +238,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 class _Forward(LazyTensor):
     """The output of a chain."""
 
+    is_of_groups = True
+
     def __init__(self, stages: Stages, x: torch.Tensor, operands: Operands) -> None:
         self.stages = stages
         self.x = _rows(x)

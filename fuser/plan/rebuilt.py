@@ -65,8 +65,9 @@ class activation_memory_budget:
         activation, a norm, a dropout or a dispatch before them can compute again, bit for bit, from
         what these keep for themselves; backward moves some more bytes. None: everything that
         backward reads is kept. 0: a :class:`fuser.Sequential` keeps its inputs alone, and runs
-        forward again before its backward, as in ``torch.utils.checkpoint``; in ``torch.compile`` it
-        is 1.
+        forward again before its backward, as in ``torch.utils.checkpoint``: modules with states run
+        twice, and parameters and ops that have changed in between are refused. In
+        ``torch.compile`` it is 1.
     keep_weight_copies
         False: the columnwise copies of quantized weights, a byte a parameter in FP8, are not kept;
         backward quantizes the parameters again, with the same bytes. This takes time: of 8192

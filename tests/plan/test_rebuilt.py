@@ -585,6 +585,49 @@ def test_a_budget_of_zero_keeps_nothing_without_gradients_and_runs_forward_once(
     assert calls == [3]
 
 
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "gain": lambda model: model[0].weight.mul_(2),
+    "weight": lambda model: model[1].weight.mul_(2),
+    "epsilon": lambda model: setattr(model[0], "eps", 0.5),
+    "probability": lambda model: setattr(model[3], "dropout_probability", 0.5),
+    "op": lambda model: model.__setitem__(2, fuser.GLU()),
+    "parameter": lambda model: setattr(
+        model[0], "weight", torch.nn.Parameter(2 * model[0].weight.detach())
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_with_a_budget_of_zero_a_change_before_backward_is_refused(change: Any) -> None:
+    ops = [fuser.RMSNorm(H), fuser.Linear(H, F), fuser.SwiGLU(), fuser.Dropout(0.1)]
+    model = fuser.Sequential(*ops, memory_budget=0)
+    x = torch.randn(T, H, requires_grad=True)
+    y = model(x)
+    with torch.no_grad():
+        change(model)
+    with pytest.raises(fuser.StateError, match="changed between its forward and its backward"):
+        y.sum().backward()
+    model(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_with_a_budget_of_zero_parameters_of_a_functional_call_are_refused() -> None:
+    model = gelu()
+    model.memory_budget = fuser.activation_memory_budget(0)
+    given = {name: 2 * parameter.detach() for name, parameter in model.named_parameters()}
+    y = torch.func.functional_call(model, given, (torch.randn(T, H, requires_grad=True),))
+    with pytest.raises(fuser.StateError, match="changed between its forward and its backward"):
+        y.sum().backward()
+
+
+def test_with_a_budget_of_zero_a_buffer_is_refused() -> None:
+    model = fuser.Sequential(fuser.GroupedLinear(2, H, H, bias=False), memory_budget=0)
+    x, sizes = torch.randn(T, H, requires_grad=True), torch.full((2,), T // 2)
+    with pytest.raises(fuser.InputError, match="op_kwargs has a buffer output"):
+        model(x, sizes, op_kwargs={0: {"output": torch.empty(T, H)}})
+    model(x, sizes, op_kwargs={0: {"grad_input": torch.empty(T, H)}}).sum().backward()
+
+
 def test_a_sequential_has_a_budget_of_its_own() -> None:
     model = fuser.Sequential(*swiglu(), memory_budget=None)
     by_default = kept_bytes(model, None)
@@ -694,6 +737,67 @@ def test_experts_have_the_bits_of_a_plan_that_keeps_everything(
         expected = results_of_experts(recipe, dtype, EVERYTHING, **options)
         found = results_of_experts(recipe, dtype, LEAST, **options)
     for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+BEFORE: dict[str, Callable[[], torch.nn.Module]] = {
+    "rmsnorm": lambda: fuser.RMSNorm(H),
+    "layernorm": lambda: fuser.LayerNorm(H),
+    "l2": fuser.L2Normalization,
+    "gelu": fuser.GELU,
+    "dropout": lambda: fuser.Sequential(fuser.RMSNorm(H), fuser.Dropout(0.2)),
+}
+
+
+@pytest.mark.sampled
+@every_recipe
+@pytest.mark.parametrize("make", BEFORE.values(), ids=BEFORE)
+@pytest.mark.parametrize("place", ["torch", "kernels"])
+def test_a_grouped_linear_reads_what_any_op_before_it_computes_again(
+    make: Any, recipe: Any, place: str
+) -> None:
+    found = []
+    for budget in (EVERYTHING, LEAST):
+        torch.manual_seed(0)
+        before = make()
+        ops = list(before) if isinstance(before, fuser.Sequential) else [before]
+        model = fuser.Sequential(*ops, fuser.GroupedLinear(2, H, F, bias=False)).to(BF16)
+        x = oracles.leaf(oracles.random_tensor((T, H), BF16, 1))
+        with budget, on_kernels() if place == "kernels" else contextlib.nullcontext():
+            with under(recipe):
+                y = model(x, torch.tensor([T // 4, T - T // 4]))
+            found.append(torch.autograd.grad(y.sum(), (x, *model.parameters())))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"])
+@pytest.mark.parametrize("place", ["torch", "kernels"])
+@pytest.mark.parametrize("changed", ["input", "scales"])
+def test_late_gradients_are_of_what_the_backward_read(
+    recipe: str, place: str, changed: str
+) -> None:
+    found = []
+    for budget in (EVERYTHING, LEAST):
+        torch.manual_seed(0)
+        late = fuser.GroupedLinear(
+            2, F, H, bias=False, delay_wgrad_compute=True, accumulate_into_main_grad=True
+        )
+        model = fuser.Sequential(fuser.ScaledSwiGLU(), late).to(BF16)
+        for parameter in late.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=F32)
+        x = oracles.leaf(oracles.random_tensor((T, 2 * F), BF16, 1))
+        scales = torch.rand(T).to(BF16).requires_grad_()
+        with budget, on_kernels() if place == "kernels" else contextlib.nullcontext():
+            with under(RECIPES[recipe]):
+                y = model(x, scales, torch.tensor([T // 4, T - T // 4]))
+            y.sum().backward()
+            with torch.no_grad():
+                (x if changed == "input" else scales).mul_(3)
+            late.backward_dw()
+        found.append([parameter.main_grad for parameter in late.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert one.any()
         assert torch.equal(one, other)
 
 
