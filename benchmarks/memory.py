@@ -68,7 +68,7 @@ class Case:
     def columns(self) -> tuple[str, str, str]:
         """Recipe, override and parameters as text."""
         if self.recipe is None:
-            return "bf16", "everything kept" if self.keeps_everything else "", "bf16"
+            return "bf16", "all kept" if self.keeps_everything else "", "bf16"
         parameters = "quantized" if self.has_quantized_parameters else "bf16"
         return self.recipe, self.override or "none", parameters
 

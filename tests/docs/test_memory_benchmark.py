@@ -131,7 +131,7 @@ def test_there_is_a_case_for_whatever_a_recipe_accepts() -> None:
     recipes = set(memory.RECIPES.values())
     assert recipes == set(Recipe.__subclasses__()) - {fuser.recipe.CustomRecipe}
     found = [case.columns for case in memory.cases(list(memory.RECIPES))]
-    expected = [("bf16", "", "bf16"), ("bf16", "everything kept", "bf16")]
+    expected = [("bf16", "", "bf16"), ("bf16", "all kept", "bf16")]
     expected += [("delayed", "none", "bf16")]
     for name, type_ in memory.RECIPES.items():
         if type_.accepts_backward_override:

@@ -79,8 +79,8 @@ GROUPED_LINEARS = (
     Mutant(
         "wgrad of one group after the other has the accumulator of dgrad",
         LOOP,
-        "x, is_split = self.linear, saved_x(), self.ctx.split_accumulators[2]\n",
-        "x, is_split = self.linear, saved_x(), self.ctx.split_accumulators[1]\n",
+        "linear, is_split = self.linear, self.ctx.split_accumulators[2]\n",
+        "linear, is_split = self.linear, self.ctx.split_accumulators[1]\n",
         OF_LOOP,
     ),
     Mutant(
@@ -135,8 +135,8 @@ GROUPED_LINEARS = (
     Mutant(
         "the first linear keeps its weight with the flag of the second",
         MLP,
-        "of_up.forward(x, extras[0], firsts[0])",
-        "of_up.forward(x, extras[0], firsts[2])",
+        "of_up.forward(x, extras[0], firsts[0], ",
+        "of_up.forward(x, extras[0], firsts[2], ",
         ALONE,
     ),
     Mutant(
