@@ -10,29 +10,21 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch.compiler import is_compiling
-from torch.utils.checkpoint import checkpoint
 
-from fuser.errors import (
-    InputError,
-    InputTypeError,
-    StateError,
-    explains_arguments,
-    refuse_unknown,
-)
+from fuser.errors import InputError, InputTypeError, explains_arguments, refuse_unknown
 from fuser.fused_ops import Linear
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.module_calls import module_calls
-from fuser.op import CallResult, FusedOperation, FusibleOperation
-from fuser.op.structure import structure_of
+from fuser.op import CallResult, FusedOperation
 from fuser.plan.plan import FusionPlan
 from fuser.plan.rebuilt import activation_memory_budget, budget
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.runtime.checks import check_keywords
 from fuser.runtime.pipeline import checked_fusions
+from fuser.runtime.repeated_forward import keeping_inputs
 from fuser.runtime.segment import Keywords
 from fuser.runtime.segments import Segments
 from fuser.runtime.traced import traced_call
-from fuser.tensors.sharding import gathered_by
 from fuser.torch_private import (
     global_backward_hooks,
     global_backward_pre_hooks,
@@ -236,9 +228,10 @@ class Sequential(torch.nn.Sequential):
         own = self._memory_budget
         if own is not None and own.limit is not budget.limit:
             with own:
-                return self.forward(input, *extra_inputs, op_kwargs=op_kwargs)
+                return Sequential.forward(self, input, *extra_inputs, op_kwargs=op_kwargs)
         if budget.limit.memory_budget == 0 and torch.is_grad_enabled() and not is_in_checkpoint():
-            return _keeping_inputs(self, input, extra_inputs, op_kwargs)
+            inputs = (input, *extra_inputs)
+            return keeping_inputs(self, Sequential.forward, inputs, op_kwargs)
         modules, _, only, version = self._segments
         if (
             only is not None
@@ -351,50 +344,6 @@ class Sequential(torch.nn.Sequential):
         segments = self._segments[1]
         pipelines = () if segments is None else segments.pipelines()
         return tuple(plan for pipeline in pipelines for plan in pipeline.plans)
-
-
-def _keeping_inputs(
-    model: Sequential,
-    input: torch.Tensor,
-    extra_inputs: tuple[torch.Tensor, ...],
-    op_kwargs: OpKwargs | None,
-) -> CallResult:
-    """The forward of ``model``, which runs again before its backward: nothing else is kept.
-
-    torch compares the versions of tensors that it is given; those of parameters are compared here,
-    and what else the ops compute with.
-    """
-    if any("output" in given for given in (op_kwargs or {}).values()):
-        raise InputError(
-            "op_kwargs has a buffer output, and the activation memory budget is 0: forward would "
-            "write to it again before backward. Leave it out, or use a budget of 1."
-        )
-    noted: list[tuple[Any, ...]] = []
-
-    def run(*tensors: torch.Tensor) -> CallResult:
-        found = _facts(model)
-        if noted and found is not None and found != noted[0]:
-            raise StateError(
-                f"A parameter or an op of a {type(model).__name__} was changed between its forward "
-                "and its backward, which runs forward again: its activation memory budget is 0. "
-                "Change it after the backward, or use a budget of 1."
-            )
-        noted.extend([] if found is None else [found])
-        return Sequential.forward(model, *tensors, op_kwargs=op_kwargs)
-
-    result: CallResult = checkpoint(run, input, *extra_inputs, use_reentrant=False)
-    return result
-
-
-def _facts(model: Sequential) -> tuple[Any, ...] | None:
-    """What a forward depends on besides its inputs; None if ``fully_shard`` changes parameters."""
-    parameters = list(model.parameters())
-    if gathered_by(parameters):
-        return None
-    modules = list(model.modules())
-    ops = [structure_of(op) for op in modules if isinstance(op, FusibleOperation)]
-    versions = [None if p.is_inference() else p._version for p in parameters]
-    return [*map(id, modules)], ops, [*map(id, parameters)], versions
 
 
 def _as_budget(

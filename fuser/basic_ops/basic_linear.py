@@ -134,9 +134,7 @@ class BasicLinear(LinearWeight):
         return kept_copy(self, "input", key)
 
     def kept_weight(self, key: PlanKey) -> QuantSpec | None:
-        (op,) = key.ops
-        wants_dgrad = op.input_requires_grad and op.params[0].format is None
-        return kept_copy(self, "weight", key) if wants_dgrad else None
+        return kept_copy(self, "weight", key)
 
     def takes_rebuilt_input(self, key: PlanKey) -> bool:
         """Unless it gathers its input, or a quantizer would make other bytes of it."""

@@ -288,9 +288,7 @@ class GroupedLinear(GroupParameters):
         return kept_copy(self, "input", key)
 
     def kept_weight(self, key: PlanKey) -> QuantSpec | None:
-        (op,) = key.ops
-        wants_dgrad = op.input_requires_grad and op.params[0].format is None
-        return kept_copy(self, "weight", key) if wants_dgrad else None
+        return kept_copy(self, "weight", key)
 
     def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
         is_lazy = isinstance(values, LazyTensor) and values.is_of_groups

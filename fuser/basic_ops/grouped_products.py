@@ -480,11 +480,11 @@ class GroupedProduct:
         if self.wants_wgrad:
             # Without the saved weight, if the gradient is computed later.
             product = replace(self, saved=None)
-            (rebuilt, self.ctx.rebuilt_input), x = (self.ctx.rebuilt_input, None), saved.x
+            x, rebuilt = saved.x, self.ctx.rebuilt_input
+            self.ctx.rebuilt_input = None
             if rebuilt is not None and self.linear.delay_wgrad_compute:
-                # Now: nobody would notice that a tensor changed that it is computed from.
-                made = product._rebuilt(rebuilt, saved.x_scaling)
-                rebuilt, x = None, (materialize(made),)
+                # Not later, when the tensors that it is computed from may have changed.
+                x, rebuilt = (materialize(product._rebuilt(rebuilt, saved.x_scaling)),), None
             wgrad = functools.partial(product._wgrad, operand, x, saved.x_scaling, rebuilt)
             dweights = self.linear.weight_gradients(self.ctx, wgrad)
         return dx, (*dweights, *dbiases), extras

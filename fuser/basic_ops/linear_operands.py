@@ -49,8 +49,10 @@ def operands_of(side: str, key: PlanKey, format_of: FormatOf) -> dict[str, Quant
 
 def kept_copy(op: BasicOperation, role: str, key: PlanKey) -> QuantSpec | None:
     """The copy of a quantized operand that backward reads; None if it reads the values."""
-    recipe = key.recipe
+    (op_key,), recipe = key.ops, key.recipe
     if recipe is None or recipe.backward_override == "high_precision":
+        return None
+    if role == "weight" and not (op_key.input_requires_grad and op_key.params[0].format is None):
         return None
     is_dequantized = recipe.backward_override == "dequantized"
     form = op.quantizer_format(recipe, role)

@@ -27,11 +27,6 @@ class Limit(NamedTuple):
     keep_weight_copies: bool = True
     """Whether forward keeps the copies of quantized weights that backward reads."""
 
-    @property
-    def rebuilds(self) -> bool:
-        """Whether backward computes anything again."""
-        return self.memory_budget is not None
-
 
 class _Budget(threading.local):
     limit = Limit()
@@ -70,8 +65,8 @@ class activation_memory_budget:
         ``torch.compile`` it is 1.
     keep_weight_copies
         False: the columnwise copies of quantized weights, a byte a parameter in FP8, are not kept;
-        backward quantizes the parameters again, with the same bytes. This takes time: of 8192
-        tokens 1.2% of a step, of 512 tokens 15%.
+        backward quantizes the parameters again, with the same bytes. On an H200 this took about 1%
+        of a block's step with 8192 tokens, and 10% with 512.
 
     Raises
     ------
@@ -80,8 +75,8 @@ class activation_memory_budget:
     """
 
     def __init__(self, memory_budget: float | None, *, keep_weight_copies: bool = True) -> None:
-        is_number = not isinstance(memory_budget, (bool, str)) and memory_budget in (0, 1)
-        if memory_budget is not None and not is_number:
+        is_number = isinstance(memory_budget, (int, float)) and not isinstance(memory_budget, bool)
+        if memory_budget is not None and not (is_number and memory_budget in (0, 1)):
             raise InputError(
                 f"activation_memory_budget got {memory_budget!r}; it is 1, to compute again what "
                 "needs no product, 0, to keep the inputs of pipelines alone, or None, to keep "
@@ -111,7 +106,7 @@ def with_rebuilt_tensors(ops: Sequence[BasicOperation], key: PlanKey, limit: Lim
 
     Fusions of users read what they save: with one of them in use, nothing is rebuilt.
     """
-    if not limit.rebuilds or any(fusion.is_external for fusion in key.fusions):
+    if limit.memory_budget is None or any(fusion.is_external for fusion in key.fusions):
         return key
     keys = list(key.ops)
     for i, op in enumerate(ops):

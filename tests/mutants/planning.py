@@ -556,8 +556,8 @@ REBUILT = (
     Mutant(
         "inputs are computed again beside fusions of users",
         "plan/rebuilt.py",
-        "if not limit.rebuilds or any(fusion.is_external for fusion in key.fusions):",
-        "if not limit.rebuilds:",
+        "if limit.memory_budget is None or any(fusion.is_external for fusion in key.fusions):",
+        "if limit.memory_budget is None:",
         "test_rebuilt.py::test_with_a_users_fusion_everything_is_kept",
     ),
     Mutant(

@@ -646,6 +646,24 @@ def test_a_sequential_has_a_budget_of_its_own() -> None:
     assert kept_bytes(nested, None) == T * H * 2
 
 
+@pytest.mark.parametrize("budget", [0, 1, EVERYTHING], ids=["0", "1", "everything"])
+def test_a_forward_of_a_subclass_runs_once_under_a_budget_of_its_own(budget: Any) -> None:
+    class Doubled(fuser.Sequential):
+        def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(2 * input, *args, **kwargs)
+
+    x = torch.randn(T, H, requires_grad=True)
+    y = Doubled(fuser.GELU(), memory_budget=budget)(x)
+    torch.testing.assert_close(y, fuser.GELU()(2 * x))
+
+
+def test_wrong_keywords_are_named_under_a_budget_of_zero_too() -> None:
+    model = fuser.Sequential(fuser.GELU(), memory_budget=0)
+    for wrong in ([1], {0: 3}):
+        with pytest.raises(fuser.InputTypeError):
+            model(torch.randn(T, H, requires_grad=True), op_kwargs=wrong)
+
+
 def test_a_wrong_budget_of_a_sequential_changes_nothing() -> None:
     model = fuser.Sequential(fuser.GELU(), memory_budget=0)
     with pytest.raises(fuser.InputError, match=r"activation_memory_budget got 0\.25"):
