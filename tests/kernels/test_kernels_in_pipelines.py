@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,15 +39,17 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that are launched; of a tile's kernel, what makes the values."""
+    """The names of the kernels that are launched; of tiles' kernels, what makes the values."""
     names: list[str] = []
     call = Kernel.__call__
 
     def noted(kernel: Kernel, launch: Launch, *args: Any) -> None:
         name, _, arguments = kernel.symbol.removeprefix("fuser_").partition("<")
-        if name == "tiled":
-            name = arguments.removeprefix("fuser::").partition("<")[0]
-        names.append(name)
+        if name == "tiled_pair":
+            names.extend(re.findall(r"\w+Producer\b", arguments))
+        else:
+            of_tile = arguments.removeprefix("fuser::").partition("<")[0]
+            names.append(of_tile if name == "tiled" else name)
         call(kernel, launch, *args)
 
     monkeypatch.setattr(Kernel, "__call__", noted)
