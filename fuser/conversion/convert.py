@@ -249,11 +249,11 @@ class _Search:
     def _unit(self, module: torch.nn.Module, path: str) -> tuple[Unit | None, str | None]:
         """The unit of a module, or why a module that looks like one has none."""
         children = list(module.children())
-        count = sum(linear_part(child, "") is not None for child in children)
+        linears = [part for c in children if (part := linear_part(c, "")) is not None]
         opened = [m for m in module.modules() if m in self._chains]
-        if not count and not opened:
+        if not linears and not opened:
             return None, None
-        looks_convertible = 1 < count < 4
+        looks_convertible = _look_like_a_feed_forward([part.shape for part in linears])
         if hooks_of(module) == "a forward of its own":
             return None, "it has a forward of its own" if looks_convertible else None
         try:
@@ -294,7 +294,7 @@ def is_proved(module: torch.nn.Module, unit: Unit) -> bool:
     """
     sizes = [size for p in module.parameters() for size in p.shape]
     divisor = math.gcd(*sizes)
-    for scale in {max(divisor // 4, 1): None, 1: None}:
+    for scale in dict.fromkeys((max(divisor // 4, 1), 1)):
         values = _random_parameters(module, scale)
         outcome = _compared(module, unit, values)
         if outcome is not None:
@@ -304,11 +304,11 @@ def is_proved(module: torch.nn.Module, unit: Unit) -> bool:
 
 def _random_parameters(module: torch.nn.Module, scale: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn([size // scale for size in p.shape], generator=generator)
-        / math.sqrt(max(p.shape[-1] // scale, 1))
-        for name, p in module.named_parameters()
-    }
+    values: dict[torch.Tensor, torch.Tensor] = {}
+    for p in module.parameters():
+        value = torch.randn([size // scale for size in p.shape], generator=generator)
+        values[p] = value / math.sqrt(value.shape[-1])
+    return {name: values[p] for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _compared(
@@ -358,6 +358,12 @@ def _skeleton(module: torch.nn.Module, values: dict[str, torch.Tensor]) -> torch
             value, requires_grad=False
         )
     return skeleton
+
+
+def _look_like_a_feed_forward(shapes: Sequence[tuple[int, int]]) -> bool:
+    """Whether one of two or three linears widens, and another one takes that, or half, back."""
+    pairs = ((one, two) for one in shapes for two in shapes if one[1] == two[0] != one[0])
+    return 1 < len(shapes) < 4 and any(one[0] in (two[1], 2 * two[1]) for one, two in pairs)
 
 
 def _kept(linears: Sequence[str], keep: Sequence[str]) -> set[str]:
