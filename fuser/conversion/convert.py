@@ -19,12 +19,15 @@ from fuser.conversion.converted import (
     set_conversion,
     unset_conversion,
 )
+from fuser.conversion.experts import experts_unit
 from fuser.conversion.leaves import SMALLEST_LINEAR, is_fuser, linear_part, norm_part
 from fuser.conversion.parts import Chain, Part, hooks_of, original_class
 from fuser.conversion.trace import Untraceable
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit, unit_of
 from fuser.errors import InputError, InputTypeError
 from fuser.recipe import Recipe
+
+LEFT_OUT = "the filter leaves it out"
 
 Filter = Callable[[str, torch.nn.Module], bool]
 
@@ -248,6 +251,11 @@ class _Search:
 
     def _unit(self, module: torch.nn.Module, path: str) -> tuple[Unit | None, str | None]:
         """The unit of a module, or why a module that looks like one has none."""
+        experts = experts_unit(module)
+        if experts is not None:
+            if isinstance(experts, str):
+                return None, experts
+            return (experts, None) if self._accepts(path, module) else (None, LEFT_OUT)
         children = list(module.children())
         linears = [part for c in children if (part := linear_part(c, "")) is not None]
         opened = [m for m in module.modules() if m in self._chains]
@@ -269,7 +277,7 @@ class _Search:
                 if not self._accepts(full, module.get_submodule(name)):
                     return None, f"the filter leaves out {name}"
         if not self._accepts(path, module):
-            return None, "the filter leaves it out"
+            return None, LEFT_OUT
         if unit.is_one_chain:
             if not self._is_proved(module, unit):
                 return None, "its values differ from those of " + unit.text

@@ -29,6 +29,10 @@ class Part(ABC):
         """The present values of the ops' parameters, in their order."""
         return []
 
+    def inputs(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The inputs of a pipeline that starts with this part, from those of the forward."""
+        return inputs
+
     def sized(self, owner: torch.nn.Module) -> Part:
         """The part with the sizes of another owner's parameters."""
         return self

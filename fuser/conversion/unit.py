@@ -161,7 +161,7 @@ class Pipeline:
         self.placeholders = [held[name] for held, name in self.slots]
 
     def __call__(self, owner: torch.nn.Module, inputs: Sequence[Any], is_quantized: bool) -> Any:
-        x, *others = inputs
+        x, *others = self.chain.parts[0].inputs(tuple(inputs))
         for other in others:
             if other.shape[:-1] != x.shape[:-1]:
                 raise StateError(
