@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -21,13 +21,11 @@ from fuser.conversion.converted import (
 )
 from fuser.conversion.experts import experts_unit
 from fuser.conversion.leaves import SMALLEST_LINEAR, is_fuser, linear_part, norm_part
-from fuser.conversion.parts import Chain, Part, hooks_of, original_class
+from fuser.conversion.parts import OWN_FORWARD, Chain, Part, hooks_of, original_class
 from fuser.conversion.trace import Untraceable
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit, unit_of
 from fuser.errors import InputError, InputTypeError
 from fuser.recipe import Recipe
-
-LEFT_OUT = "the filter leaves it out"
 
 Filter = Callable[[str, torch.nn.Module], bool]
 
@@ -205,7 +203,7 @@ class _Search:
         self._filter = filter
         self._linears = linears
         self._seen: set[torch.nn.Module] = set()
-        self._proved: dict[Any, bool] = {}
+        self._known: dict[object, tuple[Unit | None, str | None]] = {}
         self._chains: dict[torch.nn.Module, Unit] = {}
 
     def visit(self, module: torch.nn.Module, path: str) -> None:
@@ -251,47 +249,60 @@ class _Search:
 
     def _unit(self, module: torch.nn.Module, path: str) -> tuple[Unit | None, str | None]:
         """The unit of a module, or why a module that looks like one has none."""
-        experts = experts_unit(module)
-        if experts is not None:
-            if isinstance(experts, str):
-                return None, experts
-            return (experts, None) if self._accepts(path, module) else (None, LEFT_OUT)
-        children = list(module.children())
-        linears = [part for c in children if (part := linear_part(c, "")) is not None]
-        opened = [m for m in module.modules() if m in self._chains]
-        if not linears and not opened:
-            return None, None
-        looks_convertible = _look_like_a_feed_forward([part.shape for part in linears])
-        if hooks_of(module) == "a forward of its own":
-            return None, "it has a forward of its own" if looks_convertible else None
-        try:
-            unit = unit_of(module, opened)
-        except Untraceable as refusal:
-            return None, str(refusal) if looks_convertible else None
+        kind = _kind(module, self._chains)
+        if kind not in self._known:
+            self._known[kind] = _find_unit(module, [m for m in module.modules() if m in self._chains])
+        unit, reason = self._known[kind]
         if unit is None:
-            reason = "its forward is no chain of linears, norms and activations that fuser has"
-            return None, reason if looks_convertible else None
-        for chain in unit.chains:
-            for name, _ in chain.replaced:
-                full = f"{path}.{name}" if path else name
-                if not self._accepts(full, module.get_submodule(name)):
-                    return None, f"the filter leaves out {name}"
-        if not self._accepts(path, module):
-            return None, LEFT_OUT
+            return None, reason
+        for name in ("", *(name for chain in unit.chains for name, _ in chain.replaced)):
+            inner = f"{path}.{name}".strip(".")
+            if not self._accepts(inner, module.get_submodule(name)):
+                return None, f"the filter leaves out {inner or 'the model'}"
         if unit.is_one_chain:
-            if not self._is_proved(module, unit):
-                return None, "its values differ from those of " + unit.text
             self._chains[module] = unit
         return unit, None
 
-    def _is_proved(self, module: torch.nn.Module, unit: Unit) -> bool:
-        """Whether a chain has the values of its module, tried once for each kind of module."""
-        shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
-        kinds = tuple((n, original_class(m), m.extra_repr()) for n, m in module.named_modules())
-        key = (unit, shapes, kinds)
-        if key not in self._proved:
-            self._proved[key] = is_proved(module, unit)
-        return self._proved[key]
+
+def _kind(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> object:
+    """What a module's unit depends on: equal for the layers of a model that are alike."""
+    own = [
+        (name, value if isinstance(value, (bool, int, float, str)) else id(value))
+        for name, value in module.__dict__.items()
+        if not name.startswith("_") and name != "training"
+    ]
+    parameters = [(n, None if p is None else (*p.shape,)) for n, p in module._parameters.items()]
+    children = [
+        (name, _kind(child, opened) if child in opened or not child._modules else type(child))
+        for name, child in module._modules.items()
+        if child is not None
+    ]
+    cls = type(module)
+    return cls, cls.forward, hooks_of(module), tuple(own), tuple(parameters), tuple(children)
+
+
+def _find_unit(
+    module: torch.nn.Module, opened: Sequence[torch.nn.Module]
+) -> tuple[Unit | None, str | None]:
+    experts = experts_unit(module)
+    if experts is not None:
+        return (None, experts) if isinstance(experts, str) else (experts, None)
+    linears = [part for c in module.children() if (part := linear_part(c, "")) is not None]
+    if not linears and not opened:
+        return None, None
+    looks_convertible = _look_like_a_feed_forward([part.shape for part in linears])
+    if hooks_of(module) == OWN_FORWARD:
+        return None, f"it has {OWN_FORWARD}" if looks_convertible else None
+    try:
+        unit = unit_of(module, opened)
+    except Untraceable as refusal:
+        return None, str(refusal) if looks_convertible else None
+    if unit is None:
+        reason = "its forward is no chain of linears, norms and activations that fuser has"
+        return None, reason if looks_convertible else None
+    if unit.is_one_chain and not is_proved(module, unit):
+        return None, "its values differ from those of " + unit.text
+    return unit, None
 
 
 def is_proved(module: torch.nn.Module, unit: Unit) -> bool:

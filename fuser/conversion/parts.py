@@ -17,6 +17,9 @@ PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
 """The classes of a weight that fuser computes with; others are quantized or sharded by others."""
 
 
+OWN_FORWARD = "a forward of its own"
+
+
 @dataclass(frozen=True)
 class Part(ABC):
     """A link of a chain. It holds names and numbers alone, so that it can be pickled."""
@@ -283,7 +286,7 @@ def original_class(module: torch.nn.Module) -> type:
 def hooks_of(module: torch.nn.Module) -> str | None:
     """What a call of the module would run beside its class's forward; None if nothing."""
     if "forward" in module.__dict__:
-        return "a forward of its own"
+        return OWN_FORWARD
     hooked = (
         module._forward_hooks
         or module._forward_pre_hooks
