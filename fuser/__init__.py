@@ -43,6 +43,7 @@ from fuser.basic_ops import (
     SReLU,
     SwiGLU,
 )
+from fuser.conversion import ConversionReport, convert, converted, revert
 from fuser.errors import (
     EmulationWarning,
     FuserError,
@@ -121,6 +122,7 @@ __all__ = [
     "Bias",
     "ClampedSwiGLU",
     "ConstantScale",
+    "ConversionReport",
     "DType",
     "Dropout",
     "EmulationWarning",
@@ -193,6 +195,8 @@ __all__ = [
     "__version__",
     "autocast",
     "checkpoint",
+    "convert",
+    "converted",
     "deinterleave_glu_tensor",
     "distributed",
     "fp8_autocast",
@@ -213,6 +217,7 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
+    "revert",
     "testing",
 ]
 __dir__ = __all__.copy  # dir() shows public names alone

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fuser.conversion.leaves import (
+    Function,
     activation_like,
     activation_part,
     is_identity,
@@ -19,7 +20,6 @@ from fuser.conversion.leaves import (
 )
 from fuser.conversion.parts import (
     AddPart,
-    Chain,
     ForkPart,
     LinearPart,
     ModulePart,
@@ -165,45 +165,38 @@ class Chains:
         return found
 
     def _activation(self, node: fx.Node, stops: Collection[fx.Node]) -> FoundChain | None:
-        """An activation of one value, or its product with another half."""
+        """An activation of one value, or the product of one with another half."""
         base, inner = self._base(node)
-        if base is not None and inner:
+        if inner:
             return self._plain_activation(node, base, inner, stops)
         operands = [a for a in node.args if isinstance(a, fx.Node)]
         if node.target not in PRODUCTS or len(operands) != 2 or node.kwargs:
             return None
-        bases = [self._base(operand) for operand in operands]
-        if any(base is None for base, _ in bases):
+        one, two = operands
+        return self._gate(node, one, two, stops) or self._gate(node, two, one, stops)
+
+    def _gate(
+        self, node: fx.Node, activation: fx.Node, up: fx.Node, stops: Collection[fx.Node]
+    ) -> FoundChain | None:
+        """The chain of a product, if it is that of an activation and ``up``."""
+        gate, inner = self._base(activation)
+        known = activation_like(self._function(activation, gate)) if inner else None
+        part = None if known is None else activation_part(known, is_gated=True)
+        if part is None:
             return None
-        gates = [
-            (k, known)
-            for k, (operand, (base, inner)) in enumerate(zip(operands, bases, strict=True))
-            if inner and (known := activation_like(self._function(operand, base)))
-        ]
-        if len(gates) != 1:
-            return None
-        ((which, known),) = gates
-        (gate, gate_nodes), (up, up_nodes) = bases[which], bases[1 - which]
-        part = activation_part(known, is_gated=True)
-        if up_nodes or part is None:
-            return None
-        nodes = {node, *gate_nodes}
-        linears, halves_of = [self._linear(n) for n in (gate, up)], self._packed(gate, up)
-        if halves_of is not None:
-            found = self._below(halves_of, stops)
-            nodes |= {gate, up, *(n for n in gate.all_input_nodes if n is not halves_of)}
-        elif None not in linears and gate.args == up.args:
-            found = self._below(gate.args[0], stops)
+        nodes = {node, gate, up, *inner}
+        packed, linears = self._packed(gate, up), [self._linear(n) for n in (gate, up)]
+        link = None
+        if packed is not None:
+            source = packed
+            nodes.update(n for n in gate.all_input_nodes if n is not packed)
+        elif gate.args == up.args and None not in linears:
+            (source,) = gate.all_input_nodes
             link = self._joined(gate, [linear for linear in linears if linear is not None])
-            if link is None:
-                return None
-            found.links.append(link)
-            nodes |= {gate, up}
-        else:
+        if (packed is None and link is None) or not nodes.isdisjoint(stops):
             return None
-        if not nodes.isdisjoint(stops):
-            return None
-        found.links.append(Link(node, part))
+        found = self._below(source, stops)
+        found.links += [Link(node, part)] if link is None else [link, Link(node, part)]
         found.nodes |= nodes
         return found
 
@@ -226,7 +219,7 @@ class Chains:
 
     # -- facts about nodes --------------------------------------------------------
 
-    def _linear(self, node: Any) -> LinearPart | None:
+    def _linear(self, node: fx.Node) -> LinearPart | None:
         """The linear that a node calls; None if it is anything else."""
         if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
             return None
@@ -246,26 +239,25 @@ class Chains:
 
     def _packed(self, gate: fx.Node, up: fx.Node) -> fx.Node | None:
         """The node of which ``gate`` is the first half and ``up`` the second; None if it is not."""
-        sources = []
+        sources: list[tuple[fx.Node, Any]] = []
         for number, half in enumerate((gate, up)):
             if half.op != "call_function" or half.target is not operator.getitem:
                 return None
             halves, index = half.args
             if not isinstance(halves, fx.Node) or halves.target not in HALVES or index != number:
                 return None
-            arguments = dict(zip(("input", "chunks", "dim"), halves.args, strict=False))
+            names = ("input", "chunks", "dim")
+            arguments: dict[str, Any] = dict(zip(names, halves.args, strict=False))
             arguments |= halves.kwargs
             if (arguments.get("chunks"), arguments.get("dim")) != (2, -1):
                 return None
             sources.append((halves, arguments["input"]))
         (one, source), (two, _) = sources
         # Of an odd number of values chunk makes a first half that is larger.
-        linear = self._linear(source) if isinstance(source, fx.Node) else None
-        if one is not two or linear is None or linear.shape[0] % 2:
-            return None
-        return source
+        linear = self._linear(source)
+        return source if one is two and linear is not None and linear.shape[0] % 2 == 0 else None
 
-    def _base(self, node: fx.Node) -> tuple[fx.Node | None, set[fx.Node]]:
+    def _base(self, node: fx.Node) -> tuple[fx.Node, set[fx.Node]]:
         """The one node of which ``node`` is a function of one value, and the nodes between."""
         if node.op == "call_module":
             module = self._owner.get_submodule(str(node.target))
@@ -279,7 +271,7 @@ class Chains:
             *HALVES,
         ):
             return node, set()
-        bases: set[fx.Node | None] = set()
+        bases: set[fx.Node] = set()
         nodes = {node}
         for operand in node.all_input_nodes:
             base, inner = self._base(operand)
@@ -289,7 +281,7 @@ class Chains:
             return node, set()
         return bases.pop(), nodes
 
-    def _function(self, node: fx.Node, base: fx.Node | None) -> Any:
+    def _function(self, node: fx.Node, base: fx.Node) -> Function:
         """``node`` as a function of ``base``."""
 
         def value(n: fx.Node, x: torch.Tensor) -> Any:

@@ -145,7 +145,8 @@ def convert(
     _check(model, recipe, linears, norms)
     found = _Search(filter, linears if recipe is not None else linears.replace("recipe", "none"))
     found.norms = norms
-    found.visit(model, "")
+    with torch.device("cpu"):  # inside of a context of another one, as of from_pretrained
+        found.visit(model, "")
     kept = _kept(found.linears, keep)
     report = ConversionReport(tuple(found.rows))
     if strict and report.refused:
@@ -251,7 +252,9 @@ class _Search:
         """The unit of a module, or why a module that looks like one has none."""
         kind = _kind(module, self._chains)
         if kind not in self._known:
-            self._known[kind] = _find_unit(module, [m for m in module.modules() if m in self._chains])
+            self._known[kind] = _find_unit(
+                module, [m for m in module.modules() if m in self._chains]
+            )
         unit, reason = self._known[kind]
         if unit is None:
             return None, reason
@@ -330,9 +333,7 @@ def _random_parameters(module: torch.nn.Module, scale: int) -> dict[str, torch.T
     return {name: values[p] for name, p in module.named_parameters(remove_duplicate=False)}
 
 
-def _compared(
-    module: torch.nn.Module, unit: Unit, values: dict[str, torch.Tensor]
-) -> bool | None:
+def _compared(module: torch.nn.Module, unit: Unit, values: dict[str, torch.Tensor]) -> bool | None:
     """Whether the values are the same; None if the module raises with such parameters."""
     modes = [(m, m.training) for m in module.modules()]
     small = _skeleton(module, values)
@@ -348,7 +349,7 @@ def _compared(
             with torch.no_grad():
                 try:
                     expected = torch.func.functional_call(module, values, (x,))
-                except Exception:  # noqa: BLE001 - any module
+                except Exception:
                     return None
                 y = pipeline(small, [x], is_quantized=False)
             largest = float(expected.abs().max())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +26,7 @@ class Converted:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        join_weights(self)  # type: ignore[arg-type]
+        _prepare(self)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made anew where a copy or a pickle is loaded.
@@ -35,18 +34,22 @@ class Converted:
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)  # type: ignore[misc]
-        self.__dict__.pop(RUNNER, None)  # dtypes of the ops
         join_weights(self)  # type: ignore[arg-type]
         return result
 
+    def train(self, mode: bool = True) -> Any:
+        # What loads a model part by part, as from_pretrained does, ends with eval().
+        join_weights(self)  # type: ignore[arg-type]
+        return super().train(mode)  # type: ignore[misc]
 
-def _blank(cls: type) -> Any:
+
+def _blank(cls: type) -> object:
     converted = _converted_class(cls)
-    return converted.__new__(converted)
+    return object.__new__(converted)
 
 
 @functools.cache
-def _converted_class(cls: type) -> type:
+def _converted_class(cls: Any) -> Any:
     """The subclass of a module's class; it has the same name."""
 
     def forward(self: Any, *args: Any, **keywords: Any) -> Any:
@@ -56,9 +59,8 @@ def _converted_class(cls: type) -> type:
         with autocast(recipe=recipe):
             return _run(self, cls, args, keywords)
 
-    functools.update_wrapper(forward, cls.forward)  # type: ignore[attr-defined]
-    # Trainer and PEFT look at the names of arguments.
-    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    # Trainer and PEFT look at the names of arguments, which inspect finds through __wrapped__.
+    functools.update_wrapper(forward, cls.forward)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     members = {**names, "forward": forward, "_class_before_fuser": cls}
     return type(cls.__name__, (Converted, cls), members)
@@ -66,25 +68,31 @@ def _converted_class(cls: type) -> type:
 
 def _run(self: Any, cls: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     unit: Unit | None = self.__dict__.get(UNIT)
-    if unit is None:
-        return cls.forward(self, *args, **keywords)
-    runner: Runner | None = self.__dict__.get(RUNNER)
-    if runner is None:
-        runner = self.__dict__[RUNNER] = Runner(unit, self)
-    if runner.refusal(self) is None and (bound := runner.bound(args, keywords)) is not None:
-        return runner.run(self, *bound)
+    if unit is not None and unit.refusal(self) is None:
+        runner: Runner = self.__dict__[RUNNER]
+        bound = runner.bound(args, keywords)
+        if bound is not None:
+            return runner.run(self, *bound)
     return cls.forward(self, *args, **keywords)
 
 
 def set_conversion(module: torch.nn.Module, unit: Unit | None, recipe: Recipe | None) -> None:
     """Convert a module: set its unit, and the recipe under which it and all it holds run."""
     if not is_converted(module):
-        module.__class__ = _converted_class(type(module))
-    module.__dict__.pop(RUNNER, None)
+        cls: Any = type(module)
+        module.__class__ = _converted_class(cls)
     for name, value in ((UNIT, unit), (RECIPE, recipe)):
         if value is not None:
             module.__dict__[name] = value
-    join_weights(module)
+    _prepare(module)
+
+
+def _prepare(module: torch.nn.Module) -> None:
+    """Make the pipelines of a module's unit, before any graph is traced through its forward."""
+    unit: Unit | None = module.__dict__.get(UNIT)
+    if unit is not None:
+        module.__dict__[RUNNER] = Runner(unit, module)
+        join_weights(module)
 
 
 def is_converted(module: torch.nn.Module) -> bool:
@@ -96,7 +104,10 @@ def unset_conversion(module: torch.nn.Module) -> None:
     """Give a converted module its own class again."""
     for name in (UNIT, RECIPE, RUNNER):
         module.__dict__.pop(name, None)
-    module.__class__ = original_class(module)
+    if "_class_before_fuser" in type(module).__dict__:
+        module.__class__ = original_class(module)
+    # Else another library, such as FSDP2, has made a class of the converted one. It stays, and its
+    # forward is the module's own.
 
 
 def join_weights(module: torch.nn.Module) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fuser.torch_private import storage_uses
+
 
 class _Joined(torch.autograd.Function):
     """Tensors that follow one another in one memory, as one; gradients are parts of one tensor."""
@@ -15,14 +17,17 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
         ctx.rows = [part.shape[0] for part in parts]
         ctx.save_for_backward(*parts)
-        first = parts[0].detach()
+        first = parts[0]
         size = (sum(ctx.rows), *first.shape[1:])
-        return first.as_strided(size, first.stride(), first.storage_offset())
+        # No view of the first part: it would have that one's version, and none of the others'.
+        whole = torch.empty(0, dtype=first.dtype, device=first.device)
+        storage = first.untyped_storage()
+        return whole.set_(storage, first.storage_offset(), size, first.stride())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        _ = ctx.saved_tensors  # torch's error if one was written to; the whole has one version
-        return grad.split(ctx.rows)
+        _ = ctx.saved_tensors  # torch's error if one was written to since
+        return torch.split(grad, ctx.rows)
 
 
 def are_joined(parts: Sequence[torch.Tensor]) -> bool:
@@ -49,8 +54,8 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def join(parts: Sequence[torch.nn.Parameter]) -> None:
     """Move parameters into one memory. They stay the same objects, with the same values.
 
-    Parameters that are parts of other memory stay there, because somebody else may write to it;
-    and so do those on meta, and of classes other than ``Parameter``.
+    Parameters whose memory is not theirs alone stay there, such as those that FSDP2 gathers:
+    somebody else may write to it. So do parameters on meta, and of other classes.
     """
     first = parts[0]
     if any(
@@ -58,10 +63,13 @@ def join(parts: Sequence[torch.nn.Parameter]) -> None:
         or part.is_meta
         or (part.dtype, part.device, part.shape[1:]) != (first.dtype, first.device, first.shape[1:])
         or part.untyped_storage().nbytes() != part.nbytes
+        or storage_uses(part.untyped_storage()) > 2  # the parameter, and the storage itself
         for part in parts
     ):
         return
     with torch.no_grad():
         whole = torch.cat(list(parts))
-        for part, rows in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
+        for part, rows in zip(
+            parts, torch.split(whole, [part.shape[0] for part in parts]), strict=True
+        ):
             part.data = rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -56,7 +56,7 @@ def activation_like(function: Function) -> KnownActivation | None:
             y = function(x.clone())
             # An activation is a function of each value alone, of any shape.
             permuted = function(x[order].reshape(3, -1))
-    except Exception:  # noqa: BLE001 - any function
+    except Exception:
         return None
     if not isinstance(y, torch.Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         return None
@@ -76,7 +76,7 @@ def is_identity(function: Function) -> bool:
     try:
         with torch.no_grad():
             y = function(x.clone())
-    except Exception:  # noqa: BLE001 - any function
+    except Exception:
         return False
     return isinstance(y, torch.Tensor) and torch.equal(y, x)
 
@@ -175,7 +175,7 @@ def _called(
     try:
         with torch.no_grad():
             y = torch.func.functional_call(module, values, (x,))
-    except Exception:  # noqa: BLE001 - any module
+    except Exception:
         return None
     return y if isinstance(y, torch.Tensor) else None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fuser import basic_ops, fused_ops
+from fuser import basic_ops, fused_ops, torch_private
 from fuser.conversion.joined import joined
 from fuser.op import FusedOperation, FusibleOperation
 
@@ -71,7 +71,7 @@ class LinearPart(Part):
 
     def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
         out_features, in_features = self.shape
-        dtype = owner.get_submodule(self.names[0]).weight.dtype
+        dtype = _child(owner, self.names[0]).weight.dtype
         return [
             fused_ops.Linear(
                 in_features, out_features, bias=self.has_bias, device="meta", dtype=dtype
@@ -137,7 +137,7 @@ class NormPart(Part):
     is_zero_centered: bool = False
 
     def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
-        dtype = owner.get_submodule(self.name).weight.dtype
+        dtype = _child(owner, self.name).weight.dtype
         cls = {"LayerNorm": basic_ops.LayerNorm, "RMSNorm": basic_ops.RMSNorm}[self.op]
         centered = self.is_zero_centered
         return [
@@ -287,13 +287,7 @@ def hooks_of(module: torch.nn.Module) -> str | None:
     """What a call of the module would run beside its class's forward; None if nothing."""
     if "forward" in module.__dict__:
         return OWN_FORWARD
-    hooked = (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
-    return "hooks" if hooked else None
+    return "hooks" if any(torch_private.hooks_of(module)) else None
 
 
 def _child(owner: torch.nn.Module, path: str) -> Any:

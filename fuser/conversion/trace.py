@@ -68,7 +68,7 @@ def traced(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> fx.G
             for m, _ in modes:
                 m.training = training
             graphs += [_Tracer([module, *opened], i).trace(module) for i in (everything, required)]
-    except Exception as error:  # noqa: BLE001 - a forward is any program
+    except Exception as error:
         sentence = str(error).partition("\n")[0] or type(error).__name__
         raise Untraceable(f"torch.fx cannot trace its forward: {sentence:.150}") from None
     finally:

@@ -18,6 +18,7 @@ from fuser.conversion.trace import OTHER_KEYWORDS, parameters_of, traced
 from fuser.errors import StateError
 from fuser.precision.contexts import autocast
 from fuser.sequential import Sequential
+from fuser.torch_private import has_global_hooks
 
 REQUIRED = "no default"
 """The default of an input that every call gives."""
@@ -82,12 +83,27 @@ class Unit:
         """Whether it is a chain from its only input to its output."""
         return len(self.steps) == 1 == len(self.inputs) and self.output == Ref(1)
 
+    def refusal(self, owner: torch.nn.Module) -> str | None:
+        """Why the owner's own forward has to run; None if it has not."""
+        if getattr(owner, "_is_replica", False):
+            return "replicas of torch.nn.DataParallel share a pipeline"
+        if has_global_hooks():
+            return "there are hooks for the calls of every module"
+        for step in self.steps:
+            if isinstance(step.target, Chain):
+                refusal = step.target.refusal(owner)
+                if refusal is not None:
+                    return refusal
+        return None
+
     @property
     def linears(self) -> list[str]:
+        """The paths of all linears in chains."""
         return [name for chain in self.chains for name in chain.linears]
 
     @property
     def text(self) -> str:
+        """The unit in a report."""
         return "; ".join(chain.text for chain in self.chains)
 
 
@@ -102,15 +118,6 @@ class Runner:
             for index, step in enumerate(unit.steps)
             if isinstance(step.target, Chain)
         }
-
-    def refusal(self, owner: torch.nn.Module) -> str | None:
-        """Why the owner's own forward has to run; None if it has not."""
-        if getattr(owner, "_is_replica", False):
-            return "a replica of torch.nn.DataParallel shares its pipeline with others"
-        for pipeline in self.pipelines.values():
-            if (refusal := pipeline.chain.refusal(owner)) is not None:
-                return refusal
-        return None
 
     def bound(self, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         """The values of the inputs and all other keywords; None if they are no such call."""

@@ -46,6 +46,7 @@ PACKAGES = (
     "modules",
     "moe",
     "distributed",
+    "conversion",
     "testing",
     "te",
     "ops",
