@@ -21,7 +21,14 @@ from fuser.conversion.converted import (
 )
 from fuser.conversion.experts import experts_unit
 from fuser.conversion.leaves import SMALLEST_LINEAR, is_fuser, linear_part, norm_part
-from fuser.conversion.parts import OWN_FORWARD, Chain, Part, hooks_of, original_class
+from fuser.conversion.parts import (
+    OWN_FORWARD,
+    Chain,
+    Part,
+    bare,
+    hooks_of,
+    original_class,
+)
 from fuser.conversion.trace import Untraceable
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit, unit_of
 from fuser.errors import InputError, InputTypeError
@@ -262,7 +269,7 @@ class _Search:
             inner = f"{path}.{name}".strip(".")
             if not self._accepts(inner, module.get_submodule(name)):
                 return None, f"the filter leaves out {inner or 'the model'}"
-        if unit.is_one_chain:
+        if unit.is_one_chain and hooks_of(module) is None:
             self._chains[module] = unit
         return unit, None
 
@@ -335,49 +342,25 @@ def _random_parameters(module: torch.nn.Module, scale: int) -> dict[str, torch.T
 
 def _compared(module: torch.nn.Module, unit: Unit, values: dict[str, torch.Tensor]) -> bool | None:
     """Whether the values are the same; None if the module raises with such parameters."""
-    modes = [(m, m.training) for m in module.modules()]
-    small = _skeleton(module, values)
-    try:
-        for m, _ in modes:
-            m.training = False
-        chain = unit.chains[0].sized(small)
-        pipeline = Pipeline(chain, small)
-        columns = chain.values(small)[0].shape[-1]
-        generator = torch.Generator().manual_seed(1)
-        for spread in (0.01, 1.0, 100.0, 1e4):
-            x = spread * torch.randn(5, columns, generator=generator)
-            with torch.no_grad():
-                try:
-                    expected = torch.func.functional_call(module, values, (x,))
-                except Exception:
-                    return None
-                y = pipeline(small, [x], is_quantized=False)
-            largest = float(expected.abs().max())
-            if y.shape != expected.shape or not torch.allclose(
-                y, expected, rtol=0, atol=1e-5 * largest
-            ):
-                return False
-        return True
-    finally:
-        for m, was_training in modes:
-            m.training = was_training
-
-
-def _skeleton(module: torch.nn.Module, values: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """Plain modules with the paths of ``module``'s and other parameters, for a chain to read."""
-    skeleton = torch.nn.Module()
-    for path, child in module.named_modules():
-        if path:
-            owner, _, name = path.rpartition(".")
-            is_stateless = not child._modules and not child._parameters
-            own = child if is_stateless else torch.nn.Module()
-            skeleton.get_submodule(owner)._modules[name] = own
-    for path, value in values.items():
-        owner, _, name = path.rpartition(".")
-        skeleton.get_submodule(owner)._parameters[name] = torch.nn.Parameter(
-            value, requires_grad=False
-        )
-    return skeleton
+    tried = bare(module, values)
+    chain = unit.chains[0].sized(tried)
+    pipeline = Pipeline(chain, tried)
+    columns = chain.values(tried)[0].shape[-1]
+    generator = torch.Generator().manual_seed(1)
+    for spread in (0.01, 1.0, 100.0, 1e4):
+        x = spread * torch.randn(5, columns, generator=generator)
+        with torch.no_grad():
+            try:
+                expected = tried(x)
+            except Exception:
+                return None
+            y = pipeline(tried, [x], is_quantized=False)
+        if not isinstance(expected, torch.Tensor) or y.shape != expected.shape:
+            return False
+        largest = float(expected.abs().max())
+        if not torch.allclose(y, expected, rtol=0, atol=1e-5 * largest):
+            return False
+    return True
 
 
 def _look_like_a_feed_forward(shapes: Sequence[tuple[int, int]]) -> bool:

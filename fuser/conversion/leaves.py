@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from fuser import basic_ops
-from fuser.conversion.parts import ActivationPart, LinearPart, NormPart
+from fuser.conversion.parts import ActivationPart, LinearPart, NormPart, bare
 from fuser.op import FusibleOperation, HiddenOps
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -174,7 +174,7 @@ def _called(
     """What a module's forward returns for ``x`` with other parameters; None if it raises."""
     try:
         with torch.no_grad():
-            y = torch.func.functional_call(module, values, (x,))
+            y = bare(module, values)(x)
     except Exception:
         return None
     return y if isinstance(y, torch.Tensor) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -288,6 +288,26 @@ def hooks_of(module: torch.nn.Module) -> str | None:
     if "forward" in module.__dict__:
         return OWN_FORWARD
     return "hooks" if any(torch_private.hooks_of(module)) else None
+
+
+def bare(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """A module in evaluation with other parameters and without hooks, to be tried.
+
+    ``values`` has a value for every parameter, by its path. Everything else is the module's own.
+    """
+    copy = object.__new__(original_class(module))
+    torch.nn.Module.__init__(copy)
+    own = {name: value for name, value in module.__dict__.items() if name not in copy.__dict__}
+    copy.__dict__.update(own, training=False)
+    copy._buffers.update(module._buffers)
+    for name, parameter in module._parameters.items():
+        value = None if parameter is None else torch.nn.Parameter(values[name], requires_grad=False)
+        copy._parameters[name] = value
+    for name, child in module._modules.items():
+        start = name + "."
+        inner = {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
+        copy._modules[name] = None if child is None else bare(child, inner)
+    return copy
 
 
 def _child(owner: torch.nn.Module, path: str) -> Any:
