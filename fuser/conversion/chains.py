@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from fuser.conversion.leaves import (
-    Function,
     activation_like,
     activation_part,
     is_identity,
@@ -21,6 +20,7 @@ from fuser.conversion.leaves import (
 from fuser.conversion.parts import (
     AddPart,
     ForkPart,
+    Function,
     LinearPart,
     ModulePart,
     NormPart,

@@ -7,8 +7,8 @@ import fnmatch
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 
@@ -102,6 +102,7 @@ def convert(
     linears: Literal["recipe", "all", "none"] = "recipe",
     norms: Literal["fused", "all", "none"] = "fused",
     keep: Sequence[str] = ("first", "last"),
+    rounding: Literal["fused", "torch"] = "fused",
     strict: bool = False,
 ) -> ConversionReport:
     """Let the modules of a model run pipelines, in place.
@@ -134,6 +135,11 @@ def convert(
         Linears that run unquantized, also inside of autocast: ``"first"`` and ``"last"`` of the
         model in the order of its modules, or patterns of paths, e.g. ``"*.o_proj"``. A chain with
         one of them runs unquantized as a whole.
+    rounding
+        In 16 bits. A pipeline computes from a product to the next one in fp32, and rounds once
+        (``"fused"``). torch rounds the activation, then its product with the second half, and in a
+        norm of transformers the row before its gain: ``"torch"`` does the same, with torch's
+        functions between the linears, which fuse with nothing then.
     strict
         Whether a module that looks convertible and is not is an error.
 
@@ -146,10 +152,10 @@ def convert(
     InputTypeError
         If ``model`` is no module or ``recipe`` no recipe.
     InputError
-        On another value of ``linears`` or ``norms``; if ``keep`` matches nothing; with ``strict``
+        On another value of ``linears``, ``norms`` or ``rounding``; if ``keep`` matches nothing; with ``strict``
         if a module was refused. The model is then as it was.
     """
-    _check(model, recipe, linears, norms)
+    _check(model, recipe, linears=linears, norms=norms, rounding=rounding)
     found = _Search(filter, linears if recipe is not None else linears.replace("recipe", "none"))
     found.norms = norms
     with torch.device("cpu"):  # inside of a context of another one, as of from_pretrained
@@ -166,7 +172,9 @@ def convert(
         prefix = f"{path}." if path else ""
         names = {(prefix + name).rstrip(".") for name in unit.linears}
         if names & kept:
-            unit = Unit(unit.inputs, unit.steps, unit.output, is_quantized=False)
+            unit = replace(unit, is_quantized=False)
+        if rounding == "torch":
+            unit = unit.as_torch()
         set_conversion(module, unit, None)
     if recipe is not None:
         set_conversion(model, None, recipe)
@@ -388,18 +396,18 @@ def _kept(linears: Sequence[str], keep: Sequence[str]) -> set[str]:
     return kept
 
 
-def _check(model: object, recipe: object, linears: str, norms: str) -> None:
+def _check(model: object, recipe: object, **options: str) -> None:
     if not isinstance(model, torch.nn.Module):
         raise InputTypeError(f"fuser.convert takes a module; got a {type(model).__name__}.")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise InputTypeError(
             f"fuser.convert takes a recipe of fuser.recipe or None; got a {type(recipe).__name__}."
         )
-    choices = {"linears": ("recipe", "all", "none"), "norms": ("fused", "all", "none")}
-    for name, value in (("linears", linears), ("norms", norms)):
-        if value not in choices[name]:
+    for name, value in options.items():
+        choices = get_args(get_type_hints(convert)[name])
+        if value not in choices:
             raise InputError(
-                f"fuser.convert got {name}={value!r}; it is one of {', '.join(choices[name])}."
+                f"fuser.convert got {name}={value!r}; it is one of {', '.join(choices)}."
             )
 
 

@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch.nn import functional as F
 
 from fuser import basic_ops
-from fuser.conversion.parts import ActivationPart, LinearPart, NormPart, bare
+from fuser.conversion.parts import (
+    ACTIVATIONS,
+    ActivationPart,
+    Function,
+    KnownActivation,
+    LinearPart,
+    NormPart,
+    bare,
+)
 from fuser.op import FusibleOperation, HiddenOps
-
-Function = Callable[[torch.Tensor], torch.Tensor]
 
 SMALLEST_LINEAR = 32
 """A linear alone with fewer inputs or outputs stays torch's: a router or a score."""
-
-
-class KnownActivation(NamedTuple):
-    """An activation, its op, and the op that multiplies it with a second half; None for none."""
-
-    function: Function
-    op: str
-    gated_op: str | None
-    options: tuple[tuple[str, str], ...] = ()
-
-
-ACTIVATIONS = (
-    KnownActivation(F.silu, "SiLU", "SwiGLU"),
-    KnownActivation(
-        functools.partial(F.gelu, approximate="tanh"), "GELU", "GEGLU", (("approximate", "tanh"),)
-    ),
-    KnownActivation(F.gelu, "GELU", "GEGLU", (("approximate", "none"),)),
-    KnownActivation(F.relu, "ReLU", "ReGLU"),
-    KnownActivation(lambda x: F.relu(x).square(), "SReLU", "SReGLU"),
-    KnownActivation(lambda x: x * torch.sigmoid(1.702 * x), "QGELU", "QGEGLU"),
-    KnownActivation(torch.sigmoid, "", "GLU"),
-)
 
 
 def _probe() -> torch.Tensor:

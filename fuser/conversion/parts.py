@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from fuser import basic_ops, fused_ops, torch_private
 from fuser.conversion.joined import joined
@@ -15,6 +17,31 @@ from fuser.op import FusedOperation, FusibleOperation
 
 PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
 """The classes of a weight that fuser computes with; others are quantized or sharded by others."""
+
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+class KnownActivation(NamedTuple):
+    """An activation, its op, and the op that multiplies it with a second half; None for none."""
+
+    function: Function
+    op: str
+    gated_op: str | None
+    options: tuple[tuple[str, str], ...] = ()
+
+
+ACTIVATIONS = (
+    KnownActivation(F.silu, "SiLU", "SwiGLU"),
+    KnownActivation(
+        functools.partial(F.gelu, approximate="tanh"), "GELU", "GEGLU", (("approximate", "tanh"),)
+    ),
+    KnownActivation(F.gelu, "GELU", "GEGLU", (("approximate", "none"),)),
+    KnownActivation(F.relu, "ReLU", "ReGLU"),
+    KnownActivation(lambda x: F.relu(x).square(), "SReLU", "SReGLU"),
+    KnownActivation(lambda x: x * torch.sigmoid(1.702 * x), "QGELU", "QGEGLU"),
+    KnownActivation(torch.sigmoid, "", "GLU"),
+)
 
 
 OWN_FORWARD = "a forward of its own"
@@ -27,6 +54,10 @@ class Part(ABC):
     @abstractmethod
     def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
         """What the pipeline has in this place: ops on meta, or the owner's own module."""
+
+    def as_torch(self) -> Part:
+        """The part with torch's order of rounding in 16 bits."""
+        return self
 
     def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
         """The present values of the ops' parameters, in their order."""
@@ -121,9 +152,40 @@ class ActivationPart(Part):
     def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
         return [getattr(basic_ops, self.op)(**dict(self.options))]
 
+    def as_torch(self) -> Part:
+        return TorchActivationPart(self.op, self.options)
+
     @property
     def text(self) -> str:
         return self.op
+
+
+@dataclass(frozen=True)
+class TorchActivationPart(ActivationPart):
+    """The same with torch's functions: an activation is rounded before it is multiplied."""
+
+    def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
+        return [TorchActivation(self.op, self.options)]
+
+    def as_torch(self) -> Part:
+        return self
+
+
+class TorchActivation(torch.nn.Module):
+    """An activation, or the product of one of the first half with the second, by torch."""
+
+    def __init__(self, op: str, options: tuple[tuple[str, str], ...]) -> None:
+        super().__init__()
+        self.known = next(
+            known for known in ACTIVATIONS if op in known[1:3] and known.options == options
+        )
+        self.is_gated = op == self.known.gated_op
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_gated:
+            return self.known.function(x)
+        gate, up = x.chunk(2, dim=-1)
+        return self.known.function(gate) * up
 
 
 @dataclass(frozen=True)
@@ -143,6 +205,9 @@ class NormPart(Part):
         return [
             cls(self.size, eps=self.eps, device="meta", dtype=dtype, zero_centered_gamma=centered)
         ]
+
+    def as_torch(self) -> Part:
+        return ModulePart(self.name)
 
     def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
         norm: Any = _child(owner, self.name)
@@ -198,12 +263,17 @@ class AddPart(Part):
     """The end of a residual connection, or the sum with another input if ``channel`` is None."""
 
     channel: str | None
+    is_rounded_before: bool = False
 
     def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
         add = basic_ops.AddExtraInput()
         if self.channel is not None:
             add.set_extra_input_channel(0, self.channel)
-        return [add]
+        # A module between ends a pipeline, whose output is rounded.
+        return [torch.nn.Identity(), add] if self.is_rounded_before else [add]
+
+    def as_torch(self) -> Part:
+        return replace(self, is_rounded_before=True)
 
     @property
     def text(self) -> str:
@@ -245,6 +315,12 @@ class Chain:
             if (refusal := part.refusal(owner)) is not None:
                 return refusal
         return None
+
+    def as_torch(self) -> Chain:
+        """The chain with torch's order of rounding in 16 bits."""
+        parts = tuple(part.as_torch() for part in self.parts)
+        kept = {part.name for part in parts if isinstance(part, ModulePart)}
+        return Chain(parts, tuple(pair for pair in self.replaced if pair[0] not in kept))
 
     def sized(self, owner: torch.nn.Module) -> Chain:
         """The chain with the sizes of another owner's parameters."""
@@ -295,7 +371,8 @@ def bare(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> torch.n
 
     ``values`` has a value for every parameter, by its path. Everything else is the module's own.
     """
-    copy = object.__new__(original_class(module))
+    cls: Any = original_class(module)
+    copy: torch.nn.Module = object.__new__(cls)
     torch.nn.Module.__init__(copy)
     own = {name: value for name, value in module.__dict__.items() if name not in copy.__dict__}
     copy.__dict__.update(own, training=False)

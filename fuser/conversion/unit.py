@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,6 +82,14 @@ class Unit:
     def is_one_chain(self) -> bool:
         """Whether it is a chain from its only input to its output."""
         return len(self.steps) == 1 == len(self.inputs) and self.output == Ref(1)
+
+    def as_torch(self) -> Unit:
+        """The unit with torch's order of rounding in 16 bits."""
+        steps = (
+            replace(step, target=step.target.as_torch()) if isinstance(step.target, Chain) else step
+            for step in self.steps
+        )
+        return replace(self, steps=tuple(steps))
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
         """Why the owner's own forward has to run; None if it has not."""

@@ -40,7 +40,8 @@ def sharded(model: torch.nn.Module, parts: str, **options: Any) -> torch.nn.Modu
             fully_shard(layer.get_submodule("feed_forward"), mesh=mesh, **options)
         if parts != "root":
             fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
 
 
 def tensor_parallel(model: torch.nn.Module) -> torch.nn.Module:

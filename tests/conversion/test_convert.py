@@ -634,6 +634,20 @@ def test_norms_alone_and_linears_alone_are_asked_for() -> None:
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_torchs_order_of_rounding_gives_torchs_bits(dtype: torch.dtype) -> None:
+    x = titan_like.tokens()
+    expected = results(made(titan_like.TitanLike).to(dtype), x)
+    distances = {}
+    for rounding in ("fused", "torch"):
+        model = made(titan_like.TitanLike).to(dtype)
+        report = fuser.convert(model, rounding=rounding)
+        assert report.converted
+        found = results(model, x)
+        distances[rounding] = float((found["y"] - expected["y"]).abs().max())
+    assert distances["torch"] == 0 < distances["fused"]
+
+
 def test_other_arguments_and_modules_are_refused_in_a_sentence_and_nothing_changes() -> None:
     model, x = made(PreNorm), data()
     refusals: list[tuple[Any, dict[str, Any], str]] = [
@@ -641,6 +655,7 @@ def test_other_arguments_and_modules_are_refused_in_a_sentence_and_nothing_chang
         (model, {"recipe": "fp8"}, "takes a recipe of fuser.recipe or None; got a str"),
         (model, {"linears": "some"}, "linears='some'; it is one of recipe, all, none"),
         (model, {"norms": True}, "norms=True; it is one of fused, all, none"),
+        (model, {"rounding": "exact"}, "rounding='exact'; it is one of fused, torch"),
         (model, {"keep": "first"}, "keep is a sequence of patterns; got the string 'first'"),
         (
             model,

@@ -25,7 +25,9 @@ def test_training_follows_the_model_that_is_not_converted(
         for each in (found, expected):
             assert isinstance(each, dict), each[1]
         torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found["parameters"], expected["parameters"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            found["parameters"], expected["parameters"], rtol=1e-4, atol=1e-5
+        )
         # The output, and the feed-forwards of two layers but where their weights are DTensors or
         # a wrapper runs hooks around a part of the layer.
         whole = 1 if wrapper == "tensor parallel" else 3
