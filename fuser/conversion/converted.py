@@ -68,10 +68,9 @@ def _converted_class(cls: Any) -> Any:
 
 def _run(self: Any, cls: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     unit: Unit | None = self.__dict__.get(UNIT)
-    if unit is not None and unit.refusal(self) is None:
+    if unit is not None:
         runner: Runner = self.__dict__[RUNNER]
-        bound = runner.bound(args, keywords)
-        if bound is not None:
+        if runner.refusal(self) is None and (bound := runner.bound(args, keywords)) is not None:
             return runner.run(self, *bound)
     return cls.forward(self, *args, **keywords)
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
 from fuser.conversion.chains import ADDITIONS, Chains, FoundChain
-from fuser.conversion.parts import Chain, slots_of
+from fuser.conversion.parts import Chain, hooks_of, slots_of
 from fuser.conversion.trace import OTHER_KEYWORDS, parameters_of, traced
 from fuser.errors import StateError
 from fuser.precision.contexts import autocast
@@ -115,6 +115,15 @@ class Unit:
         return "; ".join(chain.text for chain in self.chains)
 
 
+class Known(NamedTuple):
+    """A module that a unit does not call: where it is, and its class."""
+
+    held: dict[str, Any]
+    name: str
+    module: torch.nn.Module
+    cls: type
+
+
 class Runner:
     """Runs a unit with its owner's present parameters."""
 
@@ -126,6 +135,32 @@ class Runner:
             for index, step in enumerate(unit.steps)
             if isinstance(step.target, Chain)
         }
+
+        self._known: list[Known] = []
+
+    def refusal(self, owner: torch.nn.Module) -> str | None:
+        """As of the unit; quicker if all modules are those of the last call."""
+        for held, name, module, cls in self._known:
+            if held.get(name) is not module or type(module) is not cls or hooks_of(module):
+                self._known = []
+                break
+        if self._known and not has_global_hooks():
+            for pipeline in self.pipelines.values():
+                for part in pipeline.chain.parts:
+                    if (refusal := part.refusal(owner)) is not None:
+                        return refusal
+            return None
+        refusal = self.unit.refusal(owner)
+        if refusal is None and not torch.compiler.is_compiling():
+            self._known = list(self._uncalled(owner))
+        return refusal
+
+    def _uncalled(self, owner: torch.nn.Module) -> Iterator[Known]:
+        for pipeline in self.pipelines.values():
+            for path, _ in pipeline.chain.replaced:
+                parent, _, name = path.rpartition(".")
+                held = owner.get_submodule(parent)._modules
+                yield Known(held, name, held[name], type(held[name]))  # type: ignore[arg-type]
 
     def bound(self, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         """The values of the inputs and all other keywords; None if they are no such call."""
