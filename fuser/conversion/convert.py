@@ -139,7 +139,7 @@ def convert(
         In 16 bits. A pipeline computes from a product to the next one in fp32, and rounds once
         (``"fused"``). torch rounds the activation, then its product with the second half, and in a
         norm of transformers the row before its gain: ``"torch"`` does the same, with torch's
-        functions between the linears, which fuse with nothing then.
+        functions and norms between the linears, which fuse with nothing then.
     strict
         Whether a module that looks convertible and is not is an error.
 
@@ -152,12 +152,12 @@ def convert(
     InputTypeError
         If ``model`` is no module or ``recipe`` no recipe.
     InputError
-        On another value of ``linears``, ``norms`` or ``rounding``; if ``keep`` matches nothing; with ``strict``
-        if a module was refused. The model is then as it was.
+        On another value of ``linears``, ``norms`` or ``rounding``; if ``keep`` matches nothing;
+        with ``strict`` if a module was refused. The model is then as it was.
     """
     _check(model, recipe, linears=linears, norms=norms, rounding=rounding)
     found = _Search(filter, linears if recipe is not None else linears.replace("recipe", "none"))
-    found.norms = norms
+    found.norms = norms if rounding == "fused" else "none"
     with torch.device("cpu"):  # inside of a context of another one, as of from_pretrained
         found.visit(model, "")
     kept = _kept(found.linears, keep)
@@ -169,12 +169,12 @@ def convert(
             + "."
         )
     for path, module, unit in found.units:
+        if rounding == "torch":
+            unit = unit.as_torch()
         prefix = f"{path}." if path else ""
         names = {(prefix + name).rstrip(".") for name in unit.linears}
         if names & kept:
             unit = replace(unit, is_quantized=False)
-        if rounding == "torch":
-            unit = unit.as_torch()
         set_conversion(module, unit, None)
     if recipe is not None:
         set_conversion(model, None, recipe)
@@ -232,7 +232,8 @@ class _Search:
             self.visit(child, f"{path}.{name}" if path else name)
         if is_converted(module) and UNIT in module.__dict__:
             return
-        if not module._modules:
+        stacked = any(p is not None and p.dim() == 3 for p in module._parameters.values())
+        if not module._modules and not stacked:
             self._leaf(module, path)
             return
         unit, reason = self._unit(module, path)

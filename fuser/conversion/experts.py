@@ -85,21 +85,23 @@ def experts_unit(module: torch.nn.Module) -> Unit | str | None:
         return None
     (up, first), (down, second) = weights.items()
     experts, rows, hidden = first.shape
-    if second.shape != (experts, hidden, rows // 2) or rows % 2:
-        return f"the shapes {tuple(first.shape)} and {tuple(second.shape)} are not those of a gate"
     if sum(p is not None for p in module._parameters.values()) != 2:
         return "its experts have biases"
+    if second.shape != (experts, hidden, rows // 2) or rows % 2:
+        return f"the shapes {tuple(first.shape)} and {tuple(second.shape)} are not those of a gate"
     if len(parameters_of(module)) != 3 and not hasattr(module, "config"):
         return "its forward does not take tokens, experts and their weights"
-    unit = _unit(up, down, experts, hidden, rows // 2)
+    names = ("hidden_states", "top_k_index", "top_k_weights")
+    inputs = tuple((name, REQUIRED) for name in names)
+    step = Step(experts_chain(module, up, down), (Ref(0), Ref(1), Ref(2)))
+    unit = Unit(inputs, (step,), Ref(3))
     return unit if _is_proved(module, up, down) else "its values are not those of SwiGLU experts"
 
 
-def _unit(up: str, down: str, experts: int, hidden: int, width: int) -> Unit:
-    part = ExpertsPart(up, down, experts, hidden, width)
-    names = ("hidden_states", "top_k_index", "top_k_weights")
-    inputs = tuple((name, REQUIRED) for name in names)
-    return Unit(inputs, (Step(Chain((part,), ()), (Ref(0), Ref(1), Ref(2))),), Ref(3))
+def experts_chain(module: torch.nn.Module, up: str, down: str) -> Chain:
+    """The chain of experts with the parameters ``up`` and ``down``, of the shapes that they have."""
+    experts, rows, hidden = getattr(module, up).shape
+    return Chain((ExpertsPart(up, down, experts, hidden, rows // 2),), ())
 
 
 def _is_proved(module: torch.nn.Module, up: str, down: str) -> bool:
@@ -111,8 +113,7 @@ def _is_proved(module: torch.nn.Module, up: str, down: str) -> bool:
         down: torch.randn(experts, 8, 16, generator=generator),
     }
     tried = bare(module, values)
-    chain = _unit(up, down, experts, 8, 16).chains[0]
-    pipeline = Pipeline(chain, tried)
+    pipeline = Pipeline(experts_chain(tried, up, down), tried)
     tokens = 16
     for spread in (0.1, 30.0, 1e4):
         x = spread * torch.randn(tokens, 8, generator=generator)

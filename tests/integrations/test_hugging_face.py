@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,60 @@ def test_a_converted_model_has_its_logits_gradients_and_keys(name: str) -> None:
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     fuser.revert(model)
     assert_same(trained(model, inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma2", "Phi3", "BERT", "ViT"])
+def test_torchs_order_of_rounding_gives_the_logits_in_bf16(name: str) -> None:
+    model, inputs = models.MODELS[name]().eval().bfloat16(), models.inputs_of(name)
+    if "pixel_values" in inputs:
+        inputs = {"pixel_values": inputs["pixel_values"].bfloat16()}
+    expected = trained(model, inputs)["logits"]
+    fuser.convert(model, rounding="torch", norms="all", linears="all")
+    assert torch.equal(trained(model, inputs)["logits"], expected)
+    fuser.revert(model)
+    fuser.convert(model)
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(
+        trained(model, inputs)["logits"], expected, rtol=0, atol=0.05 * largest
+    )
+
+
+@pytest.mark.parametrize("recipe", [None, fuser.recipe.Float8CurrentScaling()], ids=["no", "fp8"])
+def test_experts_are_an_implementation_of_transformers(recipe: Any) -> None:
+    importlib.import_module("fuser.integrations.transformers")
+    inputs = models.inputs_of("Mixtral")
+    plain = trained(models.causal("Mixtral").eval(), inputs)
+    model: Any = models.causal("Mixtral", experts_implementation="fuser").eval()
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        found = trained(model, inputs)
+    assert found.keys() == plain.keys()
+    same = recipe is None
+    for name, value in plain.items():
+        largest = float(value.abs().max())
+        distance = float((found[name] - value).abs().max())
+        assert distance <= (2e-6 if same else 0.3) * largest, name
+    assert torch.allclose(found["logits"], plain["logits"], atol=1e-6) == same
+    copied = copy.deepcopy(model)
+    assert torch.equal(models.logits_of(copied, inputs), models.logits_of(model, inputs))
+    model.model.layers[0].mlp.experts.gate_up_proj = torch.nn.Parameter(torch.randn(4, 8, 64))
+    with pytest.raises(fuser.FuserError, match="gate_up_proj has another shape"):
+        model(**inputs)
+
+
+def test_other_experts_of_transformers_are_refused_in_a_sentence() -> None:
+    importlib.import_module("fuser.integrations.transformers")
+    config = transformers.GptOssConfig(
+        **{k: v for k, v in models.TEXT.items() if "token" not in k},
+        num_local_experts=4,
+        head_dim=16,
+        experts_implementation="fuser",
+    )
+    model = transformers.GptOssForCausalLM(config)
+    with pytest.raises(fuser.FuserError, match=r"GptOssExperts: it has biases\. Use"):
+        model(**models.inputs_of("Llama"))
+    report = fuser.convert(model)
+    assert not report.converted
+    assert {row.text for row in report.refused} == {"its experts have biases"}
 
 
 LAYERS = {

@@ -49,6 +49,7 @@ PACKAGES = (
     "conversion",
     "testing",
     "te",
+    "integrations",
     "ops",
     "fuser",
 )
