@@ -132,6 +132,11 @@ class Linear(FusedOperation):
         op = self.bias_op
         return None if op is None else op.bias
 
+    def plain_names(self) -> dict[str, str]:
+        bias = self.bias_op
+        names = {"basic_ops.0.weight": "weight"}
+        return names if bias is None else names | {"basic_ops.1.bias": "bias"}
+
     @property
     def bias_op(self) -> Bias | None:
         """The op that adds the bias; None without one."""
