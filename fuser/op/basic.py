@@ -73,6 +73,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     """Whether backward adds gradients of the op's first parameters to their ``main_grad``."""
     main_grad_count: int = 1
     """The number of these parameters."""
+    draws_seed: bool = False
+    """Whether a forward in training draws the seed of a mask, as ``Dropout`` does."""
     passes_gradient_on: bool = False
     """Whether the gradient of the input is the gradient of the output, unchanged."""
     grad_input_dtype: str = "grad_output"
