@@ -121,6 +121,18 @@ class Linear(FusedOperation):
         )
 
     @property
+    def in_features(self) -> int:
+        """Last dimension of the input, of all ranks together."""
+        features: int = self.members[0].whole_in_features
+        return features
+
+    @property
+    def out_features(self) -> int:
+        """Last dimension of the output, of all ranks together."""
+        features: int = self.members[0].out_features
+        return features
+
+    @property
     def weight(self) -> torch.nn.Parameter:
         """The weight on this rank, of one rank ``[out_features, in_features]``; may be replaced."""
         parameter: torch.nn.Parameter = self.members[0].weight

@@ -49,6 +49,7 @@ PACKAGES = (
     "testing",
     "te",
     "ops",
+    "integrations",
     "fuser",
 )
 
