@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import leaf, random_tensor
+from paths import ROOT
 
 import fuser
 
@@ -329,3 +331,14 @@ def test_the_configuration_of_the_caller_stays_as_it_is() -> None:
     prepared(Model("modules"), config)
     assert config.target_modules == "all-linear"
     assert config._custom_modules is None
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "peft.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+        exec(compile(code, "snippet", "exec"), names)
+    x = torch.randn(4, 64)
+    assert len(adapters(names["again"])) == 4
+    assert torch.equal(names["again"](x), names["base"](x))
