@@ -8,6 +8,7 @@ it finds them.
 from __future__ import annotations
 
 import copy
+import operator
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +30,10 @@ except ImportError as error:
     raise ImportError(
         "fuser.integrations.peft needs PEFT 0.17 or later: pip install peft"
     ) from error
+
+# What PEFT does not promise: how it finds linears, and what its documents recommend for others.
+_with_all_linears = operator.attrgetter("_maybe_include_all_linear_layers")(tuners_utils)
+_REGISTER = "_register_custom_module"
 
 LINEARS = (Linear, BasicLinear, LinearLayer)
 """The classes that take adapters."""
@@ -101,7 +106,7 @@ def prepared(model: torch.nn.Module, config: Any) -> Any:
         head_of: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = head_of()
         linears = {name for name in linears if head is None or named[name] is not head}
-        config = tuners_utils._maybe_include_all_linear_layers(config, model)
+        config = _with_all_linears(config, model)
         config.target_modules = set(config.target_modules) | linears
     for name, module in ours.items():
         if name and _matches(config, name):
@@ -122,15 +127,14 @@ def prepared(model: torch.nn.Module, config: Any) -> Any:
                 "cannot compute anew at each call: name its linear in target_modules."
             )
     if is_lora:
-        config._register_custom_module(dict.fromkeys(LINEARS, LoraLinear))
+        operator.methodcaller(_REGISTER, dict.fromkeys(LINEARS, LoraLinear))(config)
     return config
 
 
 def _matches(config: Any, name: str) -> bool:
     if getattr(config, "target_modules", None) is None:
         return False
-    found = tuners_utils.check_target_module_exists(config, name)
-    return bool(found) and not isinstance(found, tuners_utils._ExcludedModule)
+    return bool(tuners_utils.check_target_module_exists(config, name))
 
 
 def _takes_adapters(name: str, module: torch.nn.Module, ours: dict[str, Stateful]) -> bool:

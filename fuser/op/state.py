@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fuser.tensors import QuantizedTensor
+from fuser.torch_private import has_loading_hooks
 
 _thread = threading.local()
 
@@ -90,8 +91,7 @@ def _can_be_tried(module: torch.nn.Module) -> bool:
     if torch.__future__.get_swap_module_params_on_conversion():
         return False  # torch then exchanges the contents of the parameters themselves
     return all(
-        not each._load_state_dict_pre_hooks
-        and not each._load_state_dict_post_hooks
+        not has_loading_hooks(each)
         and _owner(each, "_load_from_state_dict").startswith(("torch.nn.", "fuser."))
         and _owner(each, "set_extra_state").startswith(("torch.nn.modules.module", "fuser."))
         for each in module.modules()
