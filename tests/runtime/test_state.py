@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import pickle
@@ -341,11 +342,14 @@ def test_a_state_that_is_refused_changes_nothing(model: Any, wrong: str, assign:
     model, recipe = randomize(MODELS[model]()), fuser.recipe.DelayedScaling()
     with fuser.autocast(recipe=recipe):
         model(tensor()).sum().backward()
+    given = copy.deepcopy(model.state_dict())
+    with fuser.autocast(recipe=recipe):  # amaxes that the given state does not have
+        model(9 * tensor()).sum().backward()
     state = model.state_dict()
     before = {key: (value.clone(), value._version) for key, value in state.items()}
     parameters = list(model.parameters())
     last = [key for key, _ in model.named_parameters()][-1]
-    given = WRONG[wrong](scaled(state), last)
+    given = WRONG[wrong](scaled(given), last)
     grads = {key: value.requires_grad for key, value in given.items() if value is not None}
     with pytest.raises((RuntimeError, fuser.InputError), match=wrong):
         model.load_state_dict(given, assign=assign)
