@@ -72,7 +72,7 @@ ADAPTERS = (
         LORA,
         "        module_calls.change()  # plans depend on it\n",
         "",
-        "test_lora_linear.py::test_a_merged_op_is_a_linear_with_the_merged_weight",
+        "test_lora_linear.py::test_the_plan_of_frozen_adapters_follows_merging",
     ),
     Mutant(
         "a merged op saves its adapters too",

@@ -456,6 +456,16 @@ def test_a_merged_op_is_a_linear_with_the_merged_weight(dtype: torch.dtype) -> N
     assert equal(step(model, rows(dtype)), first)
 
 
+def test_the_plan_of_frozen_adapters_follows_merging() -> None:
+    model = lora().requires_grad_(False)
+    container = fuser.Sequential(model)
+    for _ in range(2):
+        assert "mm, addmm" in str(container.plan(rows()))
+        model.merge()
+        assert "mm, addmm" not in str(container.plan(rows()))
+        model.unmerge()
+
+
 def test_a_compiled_model_follows_merging() -> None:
     torch._dynamo.reset()
     model = lora()
