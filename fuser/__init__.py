@@ -23,6 +23,7 @@ from fuser.basic_ops import (
     Identity,
     L2Normalization,
     LayerNorm,
+    LoRALinear,
     MakeExtraOutput,
     MoeCombine,
     MoeDispatch,
@@ -55,7 +56,13 @@ from fuser.errors import (
 from fuser.formats import DType
 from fuser.fused_ops import Linear
 from fuser.fused_ops.catalog import FUSIONS
-from fuser.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from fuser.op import (
+    BasicOperation,
+    FusedOperation,
+    FusibleOperation,
+    OperationContext,
+    plain_keys,
+)
 from fuser.plan.plan import FusionPlan, Refusal, Step
 from fuser.plan.rebuilt import activation_memory_budget
 from fuser.precision.availability import (
@@ -152,6 +159,7 @@ __all__ = [
     "InputTypeError",
     "L2Normalization",
     "LayerNorm",
+    "LoRALinear",
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
@@ -212,6 +220,7 @@ __all__ = [
     "modules",
     "moe",
     "ops",
+    "plain_keys",
     "quantized_model_init",
     "recipe",
     "register_backward_fusion",

@@ -182,6 +182,11 @@ def hooks_of(module: torch.nn.Module) -> list[dict[int, Callable[..., Any]]]:
     return [before, after, module._backward_pre_hooks, module._backward_hooks]
 
 
+def has_loading_hooks(module: torch.nn.Module) -> bool:
+    """Whether ``load_state_dict`` runs hooks of the module."""
+    return bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+
+
 # The hooks that torch runs around the calls of every module: always these objects.
 global_forward_pre_hooks = torch_module._global_forward_pre_hooks
 global_forward_hooks = torch_module._global_forward_hooks

@@ -99,7 +99,7 @@ def experts_unit(module: torch.nn.Module) -> Unit | str | None:
 
 
 def experts_chain(module: torch.nn.Module, up: str, down: str) -> Chain:
-    """The chain of experts with the parameters ``up`` and ``down``, of the shapes that they have."""
+    """The chain of experts with the parameters ``up`` and ``down``, of their present shapes."""
     experts, rows, hidden = getattr(module, up).shape
     return Chain((ExpertsPart(up, down, experts, hidden, rows // 2),), ())
 

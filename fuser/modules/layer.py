@@ -151,6 +151,9 @@ class Layer(HiddenOps):
             if not isinstance(op, CollectiveOperation):
                 yield path, op
 
+    def plain_names(self) -> dict[str, str | None]:
+        return {"_extra_state": None}
+
     def get_extra_state(self) -> torch.Tensor:
         """Delayed scaling's state of all ops, each after its length, as an fp32 tensor.
 

@@ -385,7 +385,10 @@ class PlanCodegen:
         recipe = self.key.recipe
         if not is_alone or recipe is None or not recipe.quantizes_backward:
             return None
-        communicates = self.ops[i].collectives("backward", self.key.window(i, i + 1))
+        key = self.key.window(i, i + 1)
+        if self.ops[i].kept_input(key) is None:
+            return None  # it reads values, which that kernel does not write
+        communicates = self.ops[i].collectives("backward", key)
         before = self.ops[i - 1]
         reads_again = after[-1] == i - 1 and isinstance(before, Activation)
         emits = self.key.ops[after[0]].grad_input is not None

@@ -29,13 +29,15 @@ DOCUMENTS = tuple(
 )
 # All Python blocks of these run in their order; those of CONTRIBUTING.md and of
 # docs/extending.md have tests of their own; that of docs/parallel.md runs on two ranks
-# (test_parallel_ops.py).
+# (test_parallel_ops.py), and docs/peft.md where PEFT is (tests/integrations).
 RUN = (
     "README.md",
     "docs/experts.md",
+    "docs/lora.md",
     "docs/low_precision.md",
     "docs/plans.md",
     "docs/sharded.md",
+    "docs/state_dicts.md",
 )
 LINES_OF_README = 120
 WIDTH_OF_README = 838  # pixels that GitHub gives a picture
@@ -107,7 +109,7 @@ def test_the_files_of_a_number_format_are_those_that_contributing_counts() -> No
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_document_with_python_is_run(document: str) -> None:
-    tested = (*RUN, "CONTRIBUTING.md", "docs/extending.md", "docs/parallel.md")
+    tested = (*RUN, "CONTRIBUTING.md", "docs/extending.md", "docs/parallel.md", "docs/peft.md")
     assert not python_blocks(read(document)) or document in tested
 
 

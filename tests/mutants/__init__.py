@@ -5,6 +5,7 @@ tests that should notice, and says which did. ``tests/repository/test_mutants.py
 up to date with the sources.
 """
 
+from mutants.adapters import ADAPTERS, STATE_DICTS
 from mutants.compiling import COMPILING
 from mutants.experts import EXPERTS
 from mutants.extending import EXTENDING
@@ -31,6 +32,8 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "delayed scaling": DELAYED_SCALING,
     "recomputation": RECOMPUTATION,
     "state": STATE,
+    "state dicts": STATE_DICTS,
+    "adapters of low rank": ADAPTERS,
     "channels and extra outputs": CHANNELS,
     "tensors computed again": REBUILT,
     "planner": PLANNER,

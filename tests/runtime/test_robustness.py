@@ -202,6 +202,8 @@ def test_the_ops_of_a_composite_cannot_be_exchanged_one_by_one() -> None:
     linear = fuser.Linear(8, 4)
     with pytest.raises(fuser.StateError, match="replace the whole"):
         linear.basic_ops[1] = fuser.Bias(4)
+    with pytest.raises(fuser.StateError, match="replace the whole"):
+        setattr(linear.basic_ops, "1", fuser.Bias(4))
     twin = copy.deepcopy(linear)
     assert torch.equal(twin.weight, linear.weight)
 
