@@ -56,6 +56,7 @@ class PointwiseChain(FusedOperation):
     window = (_POINTWISE, Many(_POINTWISE))
     side = "joint"
     recomputes = True
+    stores_rebuilt_output = True
 
     @classmethod
     def refuses(cls, first: Any, rest: tuple[Any, ...], *, key: PlanKey) -> str | None:
@@ -148,7 +149,9 @@ class PointwiseChain(FusedOperation):
                 )
             ]
             values, grads = pointwise.chain_backward(
-                stages, cast(dy, ctx.input_dtype), x, operands, asked
+                *(stages, cast(dy, ctx.input_dtype), x, operands, asked),
+                output=ctxs[-1].rebuilt_output,
+                overwrites_dy=not any(is_dy),
             )
             dx = write_grad_input(values, ctx)
             for i, stage in enumerate(stages):
