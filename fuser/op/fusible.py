@@ -73,7 +73,7 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     is_external: ClassVar[bool] = False
     """Whether code outside this library runs in the op's forward or backward."""
     stores_rebuilt_output: ClassVar[bool] = False
-    """Whether backward stores the ``rebuilt_output`` of its last op's context, if its kernel can."""
+    """Whether backward stores the ``rebuilt_output`` of the last op's context, if a kernel can."""
 
     register_forward_pre_hook = noting("register_forward_pre_hook")
     register_forward_hook = noting("register_forward_hook")
