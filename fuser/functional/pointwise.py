@@ -209,13 +209,11 @@ def chain_backward(
     needed: Sequence[bool],
     *,
     output: Result | None = None,
-    overwrites_dy: bool = False,
 ) -> tuple[LazyTensor, list[torch.Tensor | None]]:
     """Gradients of the input of ``stages`` and, if ``wanted``, of the operands.
 
     Tensors that no later activation reads again may be None: ``x``, a bias, an
-    extra input. ``output`` as in :func:`activation_backward`, but in the memory of ``dy`` only if
-    it ``overwrites_dy``.
+    extra input. ``output`` as in :func:`activation_backward`.
     """
     *leading, width = dy.shape
     grads: list[torch.Tensor | None] = []
@@ -229,8 +227,7 @@ def chain_backward(
         width <<= stage.is_gated
     grads.reverse()
     contiguous = [None if operand is None else _rows(operand).contiguous() for operand in operands]
-    options = {"output": output, "overwrites_dy": overwrites_dy}
-    return _Backward(stages, dy, x, contiguous, grads, **options), grads
+    return _Backward(stages, dy, x, contiguous, grads, output=output), grads
 
 
 def prefers_torch(stage: Stage, count: int, *, is_plain: bool) -> bool:
@@ -319,11 +316,10 @@ class _Backward(LazyTensor):
         groups: PaddedGroups | None = None,
         group_dbias: torch.Tensor | None = None,
         output: Result | None = None,
-        overwrites_dy: bool = True,
     ) -> None:
         self.stages = stages
         self.groups, self.group_dbias = groups, group_dbias
-        self.output, self.overwrites_dy = output, overwrites_dy
+        self.output = output
         self.dy = _rows(dy)
         self.x = None if x is None else _rows(x)
         self.operands, self.grads, self.saved = operands, grads, saved
@@ -342,8 +338,7 @@ class _Backward(LazyTensor):
         if output is None:
             self._run(dx, None)
         else:
-            takes_place = self.overwrites_dy and self.dy.is_contiguous()
-            y = self.dy if takes_place else torch.empty_like(self.dy)
+            y = self.dy if self.dy.is_contiguous() else torch.empty_like(self.dy)
             self._run(dx, None, y)
             output.values = y
         self._sum_groups(dx)

@@ -148,10 +148,9 @@ class PointwiseChain(FusedOperation):
                     stages, state.wanted, is_dy, is_dx, strict=True
                 )
             ]
+            dy_in = cast(dy, ctx.input_dtype)
             values, grads = pointwise.chain_backward(
-                *(stages, cast(dy, ctx.input_dtype), x, operands, asked),
-                output=ctxs[-1].rebuilt_output,
-                overwrites_dy=not any(is_dy),
+                stages, dy_in, x, operands, asked, output=ctxs[-1].rebuilt_output
             )
             dx = write_grad_input(values, ctx)
             for i, stage in enumerate(stages):

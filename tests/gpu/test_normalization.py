@@ -76,7 +76,9 @@ def test_dx_is_written_in_16_bits_too(case: Case) -> None:
     check_dx_is_written_in_16_bits_too(case, running, "cuda")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES + GPU_CASES if case.norm != "l2norm"], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES + GPU_CASES if case.norm != "l2norm"], ids=str
+)
 def test_y_is_written_again_beside_dx(case: Case) -> None:
     check_y_is_written_again(case, running, "cuda")
 
