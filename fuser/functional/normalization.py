@@ -364,8 +364,9 @@ class _NormBackward(LazyTensor):
         is_same = (*map(id, own), self.dy.dtype) == (*map(id, read), output.dtype)
         if not is_same or self.zero_centered is not output.zero_centered:
             return None
-        given = (self.dy, self.x, self.parameters[0], *(*self.parameters[1:], None)[:1])
-        return output if backward_kernels.writes_output(*given, self.d_extra) else None
+        _, beta = (*self.parameters, None)[:2]
+        read = (self.dy, self.x, self.parameters[0], beta, self.d_extra)
+        return output if backward_kernels.writes_output(*read) else None
 
     def _from_reference(self) -> torch.Tensor:
         grads: tuple[Wanted, ...] = ()

@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fuser
 from fuser import recipe as recipes
+from fuser.basic_ops.linear_parallel import Parallelism
 from fuser.cuda.launch import Kernel, Launch
 from fuser.errors import KernelUnavailable
+from fuser.functional import normalization, pointwise
 from fuser.tensors import QuantizedTensor
 
 T, H, F = 128, 128, 256
@@ -283,6 +285,60 @@ def test_without_a_kernel_torch_goes_on_from_what_is_left(
         found = results(make, None, F32, steps=2)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def outputs_of_others() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
+    """An output, the output it must be, and a backward that reads other tensors."""
+    x, other = (oracles.random_tensor((T, 2 * F), F32, seed) for seed in (1, 2))
+    scales, others = torch.rand(T), torch.rand(T)
+    gain, gains = torch.rand(2 * F), torch.rand(2 * F)
+    rstd = torch.rand(T, 1)
+    stage, dy = fuser.SwiGLU().function, oracles.random_tensor((T, F), F32, 3)
+
+    def activation(output: Any) -> Any:
+        return pointwise.activation_backward(stage, dy.clone(), x, output=output)
+
+    def scaled(output: Any) -> Any:
+        return pointwise.scaled_activation_backward(
+            *(stage, dy.clone(), x, scales), output=output, wants_dscales=False
+        )[0]
+
+    def norm(output: Any) -> Any:
+        given = (x.clone(), x, gain, rstd, (True, True))
+        return normalization.rmsnorm_backward(*given, output=output)[0]
+
+    def normalized(
+        z: torch.Tensor, gamma: torch.Tensor, zero_centered: bool = False, of: Any = rstd
+    ) -> Any:
+        y, *_ = normalization.rmsnorm(z, gamma, 1e-5, F32, zero_centered=zero_centered)
+        return normalization.with_statistics(y, [of])
+
+    glu = fuser.GLU().function
+    for make, backward in (
+        (lambda: pointwise.activation(stage, other), activation),
+        (lambda: pointwise.activation(glu, x), activation),
+        (lambda: pointwise.scaled_activation(stage, x, others), scaled),
+        (lambda: pointwise.activation(stage, x), scaled),
+        (lambda: normalized(other, gain), norm),
+        (lambda: normalized(x, gains), norm),
+        (lambda: normalized(x, gain, zero_centered=True), norm),
+        (lambda: normalized(x, gain, of=rstd.clone()), norm),
+    ):
+        yield make(), make().tensor(), backward
+
+
+def test_an_output_of_other_tensors_is_computed_from_those() -> None:
+    with on_kernels():
+        for output, expected, backward in outputs_of_others():
+            backward(output).tensor()
+            assert torch.equal(output.tensor(), expected)
+
+
+def test_a_linear_of_several_ranks_computes_its_gradients_at_once() -> None:
+    linear = fuser.BasicLinear(F, H)
+    assert linear.can_defer_wgrad
+    linear._parallel = Parallelism("row", 2, has_shards=False)
+    assert not linear.can_defer_wgrad
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
