@@ -365,8 +365,8 @@ class _NormBackward(LazyTensor):
         if not is_same or self.zero_centered is not output.zero_centered:
             return None
         _, beta = (*self.parameters, None)[:2]
-        read = (self.dy, self.x, self.parameters[0], beta, self.d_extra)
-        return output if backward_kernels.writes_output(*read) else None
+        given = (self.dy, self.x, self.parameters[0], beta, self.d_extra)
+        return output if backward_kernels.writes_output(*given) else None
 
     def _from_reference(self) -> torch.Tensor:
         grads: tuple[Wanted, ...] = ()
