@@ -126,9 +126,7 @@ class ScaledActivation(BasicOperation):
         state: ScaledActivationState = ctx.state
         (wants_dscales,) = ctx.extra_inputs_require_grad
         dx, dscales = pointwise.scaled_activation_backward(
-            *(state.function, dy, x, scales),
-            wants_dscales=wants_dscales,
-            output=ctx.rebuilt_output,
+            state.function, dy, x, scales, wants_dscales=wants_dscales, output=ctx.rebuilt_output
         )
         return write_grad_input(dx, ctx), (), (dscales,)
 
