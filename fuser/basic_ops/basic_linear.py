@@ -141,6 +141,11 @@ class BasicLinear(LinearWeight):
         gathers = self._parallel is not None and self._parallel.gathers_input
         return not gathers and takes_rebuilt_input(self, key)
 
+    @property
+    def can_defer_wgrad(self) -> bool:
+        """Unless ranks communicate."""
+        return self._parallel is None
+
     def quantizes_weight_again(self, key: PlanKey) -> bool:
         return quantizes_weight_again(self, key)
 
@@ -522,6 +527,8 @@ class BasicLinear(LinearWeight):
         if self._parallel is not None:
             return linear_parallel.backward(self, ctx, grad_output, scale, addend)
         x, weight = self.saved_operands(ctx)
+        if ctx.defers_wgrad:
+            x = None  # not yet computed again
         # A user's fused op may have run the forward, and saved unquantized operands.
         if ctx.has_recipe and ctx.compute_dtype is not None:
             if ctx.backward_override is None:
@@ -536,7 +543,9 @@ class BasicLinear(LinearWeight):
         grad_input = grad_weight = None
         if weight is not None:
             grad_input = write_grad_input(gemm.dgrad(dy, weight, scale, addend), ctx)
-        if x is not None:
+        if ctx.defers_wgrad:
+            self._defer(ctx, dy)
+        elif x is not None:
             grad_weight = self.weight_gradient(ctx, dy, x, scale)
         return grad_input, (grad_weight,)
 
@@ -605,18 +614,23 @@ class BasicLinear(LinearWeight):
             grad_input = write_grad_input(grad_input, ctx)
         if ctx.defers_wgrad:
             # Without the rowwise copy, which is freed now.
-            ctx.deferred = readable(dy, "columnwise", quantizer).with_usage("columnwise")
-            ctx.saved_tensors = LinearSaved(ctx.saved_tensors[0], None)  # nothing reads the weight
+            self._defer(ctx, readable(dy, "columnwise", quantizer).with_usage("columnwise"))
         elif isinstance(x, QuantizedTensor):
             columns = readable(dy, "columnwise", quantizer)
             grad_weight = self.weight_gradient(ctx, columns, x, scale, is_quantized=True)
         return grad_input, (grad_weight,)
 
+    def _defer(self, ctx: OperationContext, dy: torch.Tensor) -> None:
+        """Keep ``dy`` for :meth:`deferred_gradients`, and not the weight, which nothing reads."""
+        ctx.deferred = dy
+        ctx.saved_tensors = LinearSaved(ctx.saved_tensors[0], None)
+
     def deferred_gradients(self, ctx: OperationContext) -> Grads:
         """The gradients that :meth:`op_backward` left until the input was computed again."""
         x, *_ = ctx.saved_tensors
-        columns, ctx.deferred = ctx.deferred, None
-        return (self.weight_gradient(ctx, columns, x, 1.0, is_quantized=True),)
+        dy, ctx.deferred = ctx.deferred, None
+        is_quantized = isinstance(x, QuantizedTensor)
+        return (self.weight_gradient(ctx, dy, x, 1.0, is_quantized=is_quantized),)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
         if shape[-1] != self.local_in_features:

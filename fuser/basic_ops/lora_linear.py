@@ -488,6 +488,11 @@ class LoRALinear(BasicLinear):
         y = cast(gemm.linear_add(hidden, b, y, scale=self.scale), y.dtype)
         return write_output(y, next_op_input_quantizer)
 
+    @property
+    def can_defer_wgrad(self) -> bool:
+        """No: the adapters' gradients share a product with the input's."""
+        return False
+
     def op_backward(
         self,
         ctx: OperationContext,

@@ -184,6 +184,11 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """Whether backward reads the main input, and takes one that is computed again."""
         return False
 
+    @property
+    def can_defer_wgrad(self) -> bool:
+        """Whether :meth:`op_backward` leaves the gradients of parameters if a context says so."""
+        return False
+
     def deferred_gradients(self, ctx: OperationContext) -> Grads:
         """The parameters' gradients of a backward with ``ctx.defers_wgrad``, after it."""
         raise NotImplementedError

@@ -73,6 +73,8 @@ class FusibleOperation(Stateful, abc.ABC):
     quantizer_view: ClassVar[Callable[[Any, Any], Any]]
     is_external: ClassVar[bool] = False
     """Whether code outside this library runs in the op's forward or backward."""
+    stores_rebuilt_output: ClassVar[bool] = False
+    """Whether backward stores the ``rebuilt_output`` of the last op's context, if a kernel can."""
 
     register_forward_pre_hook = noting("register_forward_pre_hook")
     register_forward_hook = noting("register_forward_hook")
