@@ -46,6 +46,7 @@ PACKAGES = (
     "modules",
     "moe",
     "distributed",
+    "inspection",
     "testing",
     "te",
     "ops",
