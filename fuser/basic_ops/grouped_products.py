@@ -610,10 +610,7 @@ class QuantizedProduct(GroupedProduct):
         usages = {"rowwise": not has_columns, "columnwise": has_columns}
         quantizer = groups_quantizer(self.quantizers.input, self.padded, **usages)
         rows = padded_rows(x, self.padded, is_padded=self.is_padded[0])
-        operand = quantizer.repeating(scaling)(rows)
-        if observing.now is not None:
-            note_operands(self.linear, input=operand, groups=self.padded)
-        return operand
+        return quantizer.repeating(scaling)(rows)
 
     def _gradient(self, dy: Values) -> QuantizedTensor:
         has_columns = self.wants_wgrad and self._reads_columns("grad_output", dy.device)
@@ -688,6 +685,8 @@ class QuantizedProduct(GroupedProduct):
         self, dy: Operand, x: Saved, scaling: torch.Tensor | None, rebuilt: Values | None
     ) -> torch.Tensor:
         operand = x[0] if rebuilt is None else self._rebuilt(rebuilt, scaling)
+        if observing.now is not None:
+            note_operands(self.linear, input=operand, groups=self.padded, only_new=True)
         is_split = self.ctx.split_accumulators[2]
         return quantized_groups.quantized_wgrad(
             dy, operand, self.padded, self.dtype, is_split=is_split

@@ -1,4 +1,4 @@
-"""Inspection of quantized steps: how well each operand is represented, and which layers to spare."""
+"""Inspection of quantized steps: what each operand loses, and which layers lose most."""
 
 from fuser.inspection.inspector import inspect
 from fuser.inspection.report import InspectionReport, LayerScore, Row

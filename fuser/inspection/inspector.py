@@ -85,8 +85,9 @@ def inspect(model: torch.nn.Module, *, every: int = 1) -> Iterator[InspectionRep
 
 
 def _check(model: Any, every: Any) -> None:
-    if isinstance(model, FusibleOperation) or not isinstance(model, torch.nn.Module):
-        given = f"the op {type(model).__name__}" if isinstance(model, FusibleOperation) else repr(model)
+    is_op = isinstance(model, FusibleOperation)
+    if is_op or not isinstance(model, torch.nn.Module):
+        given = f"the op {type(model).__name__}" if is_op else repr(model)
         raise InputTypeError(
             f"fuser.inspect takes a model that contains ops, such as a Sequential; got {given:.60}."
         )
@@ -103,7 +104,7 @@ def _places(model: torch.nn.Module) -> dict[int, Place]:
     composites: dict[int, Place] = {}
     for path, module in modules_and_ops(model):
         if isinstance(module, FusedOperation):
-            own = [op for op in module.basic_ops if _quantizes(op)]
+            own = [op for op in module.members if _quantizes(op)]
             if len(own) == 1:  # a Linear: its name says more than that of its member
                 composites[id(own[0].__dict__)] = Place(path, type(module).__name__)
         elif isinstance(module, BasicOperation) and _quantizes(module):

@@ -19,11 +19,11 @@ class Sums(NamedTuple):
     """Sums over the values of a tensor; of tensors together, their sums, and the largest amax.
 
     ``underflows`` and ``saturations`` are NaN where elements are not those of the tensor, as after
-    a Hadamard transform; all but ``amax`` and ``count`` are NaN without a source.
+    a Hadamard transform; all but ``amax`` and ``values`` are NaN without a source.
     """
 
     amax: float
-    count: float
+    values: float
     nonzeros: float
     underflows: float
     saturations: float
@@ -59,18 +59,16 @@ def measured(tensor: QuantizedTensor, copy: str, groups: PaddedGroups | None) ->
         return torch.cat([_amax(values), _count(values), unknown])
     source = _rows(seen.source, groups)
     exact = source.float()
-    is_nonzero = exact != 0
-    parts = [_amax(exact), _count(exact), is_nonzero.sum()]
-    transforms = copy == "columnwise" and tensor.column_transform is not None
-    largest = None if transforms else _largest(one, groups)
-    is_zero = is_nonzero & (values == 0)
-    parts.append(is_nonzero.new_full((), UNKNOWN, dtype=torch.float64) if transforms else is_zero.sum())
-    if largest is None:
-        parts.append(is_nonzero.new_full((), UNKNOWN, dtype=torch.float64))
-    else:
-        parts.append(((exact.abs() > largest) & (values != 0)).sum())
+    is_nonzero, is_zero = exact != 0, values == 0
+    underflows = saturations = exact.new_full((1,), UNKNOWN, dtype=torch.float64)
+    if copy != "columnwise" or tensor.column_transform is None:
+        underflows = (is_nonzero & is_zero).sum()
+        largest = _largest(one, groups)
+        if largest is not None:
+            saturations = ((exact.abs() > largest) & ~is_zero).sum()
     has_16_bits = source.dtype.itemsize <= 2
     rounding = torch.zeros_like(exact) if has_16_bits else exact - exact.bfloat16().float()
+    parts = [_amax(exact), _count(exact), is_nonzero.sum(), underflows, saturations]
     parts += [_energy(exact), _energy(exact - values), _energy(rounding)]
     return torch.cat([part.double().reshape(1) for part in parts])
 
@@ -99,7 +97,8 @@ def _count(values: torch.Tensor) -> torch.Tensor:
 
 def _energy(values: torch.Tensor) -> torch.Tensor:
     """The sum of squares, added in fp64."""
-    return torch.linalg.vector_norm(values, dtype=torch.float64).square()
+    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm.square()
 
 
 def _largest(one: QuantizedTensor, groups: PaddedGroups | None) -> torch.Tensor | None:

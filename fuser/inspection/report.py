@@ -20,6 +20,10 @@ from fuser.tensors import QuantizedTensor
 
 ROLES = ("input", "weight", "grad_output")
 COPIES = ("both", "rowwise", "columnwise")
+_HEADER: tuple[str, ...] = (
+    *("layer", "tensor", "pass", "copy", "format", "amax"),
+    *("to zero", "saturated", "SNR dB", "bf16 dB"),
+)
 # The operands of each product, and the copies that it reads of them.
 PRODUCTS = {
     "forward": (("input", "rowwise"), ("weight", "rowwise")),
@@ -102,6 +106,9 @@ class LayerScore(NamedTuple):
     tensor: str
 
 
+# By whether a recipe was active; None if the op did not run.
+_REASONS = {None: "it did not run", False: "no recipe was active", True: "nothing was quantized"}
+
 Key = tuple[int, str, str]
 """The id of an op's attributes, the role of the tensor, and the copy."""
 
@@ -145,9 +152,7 @@ class InspectedStep:
         return {key: Sums(*together(parts).tolist()) for key, parts in self._sums.items()}
 
 
-def _measured_once(
-    tensor: QuantizedTensor, groups: PaddedGroups | None
-) -> dict[str, torch.Tensor]:
+def _measured_once(tensor: QuantizedTensor, groups: PaddedGroups | None) -> dict[str, torch.Tensor]:
     """The sums of each copy; of a tensor that another op read before, those of that time."""
     seen = tensor._observation
     if seen is not None and seen.source is None:
@@ -230,7 +235,11 @@ class InspectionReport:
         for step in self._steps:
             for op, has_recipe in step.recipes.items():
                 ran[op] = ran.get(op, False) or has_recipe
-        reasons = {None: "it did not run", False: "no recipe was active", True: "nothing was quantized"}
+        reasons = {
+            None: "it did not run",
+            False: "no recipe was active",
+            True: "nothing was quantized",
+        }
         return {
             place.layer: reasons[ran.get(op)]
             for op, place in self._places.items()
@@ -243,7 +252,9 @@ class InspectionReport:
         if any(step.formats for step in self._steps):
             return ""
         if not self._places:
-            return "The model has no op that quantizes: no Linear, GroupedLinear or Quantize of fuser."
+            return (
+                "The model has no op that quantizes: no Linear, GroupedLinear or Quantize of fuser."
+            )
         if not self.calls:
             return "The model was not called with gradients enabled, so no step was inspected."
         reasons = set(self.not_quantized.values())
@@ -263,18 +274,15 @@ class InspectionReport:
             return self.reason
         numbers = ", ".join(map(str, self.steps))
         lines = [f"Quantized tensors of call {numbers}, of {self.calls} in training", ""]
-        cells = [
-            ("layer", "tensor", "pass", "copy", "format")
-            + ("amax", "to zero", "saturated", "SNR dB", "bf16 dB")
-        ]
+        cells = [_HEADER]
         layer = None
         for row in rows:
             name = f"{row.layer or '(model)'} {row.op}"
-            cells.append(
-                ("" if name == layer else name, row.tensor, row.side, row.copy, row.format)
-                + (f"{row.amax:.3g}", _percent(row.underflow), _percent(row.saturation))
-                + (_decibels(row.snr_db), _decibels(row.bf16_snr_db))
-            )
+            shares = _percent(row.underflow), _percent(row.saturation)
+            ratios = _decibels(row.snr_db), _decibels(row.bf16_snr_db)
+            what = row.tensor, row.side, row.copy, row.format
+            first = "" if name == layer else name
+            cells.append((first, *what, f"{row.amax:.3g}", *shares, *ratios))
             layer = name
         lines += columns(cells, left=5)
         if missing:
@@ -333,7 +341,7 @@ def _row(place: Place, role: str, copy: str, format_: str, sums: Sums) -> Row:
         side="backward" if role == "grad_output" else side,
         copy=copy,
         format=format_,
-        values=int(sums.count),
+        values=int(sums.values),
         amax=sums.amax,
         underflow=_share(sums.underflows, sums.nonzeros),
         saturation=_share(sums.saturations, sums.nonzeros),
@@ -361,13 +369,13 @@ def _ratio(signal: float, noise: float, nonzeros: float) -> float | None:
 
 def _score(place: Place, product: str, own: Mapping[tuple[str, str], Row]) -> LayerScore | None:
     """The score of one product of a layer; None if no operand of it was measured."""
-    known = []
+    known: list[tuple[float, str]] = []
     for tensor, copy in PRODUCTS[product]:
         other = "columnwise" if copy == "rowwise" else "rowwise"
         found = [own[tensor, c] for c in (copy, "both", other) if (tensor, c) in own]
         if found and found[0].snr_db is not None:
             known.append((found[0].snr_db, tensor))
-    if not known or (product != "forward" and "grad_output" not in [t for t, _ in known]):
+    if not known or (product != "forward" and all(t != "grad_output" for _, t in known)):
         return None
     if any(math.isnan(ratio) for ratio, _ in known):
         return LayerScore(*place, math.nan, product, next(t for r, t in known if math.isnan(r)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 from fuser.report.picture import (
@@ -39,10 +40,11 @@ def _laid_out(inspection: Item) -> Picture:
     rows = inspection["rows"]
     numbers = listed([str(step) for step in inspection["steps"]])
     title = f"Quantized tensors of call {numbers}, of {inspection['calls']} in training"
-    items: list[Text | Box | Line] = [Text(MARGIN, MARGIN + 9, title, 11.0, bold=True)]
     if not rows:
-        items = [Text(MARGIN, MARGIN + 9, inspection["reason"], 9.0)]
-        return Picture(items[0].bounds[2] + MARGIN, 2 * MARGIN + 12, tuple(items))
+        reason = Text(MARGIN, MARGIN + 9, inspection["reason"], 9.0)
+        return Picture(reason.bounds[2] + MARGIN, 2 * MARGIN + 12, (reason,))
+    heading = Text(MARGIN, MARGIN + 9, title, 11.0, bold=True)
+    items: list[Text | Box | Line] = [heading]
     labels = [_label(row) for row in rows]
     left = MARGIN + 12 + max(text_width(label, SMALL) for label in labels) + 8
     decibels = [row[key] for row in rows for key in ("snr_db", "bf16_snr_db")]
@@ -50,7 +52,7 @@ def _laid_out(inspection: Item) -> Picture:
     top = max(TICK, math.ceil(highest / TICK) * TICK)
     y = first = MARGIN + 46
     bars: list[Text | Box | Line] = []
-    right = items[0].bounds[2]
+    right = heading.bounds[2]
     by_layer = itertools.groupby(zip(labels, rows, strict=True), lambda pair: _layer(pair[1]))
     for layer, members in by_layer:
         bars.append(Text(MARGIN, y + 9, layer, 8.0, bold=True))
@@ -65,9 +67,9 @@ def _laid_out(inspection: Item) -> Picture:
         x = left + SCALE * tick / top
         items.append(Line(((x, first - 4), (x, y - 3)), "faint"))
         items.append(Text(x, first - 8, f"{tick}", SMALL, "muted", align="center"))
-    axis = "signal to noise in dB; a line: the same values in bf16"
-    items.append(Text(left, first - 20, axis, SMALL, "muted"))
-    right = max(right, left + SCALE, items[-1].bounds[2])
+    axis = Text(left, first - 20, "signal to noise in dB; a line: the same values in bf16")
+    items.append(replace(axis, color="muted"))
+    right = max(right, left + SCALE, axis.bounds[2])
     return Picture(right + MARGIN, y + MARGIN - 8, (*items, *bars))
 
 
@@ -101,5 +103,8 @@ def _bar(row: Item, left: float, y: float, top: int) -> list[Text | Box | Line]:
         x = left + SCALE * min(exact / top, 1.0)
         found.append(Line(((x, y), (x, y + BAR + 2)), "refused"))
         end = max(end, x) if x - end < 24 else end
-    found.append(Text(end + 5, y + 7.5, ", ".join([said, *lost]), SMALL, tip=tip))
-    return found
+    text = Text(end + 5, y + 7.5, ", ".join([said, *lost]), SMALL, tip=tip)
+    x, _, until, _ = text.bounds
+    # Over the lines of the axis, which would cross the text.
+    found.append(Box(x - 1, y + 1, until - x + 2, BAR, "paper", "paper", 1.0))
+    return [*found, text]

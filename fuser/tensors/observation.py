@@ -128,5 +128,3 @@ def _quantized_in(operand: Any, only_new: bool) -> Any:
     elif isinstance(operand, (list, tuple)):
         for each in operand:
             yield from _quantized_in(each, only_new)
-
-
