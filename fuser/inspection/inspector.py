@@ -59,7 +59,7 @@ def inspect(model: torch.nn.Module, *, every: int = 1) -> Iterator[InspectionRep
     _check(model, every)
     places = _places(model)
     with _lock:
-        taken = next((place for op, place in places.items() if op in _inspected), None)
+        taken = next((_inspected[op] for op in places if op in _inspected), None)
         if taken is not None:
             raise StateError(
                 f"fuser.inspect is open for {taken.layer or 'the model'} ({taken.op}) already; an "

@@ -39,9 +39,14 @@ UNKNOWN = float("nan")
 
 
 def copies_of(tensor: QuantizedTensor) -> tuple[str, ...]:
-    """The copies to measure: ``"both"`` if the bytes are the same in both."""
-    present = tuple(usage for usage in ("rowwise", "columnwise") if tensor._has(usage))
-    return ("both",) if len(present) == 2 and tensor.derives_columnwise else present
+    """The copies to measure: ``"both"`` if a copy of the format is the transpose of the other.
+
+    Of a gathered parameter, those that are in memory now.
+    """
+    if tensor._is_transposable():
+        return ("both",)
+    here = tensor._present()
+    return tuple(usage for usage in ("rowwise", "columnwise") if here._has(usage))
 
 
 def measured(tensor: QuantizedTensor, copy: str, groups: PaddedGroups | None) -> torch.Tensor:
@@ -49,9 +54,8 @@ def measured(tensor: QuantizedTensor, copy: str, groups: PaddedGroups | None) ->
 
     The values of padded ``groups`` are those of their rows alone, without the padding.
     """
-    one = tensor._present(None if copy == "both" else copy)
-    if copy != "both":
-        one = one.with_usage(copy)
+    one = tensor._present()
+    one = one if copy == "both" else one.with_usage(copy)
     values = _rows(one.dequantize(dtype=torch.float32), groups)
     seen = tensor._observation
     if seen is None or seen.source is None:

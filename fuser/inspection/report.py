@@ -55,7 +55,8 @@ class Row:
     side
         The pass that reads it: ``"forward"``, ``"backward"`` or ``"both"``.
     copy
-        ``"rowwise"`` or ``"columnwise"``, the copy of which this is; ``"both"`` if they are equal.
+        ``"rowwise"`` or ``"columnwise"``, the copy of which this is; ``"both"`` in a format in which
+        one is the transpose of the other.
     format
         The number format, such as ``"FP8 E4M3"``.
     values
@@ -198,15 +199,14 @@ class InspectionReport:
             for key, sums in each.sums().items():
                 found.setdefault(key, []).append(sums)
         known = {key: _added(parts) for key, parts in found.items()}
-        rows = []
+        rows: list[Row] = []
         for op, place in self._places.items():
             for role in ROLES:
                 copies = {c: known[op, role, c] for c in COPIES if (op, role, c) in known}
-                if len(set(map(repr, copies.values()))) < len(copies):
-                    copies = {"both": next(iter(copies.values()))}
-                for copy, sums in copies.items():
-                    name = next(formats[op, role, c] for c in COPIES if (op, role, c) in formats)
-                    rows.append(_row(place, role, copy, name, sums))
+                rows += [
+                    _row(place, role, copy, formats[op, role, copy], sums)
+                    for copy, sums in copies.items()
+                ]
         return tuple(rows)
 
     def ranked(self) -> tuple[LayerScore, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -105,8 +105,9 @@ def note_operands(
     """Show the inspector the quantized tensors that ``op`` reads, by role.
 
     An operand is a tensor, or a nest of tensors; those that are not quantized do not count.
-    ``groups``: the input and the gradient have the rows of these padded groups. ``only_new``: of
-    tensors that were shown before, such as those that forward saved, nothing is shown again.
+    ``groups``: the input and the gradient have the rows of these padded groups. ``only_new``: what
+    backward quantized again, and not tensors that forward has shown, nor bytes that it has shown in
+    their transpose.
     """
     assert observing.now is not None
     key = id(op.__dict__)
@@ -120,10 +121,11 @@ def note_operands(
             step.saw(key, role, tensors, of_rows, is_repeated=observing.is_repeated_now)
 
 
-def _quantized_in(operand: Any, only_new: bool) -> Any:
+def _quantized_in(operand: Any, only_new: bool) -> Iterator[QuantizedTensor]:
     if isinstance(operand, QuantizedTensor):
         seen = operand._observation
-        if not only_new or (seen is not None and seen.source is not None):
+        is_new = seen is not None and seen.source is not None and not operand._is_transposable()
+        if is_new or not only_new:
             yield operand
     elif isinstance(operand, (list, tuple)):
         for each in operand:
