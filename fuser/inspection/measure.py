@@ -60,7 +60,7 @@ def measured(tensor: QuantizedTensor, copy: str, groups: PaddedGroups | None) ->
     seen = tensor._observation
     if seen is None or seen.source is None:
         unknown = values.new_full((6,), UNKNOWN, dtype=torch.float64)
-        return torch.cat([_amax(values), _count(values), unknown])
+        return torch.cat([_amax(values), _count(values, groups), unknown])
     source = _rows(seen.source, groups)
     exact = source.float()
     is_nonzero, is_zero = exact != 0, values == 0
@@ -72,7 +72,7 @@ def measured(tensor: QuantizedTensor, copy: str, groups: PaddedGroups | None) ->
             saturations = ((exact.abs() > largest) & ~is_zero).sum()
     has_16_bits = source.dtype.itemsize <= 2
     rounding = torch.zeros_like(exact) if has_16_bits else exact - exact.bfloat16().float()
-    parts = [_amax(exact), _count(exact), is_nonzero.sum(), underflows, saturations]
+    parts = [_amax(exact), _count(exact, groups), is_nonzero.sum(), underflows, saturations]
     parts += [_energy(exact), _energy(exact - values), _energy(rounding)]
     return torch.cat([part.double().reshape(1) for part in parts])
 
@@ -95,8 +95,11 @@ def _amax(values: torch.Tensor) -> torch.Tensor:
     return largest.double().reshape(1)
 
 
-def _count(values: torch.Tensor) -> torch.Tensor:
-    return values.new_full((1,), values.numel(), dtype=torch.float64)
+def _count(values: torch.Tensor, groups: PaddedGroups | None) -> torch.Tensor:
+    """The number of values; the rows after the last of padded groups belong to none."""
+    if groups is None or not len(groups.ends):
+        return values.new_full((1,), values.numel(), dtype=torch.float64)
+    return (groups.ends[-1:] * values.shape[1]).double()
 
 
 def _energy(values: torch.Tensor) -> torch.Tensor:
