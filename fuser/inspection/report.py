@@ -55,8 +55,8 @@ class Row:
     side
         The pass that reads it: ``"forward"``, ``"backward"`` or ``"both"``.
     copy
-        ``"rowwise"`` or ``"columnwise"``, the copy of which this is; ``"both"`` in a format in which
-        one is the transpose of the other.
+        The copy of which this is: ``"rowwise"`` or ``"columnwise"``; ``"both"`` in a format in
+        which one is the transpose of the other.
     format
         The number format, such as ``"FP8 E4M3"``.
     values
