@@ -253,6 +253,8 @@ RECIPES: dict[str, Callable[[], Any]] = {
 def test_an_inspected_step_has_the_bits_of_any_other(recipe: Any) -> None:
     report = assert_inspection_changes_no_bit(gated_block, recipe())
     assert {row.layer for row in report.rows()} == {"1", "3", "5"}
+    inputs = [row.values for row in report.rows() if row.tensor == "input"]
+    assert set(inputs) == {len(report.steps) * 96 * 64}
 
 
 @pytest.mark.sampled
