@@ -118,23 +118,29 @@ def _quantizes(op: BasicOperation) -> bool:
 
 
 class _Calls:
-    """The hooks of the model, around each of its calls."""
+    """The hooks of the model, around each of its calls; those of a copy of it, without a report."""
 
-    def __init__(self, report: InspectionReport) -> None:
+    def __init__(self, report: InspectionReport | None) -> None:
         self._report = report
         self._lock = threading.Lock()
         self._open = threading.local()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _Calls, (None,)  # a copy of the model is not inspected
+
     def before(self, model: torch.nn.Module, _: Any) -> None:
         """Let the ops show what they quantize, if this call is inspected."""
+        report = self._report
+        if report is None:
+            return
         stack: list[tuple[Steps | None, Any]] = self._open.__dict__.setdefault("stack", [])
         outer, stance = observing.steps, None
         in_training = torch.is_grad_enabled() or is_checkpointed_forward()
         if not stack and in_training and not is_recomputation():
             with self._lock:
-                step = self._report.next_step()
+                step = report.next_step()
             if step is not None:
-                own = dict.fromkeys(self._report._places, step)
+                own = dict.fromkeys(report.places, step)
                 observing.steps = {**(outer or {}), **own}
                 if compiled_from(model) is not None:
                     stance = torch.compiler.set_stance("force_eager")

@@ -169,7 +169,8 @@ class InspectionReport:
     """What an inspector found; complete when the backward of the last call has run."""
 
     def __init__(self, places: Mapping[int, Place], every: int) -> None:
-        self._places = places
+        self.places = places
+        """The ops that can quantize, by the ids of their attributes, in the order of the model."""
         self._every = every
         self._steps: list[InspectedStep] = []
         self.calls = 0
@@ -200,7 +201,7 @@ class InspectionReport:
                 found.setdefault(key, []).append(sums)
         known = {key: _added(parts) for key, parts in found.items()}
         rows: list[Row] = []
-        for op, place in self._places.items():
+        for op, place in self.places.items():
             for role in ROLES:
                 copies = {c: known[op, role, c] for c in COPIES if (op, role, c) in known}
                 rows += [
@@ -217,7 +218,7 @@ class InspectionReport:
         """
         scores = []
         rows = self.rows()
-        for place in dict.fromkeys(self._places.values()):
+        for place in dict.fromkeys(self.places.values()):
             own = {(r.tensor, r.copy): r for r in rows if (r.layer, r.op) == place}
             if not any(tensor == "weight" for tensor, _ in own):
                 continue
@@ -242,7 +243,7 @@ class InspectionReport:
         }
         return {
             place.layer: reasons[ran.get(op)]
-            for op, place in self._places.items()
+            for op, place in self.places.items()
             if op not in quantized
         }
 
@@ -251,7 +252,7 @@ class InspectionReport:
         """Why there are no rows; empty if there are some."""
         if any(step.formats for step in self._steps):
             return ""
-        if not self._places:
+        if not self.places:
             return (
                 "The model has no op that quantizes: no Linear, GroupedLinear or Quantize of fuser."
             )

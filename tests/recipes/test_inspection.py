@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
+import pickle
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -215,10 +217,10 @@ def gated_block() -> fuser.Sequential:
 def several_steps(model: Any, recipe: Any, *extras: Any) -> list[torch.Tensor]:
     """Outputs, gradients and states of four steps: from the third on passes are repeated."""
     torch.manual_seed(1)
-    found: list[torch.Tensor] = []
+    dtype, found = next(model.parameters()).dtype, list[torch.Tensor]()
     for _ in range(4):
-        x = torch.randn(96, 64).bfloat16()
-        found += step(model, x, torch.randn(96, 64).bfloat16() / 8, recipe, *extras)
+        x, dy = torch.randn(96, 64).to(dtype), torch.randn(96, 64).to(dtype) / 8
+        found += step(model, x, dy, recipe, *extras)
     return found + [value for name, value in model.state_dict().items() if "_extra_state" in name]
 
 
@@ -270,6 +272,17 @@ def test_an_inspected_step_on_kernels_has_the_bits_of_any_other(recipe: Any) -> 
             other.values,
         )
         assert one.snr_db == pytest.approx(other.snr_db, abs=0.5)
+
+
+def test_sums_beside_a_quantized_gradient_keep_their_order_on_kernels() -> None:
+    """A gradient that is stored sums that of its bias in another order; bf16 would hide it."""
+
+    def make() -> fuser.Sequential:
+        torch.manual_seed(0)
+        return fuser.Sequential(fuser.Linear(64, 64), fuser.GELU(), fuser.Linear(64, 64))
+
+    with on_kernels():
+        assert_inspection_changes_no_bit(make, recipes.Float8CurrentScaling())
 
 
 def experts() -> fuser.Sequential:
@@ -393,6 +406,15 @@ def test_backwards_of_microbatches_belong_to_their_forwards() -> None:
     first.square().sum().backward()
     gradients = [row for row in report.rows(1) if row.tensor == "grad_output"]
     assert {row.values for row in gradients} == {64 * 64}
+
+
+def test_a_copy_of_an_inspected_model_is_not_inspected() -> None:
+    model = Two()
+    with fuser.inspect(model) as report:
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        for each in copies:
+            step(each, torch.randn(32, 64), None, recipes.MXFP8BlockScaling())
+    assert report.calls == 0
 
 
 def test_evaluation_is_not_counted() -> None:
