@@ -56,6 +56,7 @@ from fuser.errors import (
 from fuser.formats import DType
 from fuser.fused_ops import Linear
 from fuser.fused_ops.catalog import FUSIONS
+from fuser.inspection import inspect
 from fuser.op import (
     BasicOperation,
     FusedOperation,
@@ -210,6 +211,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "inspect",
     "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_available",

@@ -272,6 +272,14 @@ def is_traced_in_checkpoint(context: Any) -> bool:
     )
 
 
+def compiled_from(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The module that ``torch.compile`` was given to make ``module``; None if it did not."""
+    import torch._dynamo
+
+    is_result = isinstance(module, torch._dynamo.OptimizedModule)
+    return module._orig_mod if is_result else None  # type: ignore[return-value]
+
+
 def graph_break(reason: str) -> None:
     """In traced code: end the graph here; an error with this reason under ``fullgraph=True``."""
     import torch._dynamo

@@ -45,6 +45,7 @@ from fuser.precision.contexts import current_recipe
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.gathering import note_backward_read
+from fuser.tensors.observation import note_operands, observing
 
 
 class BasicLinear(LinearWeight):
@@ -401,6 +402,8 @@ class BasicLinear(LinearWeight):
         if gather is not None:
             qx = gather.wait()
         assert isinstance(qx, QuantizedTensor)
+        if observing.now is not None:
+            note_operands(self, input=qx if gather is None else gather.of_rank, weight=qw)
         if ctx.requires_grad:
             _, ctx.input_quantizer, ctx.weight_quantizer, ctx.grad_output_quantizer = quantizers
             is_new = is_first_microbatch is None and not isinstance(weight, QuantizedTensor)
@@ -604,6 +607,9 @@ class BasicLinear(LinearWeight):
         if quantizer.rowwise is not rowwise or quantizer.columnwise is not columnwise:
             quantizer = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
         dy = quantized(grad_output, dtype, quantizer)
+        if observing.now is not None:
+            note_operands(self, grad_output=dy)
+            note_operands(self, input=x, weight=weight, only_new=True)
         dgrad_is_split = ctx.split_accumulators[1]
         grad_input = grad_weight = None
         if isinstance(weight, QuantizedTensor):
@@ -630,6 +636,8 @@ class BasicLinear(LinearWeight):
         x, *_ = ctx.saved_tensors
         dy, ctx.deferred = ctx.deferred, None
         is_quantized = isinstance(x, QuantizedTensor)
+        if observing.now is not None and is_quantized:
+            note_operands(self, input=x, only_new=True)
         return (self.weight_gradient(ctx, dy, x, 1.0, is_quantized=is_quantized),)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:

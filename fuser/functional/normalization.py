@@ -8,6 +8,7 @@ with it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -239,6 +240,12 @@ class _Norm(LazyTensor):
         self.has_statistics = False
         self.values: Wanted = None  # if a kernel for the gradient has stored them
 
+    def apart(self) -> LazyTensor:
+        other: _Norm = copy.copy(self)
+        other.statistics = tuple(map(torch.empty_like, self.statistics))
+        other.z, other.has_statistics = _like(self.x, self.z is not None), False
+        return other
+
     def _from_kernel(self) -> torch.Tensor:
         if self.values is not None:
             return self.values.view(self.shape)
@@ -333,6 +340,11 @@ class _NormBackward(LazyTensor):
         self.grads = [_like(p, is_wanted) for p, is_wanted in zip(parameters, needed, strict=True)]
         self.rounded_dx = rounded_dx
         self.means: Wanted = None
+
+    def apart(self) -> LazyTensor:
+        other: _NormBackward = copy.copy(self)
+        other.grads, other.rounded_dx = [None] * len(self.grads), None
+        return other
 
     def where(self, is_wanted: bool) -> LazyTensor | None:
         """This lazy tensor if it is wanted; else None, with only parameters' gradients written."""

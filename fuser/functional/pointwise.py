@@ -7,6 +7,7 @@ it is written.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -331,6 +332,11 @@ class _Backward(LazyTensor):
         # Parts of gradients that a tiled kernel leaves: of biases before the chain, and of scales.
         self.sums: torch.Tensor | None = None
         self.row_parts: torch.Tensor | None = None
+
+    def apart(self) -> LazyTensor:
+        other: _Backward = copy.copy(self)
+        other.grads, other.group_dbias = (None,) * len(self.stages), None
+        return other
 
     def _from_kernel(self) -> torch.Tensor:
         dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)

@@ -1,4 +1,4 @@
-"""Drawing of plans, given as dicts, into files: SVG, PNG, or HTML with the plan's text."""
+"""Drawing of plans, given as dicts, into files: SVG, PNG, or HTML with the text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def drawable(path: str | os.PathLike[str]) -> Path:
     """
     target = Path(path)
     if target.suffix.lower() not in SUFFIXES:
-        raise InputError(f"A plan is drawn as {', '.join(SUFFIXES)}; got {target.name!r}.")
+        raise InputError(f"A picture is drawn as {', '.join(SUFFIXES)}; got {target.name!r}.")
     return target
 
 
@@ -39,17 +39,22 @@ def draw(plan: dict[str, Any], text: str, path: str | os.PathLike[str]) -> Path:
         If the path has another suffix.
     """
     target = drawable(path)
-    picture = lay_out(plan)
+    title = f"Fusion plan of {count_of(len(plan['ops']), 'op')}"
+    return write_picture(lay_out(plan), title, text, target)
+
+
+def write_picture(picture: Picture, title: str, text: str, target: Path) -> Path:
+    """Write a picture into a file that :func:`drawable` returned; a page has also the text."""
     if target.suffix.lower() == ".png":
         target.write_bytes(paint(picture, "png"))
     else:
         is_page = target.suffix.lower() == ".html"
-        page = _page(picture, len(plan["ops"]), text) if is_page else svg(picture)
+        page = _page(picture, title, text) if is_page else svg(picture)
         target.write_text(page, encoding="utf-8")
     return target
 
 
-def _page(drawing: Picture, ops: int, text: str) -> str:
+def _page(drawing: Picture, title: str, text: str) -> str:
     """A page of HTML with a picture and a text, in light or dark colours."""
     picture = svg(drawing).partition("<svg")[2]
     light = dark = ""
@@ -62,7 +67,7 @@ def _page(drawing: Picture, ops: int, text: str) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
-<title>Fusion plan of {count_of(ops, "op")}</title>
+<title>{title}</title>
 <style>
 :root {{color-scheme: light dark; {light}}}
 @media (prefers-color-scheme: dark) {{:root {{{dark}}}}}

@@ -127,8 +127,9 @@ def test_the_code_of_a_document_runs_and_prints_the_plan_that_the_document_has(
         "docs/sharded.md": "model",
     }
     if document in trained:
-        assert not printed
         assert all(p.grad is not None for p in names[trained[document]].parameters())
+    if document in ("docs/experts.md", "docs/sharded.md"):
+        assert not printed
     else:
         assert f"```\n{printed}```\n" in read(document)
     if document == "README.md":

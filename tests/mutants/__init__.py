@@ -13,6 +13,7 @@ from mutants.graphs import GRAPHS
 from mutants.grouped_gemm import GROUPED_GEMM
 from mutants.grouped_linears import GROUPED_LINEARS
 from mutants.groups import GROUPS
+from mutants.inspecting import INSPECTION
 from mutants.kernels import ARITHMETIC, BARRIERS, EDGES
 from mutants.launching import LAUNCH_CACHE
 from mutants.mutant import Mutant
@@ -40,6 +41,7 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "autograd nodes": NODES,
     "recipes and plan keys": PLAN_KEYS,
     "quantized tensors": QUANTIZED_TENSORS,
+    "inspection": INSPECTION,
     "sharding": SHARDING,
     "number formats": NUMBER_FORMATS,
     "matrix products": MATRIX_PRODUCTS,

@@ -532,8 +532,8 @@ PLAN_KEYS = (
     Mutant(
         "amaxes are reduced over all ranks whatever the group of the autocast",
         "precision/contexts.py",
-        "return AutocastState(scope.recipe, scope.regions.current(), scope.group)",
-        "return AutocastState(scope.recipe, scope.regions.current(), None)",
+        "return AutocastState(scope.recipe, region, scope.group, observing.steps)",
+        "return AutocastState(scope.recipe, region, None, observing.steps)",
         "test_amax_reduction.py::test_amaxes_are_reduced_over_the_group_of_their_autocast_in_any_order",
     ),
 )

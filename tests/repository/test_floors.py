@@ -47,6 +47,7 @@ PACKAGES = (
     "moe",
     "distributed",
     "conversion",
+    "inspection",
     "testing",
     "te",
     "integrations",
