@@ -239,10 +239,15 @@ class InputLayer(Layer):
         __call__ = forward
 
     def plan(
-        self, input: torch.Tensor, *, training: bool = True, **unknown: NoReturn
+        self,
+        input: torch.Tensor,
+        *,
+        training: bool = True,
+        device: str | None = None,
+        **unknown: NoReturn,
     ) -> FusionPlan:
         """The plan of a call with such an input, as from ``Sequential.plan``."""
         if unknown:
             refuse_unknown(f"The plan of a {type(self).__name__}", InputLayer.plan, unknown)
         self.hand_parameters_to_ops()
-        return self.ops.plan(input, training=training)
+        return self.ops.plan(input, training=training, device=device)

@@ -16,7 +16,9 @@ from fuser.formats import NumberFormat
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
+from fuser.plan.devices import Device, device_named, device_of
 from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_quantized_outputs
+from fuser.plan.plain_torch import baselines_of
 from fuser.plan.plan import FusionPlan
 from fuser.plan.planner import make_plan
 from fuser.plan.rebuilt import Limit, budget, with_rebuilt_tensors
@@ -242,18 +244,35 @@ class OperationFuser:
         return run, params, layout
 
     def plan(
-        self, input: torch.Tensor, *extra_inputs: torch.Tensor, training: bool = True
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        training: bool = True,
+        device: str | None = None,
     ) -> FusionPlan:
         """The plan that a call with such inputs would run; nothing runs.
 
         Tensors on the meta device are planned as if on the parameters' device. The
         returned plan has notes on the layout of these tensors in kernels and on the
         cost of padding, and the autograd nodes of such a call; the cached plan does not.
+        ``device``, such as ``"h200"``, is a GPU of the table of devices, which need not be here:
+        the plan is for it, with fuser's kernels, and modelled for the rows of ``input``.
+
+        Raises
+        ------
+        InputError
+            If the ops do not take these inputs, or there is no such device.
         """
+        target = None if device is None else device_named(device)
         if self._takes_scalar(input):
             input, extra_inputs = input[None], tuple(map(_with_dimension, extra_inputs))
         self._find_parameters()
         params = self._slots.tensors()
+        if target is not None:
+            self.checks.kinds(input, params, extra_inputs)
+            with torch.set_grad_enabled(training):
+                graph, plan = self._plan_elsewhere(target.arch, input, extra_inputs, target)
+            return _with_shapes(plan, graph, target)
         with torch.set_grad_enabled(training):
             run = self._plan_run(input, params, extra_inputs, only_planning=True)
         graph = self._graph(input, extra_inputs, run.key.autocast_dtype)
@@ -266,7 +285,8 @@ class OperationFuser:
             self.basic_ops, slots.counts, slots.slots
         ):
             plan = run.with_nodes(plan, input, params, extra_inputs)
-        return plan
+        graph.bind(run.key)
+        return _with_shapes(plan, graph, device_of(run.key.device))
 
     def plan_for_gpu(
         self, arch: tuple[int, int], input: torch.Tensor, *extra_inputs: torch.Tensor
@@ -282,13 +302,23 @@ class OperationFuser:
             If an op cannot take its input.
         """
         self._find_parameters()
-        params = self._slots.tensors()
-        graph = self._graph(input, extra_inputs, autocast_dtype("cuda"))
         with torch.enable_grad():
-            ops = self._op_keys(graph, input, params, extra_inputs)
-        place = {"autocast_dtype": autocast_dtype("cuda"), "device": "cuda", "arch": arch}
+            return self._plan_elsewhere(arch, input, extra_inputs)
+
+    def _plan_elsewhere(
+        self,
+        arch: tuple[int, int] | None,
+        input_: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor],
+        target: Device | None = None,
+    ) -> tuple[OpGraph, FusionPlan]:
+        """The graph and the plan of a call on a GPU of ``arch``, perhaps the ``target``."""
+        autocast = autocast_dtype("cuda")
+        graph = self._graph(input_, extra_inputs, autocast)
+        ops = self._op_keys(graph, input_, self._slots.tensors(), extra_inputs)
+        place = {"autocast_dtype": autocast, "device": "cuda", "arch": arch}
         key = self._plan_key(ops, budget.limit, **place, no_kernels=None)
-        return graph, make_plan(graph, key, _registered).plan
+        return graph, make_plan(graph, key, _registered, target).plan
 
     def outputs_like(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor
@@ -475,6 +505,15 @@ def _check_fusion(fusion: Any) -> None:
     if fusion.side not in ("forward", "backward", "joint"):
         raise InputError(f"{name}.side is {fusion.side!r}; it is 'forward', 'backward' or 'joint'.")
     check_has_methods(fusion, fusion.side)
+
+
+def _with_shapes(plan: FusionPlan, graph: OpGraph, device: Device) -> FusionPlan:
+    """``plan`` with what depends on shapes: the sizes of rows, and the times of plain torch."""
+    return replace(
+        plan,
+        features=tuple(spec.shape[-1] for spec in graph.main_specs),
+        baselines=baselines_of(graph, device, plan.nominal_tokens),
+    )
 
 
 def _format(tensor: torch.Tensor) -> NumberFormat | None:
