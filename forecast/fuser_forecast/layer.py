@@ -39,7 +39,7 @@ from fuser.runtime.pipeline import OperationFuser
 from fuser.specs import Collective
 from fuser.tensors import QuantizedTensor
 from fuser.tensors.sharding import is_exact
-from fuser_forecast.model import Transformer
+from fuser.plan.transformers import Transformer
 
 SIDES = ("forward", "backward")
 VALUE = 2  # bytes of a bf16 value

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fuser.errors import InputError
 from fuser_forecast.hardware import Ranks
-from fuser_forecast.model import Transformer
+from fuser.plan.transformers import Transformer
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from fuser_forecast.layer import (
     weight_bytes,
 )
 from fuser_forecast.mesh import Mesh
-from fuser_forecast.model import Transformer
+from fuser.plan.transformers import Transformer
 from fuser_forecast.result import Line, TrainingStep, Variant, added, line_of, repeated
 
 # FlashAttention's backward has five products, one of them computed again; forward has two.

@@ -97,7 +97,7 @@ PLAIN: dict[type[BasicOperation], Callable[[Any, torch.Tensor, Tensors, Tensors]
     BasicLinear: _linear,
     Bias: lambda op, x, extras, params: x + params[0],
     ConstantScale: lambda op, x, extras, params: x * op.scale,
-    Dropout: lambda op, x, extras, params: F.dropout(x, op.p, training=op.training),
+    Dropout: lambda op, x, extras, params: F.dropout(x, op.dropout_probability, training=op.training),
     GroupedLinear: _grouped_linear,
     Identity: lambda op, x, extras, params: x,
     L2Normalization: lambda op, x, extras, params: F.normalize(x, dim=-1, eps=op.eps),
@@ -116,8 +116,8 @@ PLAIN: dict[type[BasicOperation], Callable[[Any, torch.Tensor, Tensors, Tensors]
 }
 
 
-def baselines_of(graph: OpGraph, device: Device, tokens: int) -> tuple[Baseline, ...]:
-    """Plain torch, eager and compiled, on ``device``, scaled to ``tokens`` rows.
+def baselines_of(graph: OpGraph, device: Device) -> tuple[Baseline, ...]:
+    """Plain torch, eager and compiled, on ``device``, for the rows of ``graph``.
 
     None for pipelines with ops that this table lacks, such as users' and those of several ranks.
     """
@@ -139,12 +139,11 @@ def baselines_of(graph: OpGraph, device: Device, tokens: int) -> tuple[Baseline,
             mode._listed = calls["backward"].append
             with mode:
                 torch.autograd.grad(ends, wanted, grads, allow_unused=True)
-    scale = tokens / graph.tokens * 1e6
     eager = [eager_seconds(calls[side], device, side) for side in calls]
     compiled = compiled_seconds(calls["forward"], calls["backward"], places, device)
     return (
-        Baseline(EAGER, eager[0] * scale, eager[1] * scale),
-        Baseline(COMPILED, compiled[0] * scale, compiled[1] * scale),
+        Baseline(EAGER, eager[0] * 1e6, eager[1] * 1e6),
+        Baseline(COMPILED, compiled[0] * 1e6, compiled[1] * 1e6),
     )
 
 

@@ -27,7 +27,7 @@ from fuser.report.text import (
 )
 from fuser.specs import PlanKey, QuantSpec
 
-KERNELS_WIDTH = 72  # of the column of kernels in a printed plan
+KERNELS_WIDTH = 50  # of the column of kernels in a printed plan
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ class FusionPlan:
     empty if it cannot be cut, and ``waiting`` if it runs as one node. ``extra_outputs`` are the
     numbers of extra outputs of the ops. ``kept`` is what backward reads of forward. ``target`` is
     the device that the plan was asked for; None for this machine's. ``features`` are the columns
-    of the main input of each op, and at the end those of the output.
+    of the main input of each op, and at the end those of the output. ``wholes`` has for each op the class
+    that users write for it and its neighbours, such as ``Linear``; empty if that is the op.
     ``baselines`` are the modelled times of the same ops in plain torch.
     """
 
@@ -188,6 +189,7 @@ class FusionPlan:
     kept: tuple[Kept, ...] = ()
     target: Device | None = None
     features: tuple[int, ...] = ()
+    wholes: tuple[str, ...] = ()
     baselines: tuple[Baseline, ...] = ()
 
     def __str__(self) -> str:
@@ -208,7 +210,7 @@ class FusionPlan:
         if self.key.no_kernels not in (None, off_cuda(self.key.device)):
             lines.append(f"  plain torch, without fuser's kernels: {self.key.no_kernels}")
         for side in ("forward", "backward"):
-            lines += ["", *self._side_lines(side)]
+            lines += ["", *self.side_lines(side)]
         baselines = self.baseline_lines()
         lines += ["", "plain torch, modelled", *(f"  {line}" for line in baselines)] * bool(baselines)
         if self.kept:
@@ -253,7 +255,8 @@ class FusionPlan:
             lines.append("Modules in brackets are not counted.")
         return "\n".join(lines)
 
-    def _side_lines(self, side: str) -> list[str]:
+    def side_lines(self, side: str) -> list[str]:
+        """The steps of a side as a table, and their totals."""
         steps, unfused = self.steps(side), self.steps(side, fused=False)
         if not steps:
             return [f"{side}: nothing needs a gradient"]
@@ -400,6 +403,7 @@ class FusionPlan:
             "key": self.key.describe(),
             "device": self.device.describe(),
             "features": list(self.features),
+            "wholes": list(self.wholes),
             "baselines": [dict(vars(one)) for one in self.baselines],
             "ops": list(self.ops),
             "channels": [dict(vars(channel)) for channel in self.channels],
@@ -546,6 +550,7 @@ def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
         waiting=first.waiting or second.waiting,
         extra_outputs=first.extra_outputs + second.extra_outputs,
         features=first.features[:-1] + second.features,
+        wholes=first.wholes + second.wholes,
         baselines=tuple(
             replace(one, forward=one.forward + other.forward, backward=one.backward + other.backward)
             for one, other in zip(first.baselines, second.baselines, strict=False)

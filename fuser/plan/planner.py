@@ -96,11 +96,18 @@ def make_plan(
         grad_activation_bytes=_bytes_per_token(graph, "backward"),
         nominal_tokens=tokens,
         target=target,
+        features=features_of(graph),
+        wholes=tuple(op.part_of for op in graph.ops),
         extra_outputs=tuple(op.num_extra_outputs for op in graph.ops),
         kept=kept_tensors(graph, run["forward"]) if key.requires_grad else (),
         notes=_notes(graph, key, (*run["forward"], *run["backward"]), tokens),
     )
     return Planned(plan, run["forward"], run["backward"])
+
+
+def features_of(graph: OpGraph) -> tuple[int, ...]:
+    """The columns of the tensors between the ops, of the first input to the last output."""
+    return tuple(spec.shape[-1] for spec in graph.main_specs)
 
 
 def _notes(

@@ -131,11 +131,8 @@ class _Attention(TorchFunctionMode):
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         query, key, value = (given[name] for name in names[:3])
-        heads = (*query.shape[:-2],)
-        shapes = [
-            (math.prod(heads[:-1]), heads[-1], *tensor.shape[-2:])
-            for tensor in (query, key, value)
-        ]
+        batch, heads = math.prod(query.shape[:-3]), math.prod(query.shape[-3:-2])
+        shapes = [(batch, heads, *tensor.shape[-2:]) for tensor in (query, key, value)]
         flops = sdpa_flop_count(*shapes)
         if given.get("is_causal"):
             flops //= 2  # half of the pairs are masked, and skipped

@@ -18,6 +18,7 @@ from fuser.report.columns import (
     cost,
     kernels_of,
     module_width,
+    products,
 )
 from fuser.report.picture import (
     COLORS,
@@ -109,6 +110,7 @@ class _Layout(Columns):
         title = f"Fusion plan of {count_of(len(self.ops), 'op')}"
         self._text(MARGIN, y, title, size=15.0, bold=True)
         y = self._note(y + 2, self.plan["key"], 9.0)
+        y = self._note(y, f"modelled on {self.plan['device']}", 9.0)
         for sentence in self.plan["sentences"]["nodes"]:
             y = self._note(y, sentence, 9.0)
         y += 8
@@ -131,7 +133,12 @@ class _Layout(Columns):
             text = f"{words[1]};  unfused {words[0]};  "
             end = self._text(MARGIN + 182, y, text, size=8.5).bounds[2]
             ratio = times[0] / times[1] if times[1] else 1.0
-            self._text(end, y, f"{ratio:.2f}x", size=8.5, bold=True)
+            gains = f"{ratio:.2f}" != "1.00"
+            color = "ink" if gains else "muted"
+            self._text(end, y, f"{ratio:.2f}x", size=8.5, bold=gains, color=color)
+        for sentence in self.plan["sentences"]["baselines"]:
+            y += 14
+            self._text(MARGIN + 62, y, sentence, size=8.5, color="muted")
         return y
 
     def _note(self, y: float, text: str, size: float) -> float:
@@ -175,8 +182,9 @@ class _Layout(Columns):
             x = right + 18
         note = (
             "On the arrows: bytes a token that the main line carries. Beneath a step: its kernels, "
-            "the bytes a token that they move through memory, and their modelled time for "
-            f"{plan['nominal_tokens']} tokens."
+            "the bytes a token that they move through memory and their modelled time for "
+            f"{plan['nominal_tokens']} tokens; of matrix products also the operations a token. In "
+            "an op: the columns of its input and output."
         )
         if any(_totals(plan[s]) != _totals(plan[f"unfused_{s}"]) for s in self.sides):
             note += " The bars at the top: modelled time; in grey what more it would be unfused."
@@ -228,6 +236,9 @@ class _Layout(Columns):
         if step["kernel"] and is_first:
             bottom += 9.5
             self._text(middle, bottom, cost(step), color="muted", align="center")
+            if products(step):
+                bottom += 9.5
+                self._text(middle, bottom, products(step), color="muted", align="center")
         if is_first and side == "forward" and self.is_module(step):
             bottom += 9.5
             self._text(middle, bottom, AS_MODULE, color="muted", align="center")
@@ -239,7 +250,12 @@ class _Layout(Columns):
         ink = "ink" if has_kernel else "muted"
         self._box(x, y, width, OP_HEIGHT, fill, edge, 4.0, tip)
         self._text(x + 5, y + 8.5, str(op), size=6.0, color="muted")
-        self._text(x + width / 2, y + 21, name, size=8.5, color=ink, align="center", tip=tip)
+        if self.plan["wholes"][op]:
+            whole = self.plan["wholes"][op]
+            self._text(x + width - 5, y + 8.5, whole, size=6.0, color="muted", align="right")
+        self._text(x + width / 2, y + 19, name, size=8.5, color=ink, align="center", tip=tip)
+        shape = self.shape(op)
+        self._text(x + width / 2, y + 28.5, shape, size=6.5, color="muted", align="center")
 
     def _main_line(self, side: str, ops: range, y: float) -> None:
         """Draw the arrows along the row, with bytes between two steps."""

@@ -20,7 +20,7 @@ from fuser.plan.devices import Device, device_named, device_of
 from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_quantized_outputs
 from fuser.plan.plain_torch import baselines_of
 from fuser.plan.plan import FusionPlan
-from fuser.plan.planner import make_plan
+from fuser.plan.planner import features_of, make_plan
 from fuser.plan.rebuilt import Limit, budget, with_rebuilt_tensors
 from fuser.plan.registered import FusionFunction, RegisteredFusions, check_has_methods
 from fuser.plan.window import check_window
@@ -28,6 +28,7 @@ from fuser.precision import contexts
 from fuser.precision.availability import warn_if_emulated
 from fuser.precision.contexts import current_recipe, recomputing_under
 from fuser.precision.recomputation import is_in_checkpoint, state_of_forward
+from fuser.runtime import observed
 from fuser.runtime.call_key import CallKeyReader
 from fuser.runtime.checks import Checks
 from fuser.runtime.cut import CuttablePlan, compiled_plan
@@ -159,6 +160,9 @@ class OperationFuser:
 
         ``is_placed``: the caller has already set the conditions of a recomputation.
         """
+        if observed.is_used and (observe := observed.observer()) is not None:
+            answer: Output = observe(self, input_, extra_inputs)
+            return answer
         if not self._is_started and not self._takes_scalar(input_):
             self._start(input_, extra_inputs)
         if contexts.is_autocast_used and not is_placed:
@@ -263,30 +267,57 @@ class OperationFuser:
         InputError
             If the ops do not take these inputs, or there is no such device.
         """
-        target = None if device is None else device_named(device)
+        if device is not None:
+            return self.plan_on(device_named(device), input, *extra_inputs, training=training)
         if self._takes_scalar(input):
             input, extra_inputs = input[None], tuple(map(_with_dimension, extra_inputs))
         self._find_parameters()
         params = self._slots.tensors()
-        if target is not None:
-            self.checks.kinds(input, params, extra_inputs)
-            with torch.set_grad_enabled(training):
-                graph, plan = self._plan_elsewhere(target.arch, input, extra_inputs, target)
-            return _with_shapes(plan, graph, target)
         with torch.set_grad_enabled(training):
             run = self._plan_run(input, params, extra_inputs, only_planning=True)
         graph = self._graph(input, extra_inputs, run.key.autocast_dtype)
         layout = layout_notes(graph, run.plan, input, extra_inputs)
         padding = padding_notes(graph, run.plan) if input.numel() else ()
-        plan = replace(run.plan, layout=layout, padding=padding)
+        plan = run.plan
+        if plan.features != features_of(graph):  # it was made for tensors of other columns
+            plan = make_plan(graph, run.key, _registered).plan
+        plan = replace(plan, layout=layout, padding=padding)
         # FSDP awaits all gradients of a module, and calls hooks of its parameters itself.
         slots = self._slots
         if isinstance(run, CuttablePlan) and not are_resharded(
             self.basic_ops, slots.counts, slots.slots
         ):
             plan = run.with_nodes(plan, input, params, extra_inputs)
-        graph.bind(run.key)
-        return _with_shapes(plan, graph, device_of(run.key.device))
+        return plan
+
+    def plan_on(
+        self,
+        target: Device | None,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        training: bool = True,
+    ) -> FusionPlan:
+        """The plan of a call on ``target``, None for this machine, modelled for its own rows.
+
+        It has the times of plain torch too. Nothing is kept for later calls.
+        """
+        if self._takes_scalar(input):
+            input, extra_inputs = input[None], tuple(map(_with_dimension, extra_inputs))
+        self._find_parameters()
+        params = self._slots.tensors()
+        self.checks.kinds(input, params, extra_inputs)
+        place = torch.device("cuda")
+        if target is None:
+            place = self.checks.device(input, params, extra_inputs, only_planning=True)
+        with torch.set_grad_enabled(training):
+            if target is None:
+                arch, refusal = architecture(place), kernel_refusal(place.type)
+                target = device_of(place.type)
+            else:
+                arch, refusal = target.arch, None
+            graph, key = self._key_on(place.type, arch, refusal, input, extra_inputs)
+        plan = make_plan(graph, key, _registered, target).plan
+        return replace(plan, baselines=baselines_of(graph, target))
 
     def plan_for_gpu(
         self, arch: tuple[int, int], input: torch.Tensor, *extra_inputs: torch.Tensor
@@ -303,27 +334,29 @@ class OperationFuser:
         """
         self._find_parameters()
         with torch.enable_grad():
-            return self._plan_elsewhere(arch, input, extra_inputs)
+            graph, key = self._key_on("cuda", arch, None, input, extra_inputs)
+        return graph, make_plan(graph, key, _registered).plan
 
-    def _plan_elsewhere(
+    def _key_on(
         self,
+        kind: str,
         arch: tuple[int, int] | None,
+        no_kernels: str | None,
         input_: torch.Tensor,
         extra_inputs: Sequence[torch.Tensor],
-        target: Device | None = None,
-    ) -> tuple[OpGraph, FusionPlan]:
-        """The graph and the plan of a call on a GPU of ``arch``, perhaps the ``target``."""
-        autocast = autocast_dtype("cuda")
+    ) -> tuple[OpGraph, PlanKey]:
+        """The graph and the plan key of a call on a device that need not be here."""
+        autocast = autocast_dtype(kind)
         graph = self._graph(input_, extra_inputs, autocast)
         ops = self._op_keys(graph, input_, self._slots.tensors(), extra_inputs)
-        place = {"autocast_dtype": autocast, "device": "cuda", "arch": arch}
-        key = self._plan_key(ops, budget.limit, **place, no_kernels=None)
-        return graph, make_plan(graph, key, _registered, target).plan
+        place = {"autocast_dtype": autocast, "device": kind, "arch": arch}
+        return graph, self._plan_key(ops, budget.limit, **place, no_kernels=no_kernels)
 
     def outputs_like(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Meta tensors like the main output and the extra outputs of a call with such inputs."""
+        self._find_parameters()
         params = self._slots.tensors()
         device = self.checks.device(input, params, extra_inputs, only_planning=True)
         graph = self._graph(input, extra_inputs, autocast_dtype(device.type))
@@ -505,15 +538,6 @@ def _check_fusion(fusion: Any) -> None:
     if fusion.side not in ("forward", "backward", "joint"):
         raise InputError(f"{name}.side is {fusion.side!r}; it is 'forward', 'backward' or 'joint'.")
     check_has_methods(fusion, fusion.side)
-
-
-def _with_shapes(plan: FusionPlan, graph: OpGraph, device: Device) -> FusionPlan:
-    """``plan`` with what depends on shapes: the sizes of rows, and the times of plain torch."""
-    return replace(
-        plan,
-        features=tuple(spec.shape[-1] for spec in graph.main_specs),
-        baselines=baselines_of(graph, device, plan.nominal_tokens),
-    )
 
 
 def _format(tensor: torch.Tensor) -> NumberFormat | None:
