@@ -55,6 +55,7 @@ from fuser.formats import DType
 from fuser.fused_ops import Linear
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from fuser.plan.model import ModelPlan
 from fuser.plan.plan import FusionPlan, Refusal, Step
 from fuser.plan.rebuilt import activation_memory_budget
 from fuser.precision.availability import (
@@ -66,6 +67,7 @@ from fuser.precision.availability import (
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import QuantizerRole
 from fuser.runtime.graphs import make_graphed_callables
+from fuser.runtime.model_plan import plan
 from fuser.runtime.pipeline import (
     OperationFuser,
     register_backward_fusion,
@@ -155,6 +157,7 @@ __all__ = [
     "MXFP8Tensor",
     "MXFP8TensorStorage",
     "MakeExtraOutput",
+    "ModelPlan",
     "MoeCombine",
     "MoeDispatch",
     "NVFP4Quantizer",
@@ -208,6 +211,7 @@ __all__ = [
     "modules",
     "moe",
     "ops",
+    "plan",
     "quantized_model_init",
     "recipe",
     "register_backward_fusion",

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -171,6 +172,8 @@ def _plan(options: argparse.Namespace) -> int:
             plan = model.plan(*inputs, **how)
         else:
             plan = plan_model(model, *inputs, **how)
+            if isinstance(model, Decoder):
+                plan = replace(plan, name=model.sizes.name)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
     if options.draw is not None:
         # With --json, stdout is JSON and nothing else.

@@ -14,6 +14,7 @@ from fuser.plan.cover import Candidate
 from fuser.plan.devices import Device, precision_of
 from fuser.plan.graph import OpGraph
 from fuser.plan.plan import Step
+from fuser.recipe import Float8CurrentScaling
 from fuser.report.text import format_bytes
 from fuser.specs import Product, QuantSpec
 
@@ -89,8 +90,10 @@ class CostModel:
         traffic = a_token * self.tokens + param_bytes
         cost = traffic / self.device.bandwidth + len(names) * self.device.launch
         cost += link * self.tokens / self.device.link
-        flops, products, own = self._products(window, side)
-        seconds = cost + products - min(own, traffic) / self.device.bandwidth
+        flops, products, beside = self._products(window, side, traffic)
+        seconds = cost + products + (beside - traffic) / self.device.bandwidth
+        if isinstance(self.graph.key.recipe, Float8CurrentScaling):
+            seconds += self._amaxes(window, side, fuses_quantize) / self.device.bandwidth
         fusion = None if run is None else (run if isinstance(run, type) else type(run)).__name__
         step = Step(
             ops=tuple(window),
@@ -106,13 +109,21 @@ class CostModel:
         )
         return Candidate(window.start, window.stop, cost, run, step)
 
-    def _products(self, window: range, side: str) -> tuple[float, float, float]:
-        """The products of a window: operations, seconds, and the bytes that they move."""
+    def _products(
+        self, window: range, side: str, traffic: float
+    ) -> tuple[float, float, float]:
+        """The products of a window: operations, seconds, and the bytes that move beside them.
+
+        Between two products of a window the other ops are a kernel, though the window's
+        ``traffic`` has only what enters and leaves.
+        """
         graph, flops, seconds, moved = self.graph, 0.0, 0.0, 0.0
         scale = self.tokens / graph.tokens
+        rest: list[int] = []
         for i in window:
             product = graph.ops[i].product(*graph.main_specs[i : i + 2])
             if product is None or (side == "backward" and i < self.first):
+                rest.append(i)
                 continue
             key = graph.key.window(i, i + 1)
             (op,) = key.ops
@@ -133,7 +144,30 @@ class CostModel:
                 seconds += self._dequantizing(product, side, is_run, dtype.itemsize)
             if key.recipe is not None and product.groups and "quantize" in kernels:
                 seconds += self._quantizing_groups(product, side, dtype.itemsize)
-        return flops, seconds, moved
+        beside = max(traffic - moved, 0.0)
+        if len(window) - len(rest) > 1:
+            of_rest = [graph.window_bytes(i, i + 1, side) for i in rest]
+            beside = sum(of_tokens * scale + of_params for of_tokens, of_params in of_rest)
+        return flops, seconds, beside
+
+    def _amaxes(self, window: range, side: str, fuses_quantize: bool) -> float:
+        """Bytes that are read once more for an amax, before values are quantized with its scale."""
+        graph, moved = self.graph, 0.0
+        for i in window:
+            for role in graph.ops[i].quantizes(side, graph.key.window(i, i + 1)):
+                if role == "weight":
+                    moved += graph.params[i][0].numel() * graph.main_specs[i + 1].dtype.itemsize
+                else:
+                    moved += self._values(i if role == "input" else i + 1)
+        if fuses_quantize and side == "forward" and graph.quant_spec(window.stop, side):
+            moved += self._values(window.stop - 1)
+        elif fuses_quantize and side == "backward" and graph.quant_spec(window.start, side):
+            moved += self._values(window.start) + self._values(window.start + 1)
+        return moved
+
+    def _values(self, gap: int) -> float:
+        """Bytes of the unquantized tensor before op ``gap`` for the tokens of the model."""
+        return self.graph.main_specs[gap].nbytes * self.tokens / self.graph.tokens
 
     def _dequantizing(
         self, product: Product, side: str, is_run: Sequence[bool], itemsize: int
@@ -147,11 +181,12 @@ class CostModel:
     def _quantizing_groups(self, product: Product, side: str, itemsize: int) -> float:
         """Seconds in which a grouped linear quantizes its operands, which no graph counts.
 
-        Values are read, and both copies written.
+        Values are read, once more for an amax, and both copies written.
         """
         inputs, weights, outputs = self._operands(product)
         elements = inputs + weights if side == "forward" else outputs
-        return elements * (itemsize + 2 * QUANTIZED) / self.device.bandwidth
+        reads = 2 if isinstance(self.graph.key.recipe, Float8CurrentScaling) else 1
+        return elements * (reads * itemsize + 2 * QUANTIZED) / self.device.bandwidth
 
     def _operands(self, product: Product) -> tuple[float, float, float]:
         """Elements of input, weight and output for the tokens of the model."""

@@ -86,8 +86,8 @@ class Columns:
 
     def shape(self, op: int) -> str:
         """The columns of the op's input and output, as text."""
-        before, after = self.plan["features"][op : op + 2]
-        return str(before) if before == after else f"{before} \N{RIGHTWARDS ARROW} {after}"
+        ends = dict.fromkeys(self.plan["features"][op : op + 2])
+        return " \N{RIGHTWARDS ARROW} ".join(map(str, ends))
 
     def _widen(self, widths: list[float], ops: Sequence[int], need: float) -> None:
         have = sum(widths[i] for i in ops) + sum(self.gaps[i] for i in ops[1:])

@@ -159,7 +159,7 @@ class _Layout(Columns):
     def _legend(self, y: float) -> float:
         plan = self.plan
         has_light = not all(step["kernel"] for step in self.steps)
-        kinds = {_kind(op) for op in self.ops}
+        kinds = {kind_of(op) for op in self.ops}
         entries = [(kind, kind, f"{kind} edge") for kind in COLORS if kind in kinds]
         entries += [("no kernel", "paper", "faint")] * has_light
         has_modules = any(not call["ops"] for call in plan["modules"])
@@ -245,13 +245,13 @@ class _Layout(Columns):
         return bottom
 
     def _draw_op(self, op: int, name: str, y: float, tip: str, has_kernel: bool) -> None:
-        x, width, kind = self.x[op], self.widths[op], _kind(self.ops[op])
+        x, width, kind = self.x[op], self.widths[op], kind_of(self.ops[op])
         fill, edge = (kind, f"{kind} edge") if has_kernel else ("paper", "faint")
         ink = "ink" if has_kernel else "muted"
         self._box(x, y, width, OP_HEIGHT, fill, edge, 4.0, tip)
         self._text(x + 5, y + 8.5, str(op), size=6.0, color="muted")
-        if self.plan["wholes"][op]:
-            whole = self.plan["wholes"][op]
+        whole = next(iter(self.plan["wholes"][op : op + 1]), "")
+        if whole:
             self._text(x + width - 5, y + 8.5, whole, size=6.0, color="muted", align="right")
         self._text(x + width / 2, y + 19, name, size=8.5, color=ink, align="center", tip=tip)
         shape = self.shape(op)
@@ -411,7 +411,7 @@ class _Layout(Columns):
         return low, high, y + 3
 
 
-def _kind(op: str) -> str:
+def kind_of(op: str) -> str:
     """The kind of an op, from its class name, since a plan has only that."""
     if op in PASSING:
         return "residual, pass-through"
