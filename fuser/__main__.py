@@ -224,9 +224,7 @@ def _made_by(
     return _model_and_inputs(target, result)
 
 
-def _model_and_inputs(
-    target: str, result: Any
-) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+def _model_and_inputs(target: str, result: Any) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     model, *inputs = result if isinstance(result, tuple) and result else (result,)
     is_module = isinstance(model, torch.nn.Module)
     if not is_module or not all(isinstance(x, torch.Tensor) for x in inputs):

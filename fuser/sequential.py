@@ -326,13 +326,14 @@ class Sequential(torch.nn.Sequential):
         ``input`` may be on the meta device. ``training=False`` plans as under
         ``torch.no_grad``. ``device`` is a GPU that need not be here: ``"h200"``, ``"h100"``,
         ``"a100"``, ``"b200"`` or ``"rtx5090"``; the plan is modelled for it and for the rows of
-        ``input``, under ``torch.autocast("cuda")`` if that is on. Op indices count the basic ops of all pipelines here;
-        modules between pipelines only compute shapes.
+        ``input``, under ``torch.autocast("cuda")`` if that is on. Op indices count the basic ops
+        of all pipelines here; modules between pipelines only compute shapes.
 
         Raises
         ------
         InputError
-            If :meth:`forward` would refuse the input, there is no fusible op here, or no such device.
+            If :meth:`forward` would refuse the input, there is no fusible op here, or there is no
+            such device.
         InputTypeError
             If there is any other keyword argument.
         """

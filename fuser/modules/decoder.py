@@ -35,18 +35,16 @@ class Attention(torch.nn.Module):
         self.heads, self.kv_heads, self.head_dim = sizes.heads, sizes.kv_heads, sizes.head_dim
 
     def forward(self, qkv: torch.Tensor) -> torch.Tensor:
-        by_head = qkv.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        by_head = qkv.view(*qkv.shape[:-1], -1, self.head_dim).transpose(1, 2)
         counts = [self.heads, self.kv_heads, self.kv_heads]
-        query, key, value = by_head.split(counts, dim=1)
+        query, key, value = torch.split(by_head, counts, dim=1)
         positions = torch.arange(qkv.shape[1], device=qkv.device, dtype=torch.float32)
         steps = torch.arange(0, self.head_dim, 2, device=qkv.device) / self.head_dim
         angles = (positions[:, None] / 500000.0**steps).repeat(1, 2)
         cos, sin = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
         query, key = (x * cos + _turned(x) * sin for x in (query, key))
         is_grouped = self.heads != self.kv_heads
-        y = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=is_grouped
-        )
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
         return y.transpose(1, 2).flatten(-2)
 
 

@@ -109,9 +109,7 @@ class CostModel:
         )
         return Candidate(window.start, window.stop, cost, run, step)
 
-    def _products(
-        self, window: range, side: str, traffic: float
-    ) -> tuple[float, float, float]:
+    def _products(self, window: range, side: str, traffic: float) -> tuple[float, float, float]:
         """The products of a window: operations, seconds, and the bytes that move beside them.
 
         Between two products of a window the other ops are a kernel, though the window's

@@ -200,7 +200,7 @@ DEVICES = {
         bandwidth=1.792e12,
         memory=32e9,
         link=64e9,
-        source="NVIDIA's RTX Blackwell GPU architecture paper, appendix A; PCIe 5.0 x16 as its link",
+        source="NVIDIA's paper on the RTX Blackwell architecture, appendix A; PCIe 5.0 x16 as link",
     ),
 }
 
@@ -229,7 +229,9 @@ def device_named(name: str) -> Device:
         If there is none of this name.
     """
     if not isinstance(name, str) or name.lower() not in DEVICES:
-        raise InputError(f"There is no device {name!r} to plan for; there are {', '.join(DEVICES)}.")
+        raise InputError(
+            f"There is no device {name!r} to plan for; there are {', '.join(DEVICES)}."
+        )
     return DEVICES[name.lower()]
 
 

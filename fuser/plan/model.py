@@ -18,7 +18,7 @@ from fuser.plan.devices import Device
 from fuser.plan.plain_torch import COMPILED, EAGER, Baseline
 from fuser.plan.plan import FusionPlan
 from fuser.report.draw import draw
-from fuser.report.text import columns, format_bytes, format_flops, format_time
+from fuser.report.text import columns, format_flops, format_time
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,10 @@ class ModelPlan:
             *textwrap.wrap(
                 f"Modelled on {self.device.describe()}. Modules in brackets run in torch, as eager "
                 "calls"
-                + ("; backward is taken as twice forward, of attention 2.5 times." * self.training
-                   or ".")
+                + (
+                    "; backward is taken as twice forward, of attention 2.5 times." * self.training
+                    or "."
+                )
                 + " torch.compile is modelled module by module.",
                 width=96,
             ),
@@ -186,14 +188,13 @@ class ModelPlan:
         boxes = [part for part in self.parts if isinstance(part.content, Box)]
         in_boxes = sum(part.microseconds(side) for part in boxes for side in self.sides)
         eager, in_compile = self.baseline(EAGER), self.baseline(COMPILED)
-        lines = [
+        return [
             f"as planned {format_time(own)}, of which other modules {format_time(in_boxes)}; "
             f"within torch.compile {format_time(compiled)}",
             f"{EAGER} {format_time(eager)}, {eager / own if own else 1.0:.2f}x this plan",
             f"{COMPILED} {format_time(in_compile)}, "
             f"{in_compile / compiled if compiled else 1.0:.2f}x this plan within torch.compile",
         ]
-        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain lists, strings and numbers, ready for JSON."""
@@ -212,7 +213,6 @@ class ModelPlan:
 
     def _part_dict(self, part: Part) -> dict[str, Any]:
         content = part.content
-        is_plan = isinstance(content, FusionPlan)
         return {
             "paths": list(part.paths),
             "place": part.place,
@@ -222,7 +222,7 @@ class ModelPlan:
             "bytes": part.nbytes,
             **{side: part.microseconds(side) for side in self.sides},
             "baselines": {name: part.baseline(name) for name in (EAGER, COMPILED)},
-            "plan": content.to_dict() if is_plan else None,
+            "plan": content.to_dict() if isinstance(content, FusionPlan) else None,
             "calls": {} if isinstance(content, FusionPlan) else dict(content.calls),
         }
 

@@ -56,6 +56,16 @@ class Baseline:
 EAGER, COMPILED = "torch eager", "torch.compile"
 
 
+def _layer_norm(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
+    weight, bias = params
+    return F.layer_norm(x, op.normalized_shape, weight, bias, op.eps)
+
+
+def _rms_norm(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
+    (weight,) = params
+    return F.rms_norm(x, op.normalized_shape, weight, op.eps)
+
+
 def _linear(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
     return F.linear(x, *params)
 
@@ -97,19 +107,19 @@ PLAIN: dict[type[BasicOperation], Callable[[Any, torch.Tensor, Tensors, Tensors]
     BasicLinear: _linear,
     Bias: lambda op, x, extras, params: x + params[0],
     ConstantScale: lambda op, x, extras, params: x * op.scale,
-    Dropout: lambda op, x, extras, params: F.dropout(x, op.dropout_probability, training=op.training),
+    Dropout: lambda op, x, extras, params: F.dropout(
+        x, op.dropout_probability, training=op.training
+    ),
     GroupedLinear: _grouped_linear,
     Identity: lambda op, x, extras, params: x,
     L2Normalization: lambda op, x, extras, params: F.normalize(x, dim=-1, eps=op.eps),
-    LayerNorm: lambda op, x, extras, params: F.layer_norm(
-        x, op.normalized_shape, *params, eps=op.eps
-    ),
+    LayerNorm: _layer_norm,
     MakeExtraOutput: lambda op, x, extras, params: x,
     MoeCombine: _combine,
     MoeDispatch: _dispatch,
     Quantize: lambda op, x, extras, params: x,
     Reshape: lambda op, x, extras, params: x.reshape(op.shape),
-    RMSNorm: lambda op, x, extras, params: F.rms_norm(x, op.normalized_shape, *params, op.eps),
+    RMSNorm: _rms_norm,
     ScaledActivation: lambda op, x, extras, params: (
         step_by_step(op.function, x) * extras[0].to(x.dtype).unsqueeze(-1)
     ),
@@ -161,7 +171,9 @@ class _Run:
         self.x = self._leaf(graph.main_specs[0], key.ops[0].input_requires_grad)
         self.params = [
             [
-                self._leaf(TensorSpec(tuple(p.shape), graph.main_specs[i + 1].dtype), k.requires_grad)
+                self._leaf(
+                    TensorSpec(tuple(p.shape), graph.main_specs[i + 1].dtype), k.requires_grad
+                )
                 for p, k in zip(graph.params[i], key.ops[i].params, strict=True)
             ]
             for i in range(len(graph.ops))

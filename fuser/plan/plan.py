@@ -39,10 +39,12 @@ class Step:
     only returns references). ``bytes_per_token`` are the bytes moved through
     memory, divided by the tokens (rows of the pipeline's input); the bytes of
     parameters are divided by the plan's nominal token count. ``microseconds``
-    is the modelled time for that token count: of its products, ``product_microseconds``, of its
-    memory traffic beside them, and of its launches. ``cover_microseconds`` has bytes and launches
-    alone, by which covers are chosen. ``flops_per_token`` are the operations of the products. ``emits`` is the quantization of the step's output, or of its input's gradient; None
-    for unquantized. ``link_bytes_per_token`` are the bytes that a rank sends to the others.
+    is the modelled time for that token count: of its products,
+    ``product_microseconds``, of its memory traffic beside them, and of its
+    launches. ``cover_microseconds`` has bytes and launches alone, by which covers
+    are chosen. ``flops_per_token`` are the operations of the products. ``emits``
+    is the quantization of the step's output, or of its input's gradient; None for
+    unquantized. ``link_bytes_per_token`` are the bytes that a rank sends to the others.
     """
 
     ops: tuple[int, ...]
@@ -163,9 +165,10 @@ class FusionPlan:
     empty if it cannot be cut, and ``waiting`` if it runs as one node. ``extra_outputs`` are the
     numbers of extra outputs of the ops. ``kept`` is what backward reads of forward. ``target`` is
     the device that the plan was asked for; None for this machine's. ``features`` are the columns
-    of the main input of each op, and at the end those of the output. ``wholes`` has for each op the class
-    that users write for it and its neighbours, such as ``Linear``; empty if that is the op.
-    ``baselines`` are the modelled times of the same ops in plain torch.
+    of the main input of each op, and at the end those of the output. ``wholes`` has for each
+    op the class that users write for it and its neighbours, such as ``Linear``; empty if that is
+    the op. ``baselines`` are the modelled times of the same ops in plain torch, if the plan is for
+    the rows of its own input.
     """
 
     key: PlanKey
@@ -212,7 +215,9 @@ class FusionPlan:
         for side in ("forward", "backward"):
             lines += ["", *self.side_lines(side)]
         baselines = self.baseline_lines()
-        lines += ["", "plain torch, modelled", *(f"  {line}" for line in baselines)] * bool(baselines)
+        lines += ["", "plain torch, modelled", *(f"  {line}" for line in baselines)] * bool(
+            baselines
+        )
         if self.kept:
             found = [(str(i), self.ops[i], text) for i, text in self._kept_of_ops().items()]
             lines += ["", self.kept_line(), *columns(found, left=3)]
@@ -552,7 +557,9 @@ def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
         features=first.features[:-1] + second.features,
         wholes=first.wholes + second.wholes,
         baselines=tuple(
-            replace(one, forward=one.forward + other.forward, backward=one.backward + other.backward)
+            replace(
+                one, forward=one.forward + other.forward, backward=one.backward + other.backward
+            )
             for one, other in zip(first.baselines, second.baselines, strict=False)
         ),
         activation_bytes=first.activation_bytes[:-1] + second.activation_bytes,

@@ -122,9 +122,7 @@ def _notes(
     notes = []
     for op, ops in asked:
         rows = math.prod(graph.main_specs[ops[0]].shape[:-1])
-        texts = op.notes(
-            key.window(ops[0], ops[-1] + 1), round(rows * tokens / graph.tokens)
-        )
+        texts = op.notes(key.window(ops[0], ops[-1] + 1), round(rows * tokens / graph.tokens))
         name = type(op).__name__ if op.is_fused_op else None
         notes += [Note(ops, text, fusion=name) for text in texts]
     return tuple(notes)

@@ -60,23 +60,23 @@ class TorchCall:
         return max(self.flops / rate, moving) + device.launch
 
 
-class TorchCalls(TorchDispatchMode):
+class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that lists calls; ``listed`` is called with each."""
 
     def __init__(self, listed: Callable[[TorchCall], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._listed = listed
         self._kept: list[torch.UntypedStorage] = []  # so that numbers stay unique
         self._attention = _Attention(self)
         self._is_inside = False
 
     def __enter__(self) -> Any:
-        self._attention.__enter__()
-        return super().__enter__()
+        self._attention.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._attention.__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._attention.__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -84,7 +84,8 @@ class TorchCalls(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if self._is_inside or func.is_view or name.startswith(ALLOCATES) or name == "detach":
+        is_free = func.is_view or name.startswith(ALLOCATES) or name == "detach"
+        if self._is_inside or is_free or func.namespace == "prim":
             return result
         formula = flop_registry.get(func.overloadpacket)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
@@ -133,7 +134,7 @@ class _Attention(TorchFunctionMode):
         query, key, value = (given[name] for name in names[:3])
         batch, heads = math.prod(query.shape[:-3]), math.prod(query.shape[-3:-2])
         shapes = [(batch, heads, *tensor.shape[-2:]) for tensor in (query, key, value)]
-        flops = sdpa_flop_count(*shapes)
+        flops = int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
         if given.get("is_causal"):
             flops //= 2  # half of the pairs are masked, and skipped
         tensors = (query, key, value, given.get("attn_mask"))
@@ -154,7 +155,7 @@ def compiled_seconds(
 ) -> tuple[float, float]:
     """The time of the calls of both sides in torch.compile, as it is modelled here.
 
-    ``outputs`` are the parts of storages that the caller gets.
+    ``outputs`` are the parts of storages that the caller gets, and so is what no call reads.
     """
     groups = {"forward": list(_groups(forward)), "backward": list(_groups(backward))}
     producer = {
@@ -182,6 +183,9 @@ def compiled_seconds(
                 seen.update(call.reads)
         return result
 
+    read = {place for call in (*forward, *backward) for place in call.reads}
+    results = {place for call in (*forward, *backward) for place in call.writes} - read
+    results.update(outputs)
     seconds = {}
     for side, parts in groups.items():
         seconds[side] = 0.0
@@ -197,7 +201,7 @@ def compiled_seconds(
                         known = sources(place, nbytes) if side == "backward" else {place: nbytes}
                         entering |= known
             later = {p for rest in parts[number + 1 :] for call in rest for p in call.reads}
-            leaving = sum(n for p, n in written.items() if p in later or p in outputs)
+            leaving = sum(n for p, n in written.items() if p in later or p in results)
             moved = sum(entering.values()) + leaving
             seconds[side] += moved / device.bandwidth + device.launch
     return seconds["forward"], seconds["backward"]

@@ -29,10 +29,10 @@ def drawable(path: str | os.PathLike[str]) -> Path:
 
 
 def draw(plan: dict[str, Any], text: str, path: str | os.PathLike[str]) -> Path:
-    """Draw a plan, of a pipeline or a model, into ``path``, and return that; equal plans give equal SVG files.
+    """Draw a plan, of a pipeline or of a model, into ``path``, and return that.
 
-    SVG has text as text, PNG 160 dots per inch. HTML is one self-contained page: the picture, with
-    tooltips, and ``text``.
+    Equal plans give equal SVG files. SVG has text as text, PNG 160 dots per inch. HTML is one
+    self-contained page: the picture, with tooltips, and ``text``.
 
     Raises
     ------

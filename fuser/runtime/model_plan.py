@@ -1,4 +1,4 @@
-"""Plans of any module: its forward runs on fake tensors, and pipelines are planned where it calls them.
+"""Plans of any module: its forward runs on fake tensors, and plans each pipeline that it calls.
 
 Nothing is computed and the model is not touched: parameters stay where they are and no hook is set.
 A pipeline answers the call with fake outputs. What other modules call of torch is listed, each call
@@ -80,9 +80,7 @@ class _Call:
 class _Observation:
     """One forward of ``model`` on fake tensors."""
 
-    def __init__(
-        self, model: torch.nn.Module, training: bool, target: Device | None
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, training: bool, target: Device | None) -> None:
         self.model = model
         self.training = training
         self.elsewhere = target
@@ -177,14 +175,15 @@ class _Observation:
             current_recipe(),
             budget.limit,
             torch.is_grad_enabled(),
-            *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")),
+            *(
+                (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in ("cuda", "cpu")
+            ),
         )
         is_known = not any(structure.startswith(REFUSED) for structure in structures)
         found = self.known.get(key) if is_known else None
         if found is None:
-            found = pipeline.plan_on(
-                self.elsewhere, *inputs, training=torch.is_grad_enabled()
-            )
+            found = pipeline.plan_on(self.elsewhere, *inputs, training=torch.is_grad_enabled())
             if is_known:
                 self.known[key] = found
         return found

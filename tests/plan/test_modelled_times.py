@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from paths import ROOT
 
 import fuser
 from fuser.plan.devices import CPU, DEVICES, H200, Device, device_named
+from fuser.plan.plain_torch import PLAIN
+from fuser.plan.torch_calls import TorchCall, TorchCalls, compiled_seconds, eager_seconds
 from fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -252,3 +255,102 @@ def test_the_text_has_shapes_operations_and_plain_torch() -> None:
     assert "torch eager, in bfloat16: " in text
     assert "torch.compile, in bfloat16: " in text
     assert text.split("Modelled for ")[1].startswith("8192 tokens on H200 (measured rates)")
+
+
+# -- plain torch ---------------------------------------------------------------------------
+
+
+def value_of(op: fuser.BasicOperation, x: torch.Tensor, *extras: torch.Tensor) -> torch.Tensor:
+    """What the table of plain torch computes for an op."""
+    write = next(PLAIN[cls] for cls in type(op).__mro__ if cls in PLAIN)
+    params = tuple(parameter.detach() for parameter in op.parameters())
+    return write(op, x, extras, params)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        fuser.GELU(),
+        fuser.GELU(approximate="none"),
+        fuser.SiLU(),
+        fuser.SReLU(),
+        fuser.QGELU(),
+        fuser.SwiGLU(),
+        fuser.GEGLU(),
+        fuser.SwiGLU(glu_interleave_size=4),
+        fuser.ClampedSwiGLU(),
+        fuser.SiTUGLU(),
+        fuser.Bias(16, device="cpu"),
+        fuser.BasicLinear(16, 8, device="cpu"),
+        fuser.ConstantScale(0.5),
+        fuser.Dropout(0.5).eval(),
+        fuser.L2Normalization(),
+        fuser.LayerNorm(16, device="cpu"),
+        fuser.RMSNorm(16, device="cpu"),
+        fuser.Reshape((3, 32)),
+        fuser.Identity(),
+    ],
+    ids=repr,
+)
+def test_plain_torch_computes_what_the_op_computes(op: fuser.BasicOperation) -> None:
+    x = torch.randn(6, 16)
+    for parameter in op.parameters():
+        torch.nn.init.normal_(parameter)
+    torch.testing.assert_close(value_of(op, x), op(x), atol=1e-5, rtol=1e-5)
+
+
+def test_plain_torch_computes_what_ops_with_extra_inputs_compute() -> None:
+    x, other, rows = torch.randn(6, 16), torch.randn(6, 16), torch.rand(6)
+    add, scaled = fuser.AddExtraInput(), fuser.ScaledSwiGLU()
+    torch.testing.assert_close(value_of(add, x, other), add(x, other))
+    torch.testing.assert_close(value_of(scaled, x, rows), scaled(x, rows))
+    norm = fuser.AdaptiveLayerNorm(16)
+    scale, shift = torch.randn(6, 16), torch.randn(6, 16)
+    torch.testing.assert_close(value_of(norm, x, scale, shift), norm(x, scale, shift))
+
+
+def test_eager_calls_move_what_each_reads_and_writes() -> None:
+    listed: list[TorchCall] = []
+    x = torch.empty(8, 16, device=META)
+    with TorchCalls(listed.append):
+        gate, values = x.chunk(2, -1)
+        torch.nn.functional.silu(gate) * values
+    assert [(call.name, call.nbytes) for call in listed] == [
+        ("silu", 2 * 4 * 8 * 8),
+        ("mul", 3 * 4 * 8 * 8),
+    ]
+    assert eager_seconds(listed, H200, "forward") == pytest.approx(
+        5 * 256 / H200.bandwidth + 2 * H200.launch
+    )
+    # One kernel reads both halves and writes the result.
+    together, _ = compiled_seconds(listed, (), list(listed[-1].writes), H200)
+    assert together == pytest.approx(3 * 256 / H200.bandwidth + H200.launch)
+
+
+def test_a_compiled_backward_reads_what_forward_wrote_and_computes_the_rest_again() -> None:
+    forward: list[TorchCall] = []
+    backward: list[TorchCall] = []
+    x = torch.empty(64, 64, device=META, requires_grad=True)
+    mode = TorchCalls(forward.append)
+    with mode:
+        y = torch.tanh(x * 2)  # tanh's backward reads its output
+        z = y.sin()  # sin's reads y
+    mode = TorchCalls(backward.append)
+    with mode:
+        torch.autograd.grad(z, x, torch.empty_like(z))
+    outputs = list(forward[-1].writes)
+    ahead, back = compiled_seconds(forward, backward, outputs, H200)
+    size = 4 * 64 * 64
+    assert ahead == pytest.approx(2 * size / H200.bandwidth + H200.launch)
+    # It reads the gradient and x, from which y is computed again, and writes the gradient of x.
+    assert back == pytest.approx(3 * size / H200.bandwidth + H200.launch)
+
+
+def test_pipelines_with_ops_of_users_have_no_baseline() -> None:
+    class Own(fuser.BasicOperation):
+        def op_forward(self, ctx: Any, input_: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            return input_
+
+    plan = fuser.Sequential(Own()).plan(torch.empty(4, 4), training=False, device="h200")
+    assert plan.baselines == ()
+    assert "plain torch" not in str(plan)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import fuser
 from fuser.op import BasicOperation, FusedOperation, OperationContext
 from fuser.plan.cost import NOMINAL_TOKENS
-from fuser.plan.devices import CPU
 from fuser.plan.cover import Candidate, cheapest_cover
+from fuser.plan.devices import CPU
 from fuser.plan.graph import OpGraph, extra_input_sources
 from fuser.plan.window import Many, OneOf, Optional, matches
 from fuser.specs import TensorSpec
