@@ -208,10 +208,11 @@ class _Run:
             if isinstance(op, Bias) and i and isinstance(ops[i - 1], BasicLinear):
                 pass  # the linear before it has added it
             else:
-                if isinstance(op, BasicLinear):
+                if params:
                     x = x.to(dtype)
-                    if i + 1 < len(ops) and isinstance(ops[i + 1], Bias):
-                        params += tuple(self.params[i + 1])
+                has_bias = i + 1 < len(ops) and isinstance(ops[i + 1], Bias)
+                if isinstance(op, BasicLinear) and has_bias:
+                    params += tuple(self.params[i + 1])
                 x = _plain(op)(op, x, extras, params)
             for k, spec in enumerate(graph.extra_outputs[i]):
                 made[i, k] = self._extra_output(op, x, extras, spec)

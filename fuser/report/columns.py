@@ -78,7 +78,7 @@ class Columns:
         ]
         for step in sorted(self.steps, key=lambda step: len(step["ops"])):
             needs = [text_width(word, SMALL, mono=True) for word in kernels_of(step)]
-            needs += [text_width(text, SMALL) for text in (cost(step), products(step))]
+            needs += [text_width(text, SMALL) for text in (cost(step), *products(step))]
             needs.append(text_width(step["fusion"] or "", 8.0, bold=True))
             needs.append(text_width(AS_MODULE, SMALL) if self.is_module(step) else 0.0)
             self._widen(widths, step["ops"], max(needs))
@@ -166,12 +166,12 @@ def cost(step: Item) -> str:
     return f"{format_bytes(step['bytes_per_token'])}, {format_time(step['microseconds'])}"
 
 
-def products(step: Item) -> str:
+def products(step: Item) -> list[str]:
     """The operations and the time of the products of ``step``; empty if it has none."""
     if not step["flops_per_token"]:
-        return ""
+        return []
     flops = format_flops(step["flops_per_token"]).replace(" ", "\N{NO-BREAK SPACE}")
-    return f"{flops}FLOP, GEMMs {format_time(step['product_microseconds'])}"
+    return [f"{flops}FLOP", f"GEMMs {format_time(step['product_microseconds'])}"]
 
 
 def kernels_of(step: Item) -> list[str]:

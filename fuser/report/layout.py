@@ -236,9 +236,9 @@ class _Layout(Columns):
         if step["kernel"] and is_first:
             bottom += 9.5
             self._text(middle, bottom, cost(step), color="muted", align="center")
-            if products(step):
+            for line in products(step):
                 bottom += 9.5
-                self._text(middle, bottom, products(step), color="muted", align="center")
+                self._text(middle, bottom, line, color="muted", align="center")
         if is_first and side == "forward" and self.is_module(step):
             bottom += 9.5
             self._text(middle, bottom, AS_MODULE, color="muted", align="center")
