@@ -252,7 +252,7 @@ class _Layout(Columns):
         self._text(x + 5, y + 8.5, str(op), size=6.0, color="muted")
         whole = next(iter(self.plan["wholes"][op : op + 1]), "")
         if whole:
-            self._text(x + width - 5, y + 8.5, whole, size=6.0, color="muted", align="right")
+            self._text(x + width - 5, y + 8.5, whole, size=6.5, color="muted", align="right")
         self._text(x + width / 2, y + 19, name, size=8.5, color=ink, align="center", tip=tip)
         shape = self.shape(op)
         self._text(x + width / 2, y + 28.5, shape, size=6.5, color="muted", align="center")
@@ -306,7 +306,7 @@ class _Layout(Columns):
             box, tip = x + (0 if is_end else MODULE_ARROW), f"{call['name']}: {call['reason']}"
             self._box(box, y - OP_HEIGHT / 2, width, OP_HEIGHT, "paper", "muted", 4.0, tip)
             style = {"size": 8.5, "color": "muted", "align": "center", "tip": tip}
-            self._text(box + width / 2, y + 5, call["name"], **style)
+            self._text(box + width / 2, y + 3, call["name"], **style)
             x += width + MODULE_ARROW
         return (left, end) if is_end else (x, right)
 
