@@ -10,8 +10,10 @@ from typing import Any
 Observe = Callable[[Any, Any, tuple[Any, ...]], Any]
 """``observe(pipeline, input, extra_inputs)`` returns what the call returns."""
 
-is_used = False
-"""Whether a thread of this process has observed calls: until then no call looks further."""
+observing_threads = 0
+"""How many contexts of this process observe calls: without any, no call looks further."""
+
+_lock = threading.Lock()
 
 
 class _Observer(threading.local):
@@ -29,10 +31,13 @@ def observer() -> Observe | None:
 @contextlib.contextmanager
 def observing(observe: Observe) -> Iterator[None]:
     """Context in which pipelines do not run on this thread: ``observe`` answers their calls."""
-    global is_used
-    is_used = True
+    global observing_threads
+    with _lock:
+        observing_threads += 1
     outer, _observer.observe = _observer.observe, observe
     try:
         yield
     finally:
         _observer.observe = outer
+        with _lock:
+            observing_threads -= 1

@@ -160,7 +160,7 @@ class OperationFuser:
 
         ``is_placed``: the caller has already set the conditions of a recomputation.
         """
-        if observed.is_used and (observe := observed.observer()) is not None:
+        if observed.observing_threads and (observe := observed.observer()) is not None:
             answer: Output = observe(self, input_, extra_inputs)
             return answer
         if not self._is_started and not self._takes_scalar(input_):
