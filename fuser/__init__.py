@@ -64,6 +64,7 @@ from fuser.op import (
     OperationContext,
     plain_keys,
 )
+from fuser.plan.model import ModelPlan
 from fuser.plan.plan import FusionPlan, Refusal, Step
 from fuser.plan.rebuilt import activation_memory_budget
 from fuser.precision.availability import (
@@ -75,6 +76,7 @@ from fuser.precision.availability import (
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import QuantizerRole
 from fuser.runtime.graphs import make_graphed_callables
+from fuser.runtime.model_plan import plan
 from fuser.runtime.pipeline import (
     OperationFuser,
     register_backward_fusion,
@@ -166,6 +168,7 @@ __all__ = [
     "MXFP8Tensor",
     "MXFP8TensorStorage",
     "MakeExtraOutput",
+    "ModelPlan",
     "MoeCombine",
     "MoeDispatch",
     "NVFP4Quantizer",
@@ -223,6 +226,7 @@ __all__ = [
     "moe",
     "ops",
     "plain_keys",
+    "plan",
     "quantized_model_init",
     "recipe",
     "register_backward_fusion",

@@ -296,25 +296,30 @@ class Sequential(Stateful, torch.nn.Sequential):
         input: torch.Tensor,
         *extra_inputs: torch.Tensor,
         training: bool = True,
+        device: str | None = None,
         **unknown: NoReturn,
     ) -> FusionPlan:
         """The plan that :meth:`forward` would run for such inputs; nothing runs.
 
         ``input`` may be on the meta device. ``training=False`` plans as under
-        ``torch.no_grad``. Op indices count the basic ops of all pipelines here;
-        modules between pipelines only compute shapes.
+        ``torch.no_grad``. ``device`` is a GPU that need not be here: ``"h200"``, ``"h100"``,
+        ``"a100"``, ``"b200"`` or ``"rtx5090"``; the plan is modelled for it and for the rows of
+        ``input``, under ``torch.autocast("cuda")`` if that is on. Op indices count the basic ops
+        of all pipelines here; modules between pipelines only compute shapes.
 
         Raises
         ------
         InputError
-            If :meth:`forward` would refuse the input, or there is no fusible op here.
+            If :meth:`forward` would refuse the input, there is no fusible op here, or there is no
+            such device.
         InputTypeError
             If there is any other keyword argument.
         """
         if unknown:
             refuse_unknown(f"The plan of a {type(self).__name__}", Sequential.plan, unknown)
         with self._memory_budget or contextlib.nullcontext():
-            return self._current_segments().plan(input, extra_inputs, training=training)
+            segments = self._current_segments()
+            return segments.plan(input, extra_inputs, training=training, device=device)
 
     @property
     def plans(self) -> tuple[FusionPlan, ...]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import overrides
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +32,7 @@ try:
 except ImportError:
     TensorGuards = None  # type: ignore[assignment, misc]
 
-__all__ = ["DeviceContext", "TensorGuards", "TorchDispatchMode", "pytree"]
+__all__ = ["DeviceContext", "FakeTensorMode", "TensorGuards", "TorchDispatchMode", "pytree"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -359,6 +359,15 @@ def frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def calling_module(known: Container[int]) -> tuple[FrameType | None, int]:
+    """The innermost call on the stack of a module whose ``id`` is known; (None, 0) without one."""
+    code = torch.nn.Module._call_impl.__code__
+    for frame in frames():
+        if frame.f_code is code and id(frame.f_locals["self"]) in known:
+            return frame, id(frame.f_locals["self"])
+    return None, 0
 
 
 def module_of(frame: FrameType) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ from fuser.op import (
     write_output,
 )
 from fuser.precision.contexts import current_recipe
-from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
+from fuser.specs import Collective, PlanKey, Product, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.gathering import note_backward_read
 from fuser.tensors.observation import note_operands, observing
@@ -174,6 +175,13 @@ class BasicLinear(LinearWeight):
         if self._parallel is not None:
             shape = self._parallel.output_shape("BasicLinear", spec.shape, shape[-1])
         return TensorSpec(shape, autocast or self.weight.dtype)
+
+    def product(self, spec: TensorSpec, output: TensorSpec) -> Product:
+        # Ranks gather rows before the product, or scatter them after it.
+        rows = max(math.prod(spec.shape[:-1]), math.prod(output.shape[:-1]))
+        inputs, outputs = self.local_in_features, self.local_out_features
+        operands = (rows * inputs, inputs * outputs, rows * outputs)
+        return Product(2 * rows * inputs * outputs, operands)
 
     def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
         parallel = self._parallel

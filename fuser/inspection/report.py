@@ -323,7 +323,7 @@ class InspectionReport:
         """
         target = drawable(path)
         picture = lay_out_inspection(self.to_dict())
-        return write_picture(picture, "Quantized tensors", str(self), target)
+        return write_picture(picture, str(self), target)
 
 
 def _added(parts: Sequence[Sums]) -> Sums:

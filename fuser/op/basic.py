@@ -26,7 +26,7 @@ from fuser.precision.delayed_scaling import DelayedScales
 from fuser.precision.numbered_calls import number_call
 from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe, fp8_dtype
-from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
+from fuser.specs import Collective, PlanKey, Product, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.torch_private import gradient_hooks
 
@@ -164,6 +164,10 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         bytes, and the first call warns.
         """
         return (spec,) * self.num_extra_outputs
+
+    def product(self, spec: TensorSpec, output: TensorSpec) -> Product | None:
+        """The matrix product of forward, for main input and output; None for an op without one."""
+        return None
 
     def saved_bytes(self, spec: TensorSpec) -> int:
         """Bytes that the op saves for backward besides its input, such as statistics or a mask.

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fuser.errors import InputError
-from fuser.report.layout import count_of, lay_out
-from fuser.report.picture import COLORS, Picture, paint, svg
+from fuser.report.layout import lay_out
+from fuser.report.model_layout import lay_out_model
+from fuser.report.picture import COLORS, Picture, Text, paint, svg
 
 SUFFIXES = (".html", ".png", ".svg")
 
@@ -28,10 +29,10 @@ def drawable(path: str | os.PathLike[str]) -> Path:
 
 
 def draw(plan: dict[str, Any], text: str, path: str | os.PathLike[str]) -> Path:
-    """Draw a plan into ``path``, and return that; equal plans give equal SVG files.
+    """Draw a plan, of a pipeline or of a model, into ``path``, and return that.
 
-    SVG has text as text, PNG 160 dots per inch. HTML is one self-contained page: the picture, with
-    tooltips, and ``text``.
+    Equal plans give equal SVG files. SVG has text as text, PNG 160 dots per inch. HTML is one
+    self-contained page: the picture, with tooltips, and ``text``.
 
     Raises
     ------
@@ -39,24 +40,25 @@ def draw(plan: dict[str, Any], text: str, path: str | os.PathLike[str]) -> Path:
         If the path has another suffix.
     """
     target = drawable(path)
-    title = f"Fusion plan of {count_of(len(plan['ops']), 'op')}"
-    return write_picture(lay_out(plan), title, text, target)
+    picture = lay_out_model(plan) if "parts" in plan else lay_out(plan)
+    return write_picture(picture, text, target)
 
 
-def write_picture(picture: Picture, title: str, text: str, target: Path) -> Path:
+def write_picture(picture: Picture, text: str, target: Path) -> Path:
     """Write a picture into a file that :func:`drawable` returned; a page has also the text."""
     if target.suffix.lower() == ".png":
         target.write_bytes(paint(picture, "png"))
     else:
         is_page = target.suffix.lower() == ".html"
-        page = _page(picture, title, text) if is_page else svg(picture)
+        page = _page(picture, text) if is_page else svg(picture)
         target.write_text(page, encoding="utf-8")
     return target
 
 
-def _page(drawing: Picture, title: str, text: str) -> str:
+def _page(drawing: Picture, text: str) -> str:
     """A page of HTML with a picture and a text, in light or dark colours."""
     picture = svg(drawing).partition("<svg")[2]
+    title = next(html.escape(item.string) for item in drawing.items if isinstance(item, Text))
     light = dark = ""
     for number, (by_day, by_night) in enumerate(COLORS.values()):
         picture = picture.replace(by_day, f"var(--c{number})")

@@ -305,7 +305,12 @@ class Segments:
     # -- planning -------------------------------------------------------------
 
     def plan(
-        self, x: torch.Tensor, extra_inputs: Sequence[torch.Tensor], *, training: bool
+        self,
+        x: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor],
+        *,
+        training: bool,
+        device: str | None = None,
     ) -> FusionPlan:
         """One plan for all segments.
 
@@ -318,8 +323,8 @@ class Segments:
             raise InputError(f"This {self.name} holds no fusible op, so there is nothing to plan.")
         self._check_extra_inputs(len(extra_inputs))
         if self.only is not None:
-            return self.only.plan(x, *extra_inputs, training=training)
-        parts, _ = self.planned(x, extra_inputs, training=training)
+            return self.only.plan(x, *extra_inputs, training=training, device=device)
+        parts, _ = self.planned(x, extra_inputs, training=training, device=device)
         keys = [key for part in parts if isinstance(part, FusionPlan) for key in part.key.ops]
         channels = [
             Channel(
@@ -335,7 +340,12 @@ class Segments:
         return merged(parts, channels)
 
     def planned(
-        self, x: torch.Tensor, extra_inputs: Sequence[torch.Tensor], *, training: bool
+        self,
+        x: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor],
+        *,
+        training: bool,
+        device: str | None = None,
     ) -> Planned:
         """The plan of each segment."""
         given = iter(extra_inputs)
@@ -347,7 +357,7 @@ class Segments:
                 next(given) if source.producer is None else carried[source.place]
                 for source in segment.inputs
             ]
-            plans, (x, *extras) = segment.planned(x, taken, training)
+            plans, (x, *extras) = segment.planned(x, taken, training, device)
             parts += plans
             for place, tensor in zip(segment.outputs, extras, strict=True):
                 carried[place] = tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import io
 import re
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from emulator import emulated, why_unavailable
 from paths import ROOT
 
 import fuser
+from fuser.__main__ import main
 from fuser.chain import STAGES
 from fuser.cuda.launch import Kernel
 
@@ -138,6 +140,22 @@ def test_the_code_of_a_document_runs_and_prints_the_plan_that_the_document_has(
         assert (ran(document).folder / "plan.svg").is_file()
         comment = f'"{names["plan"].forward[2].fusion}"'
         assert f"plan.forward[2].fusion  # step 2, of ops 2 to 4: {comment}" in read(document)
+
+
+def test_the_plan_of_a_named_model_is_the_one_that_the_document_prints(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document = read("docs/plans.md")
+    command, written = re.findall(
+        r"^```\n\$ python -m fuser (.*?)\n(.*?)\n```", document, re.M | re.S
+    )[0]
+    drawn = tmp_path / "plan.svg"
+    is_drawn = importlib.util.find_spec("matplotlib") is not None
+    assert main([*command.split(), *["--draw", str(drawn)] * is_drawn]) == 0
+    assert capsys.readouterr().out.startswith(f"{written}\n\npipeline 1")
+    if is_drawn:
+        texts = svg_texts(drawn.read_text(encoding="utf-8"))
+        assert texts == svg_texts(read("docs/plan_model.svg"))
 
 
 @pytest.mark.filterwarnings("ignore:.* is emulated")

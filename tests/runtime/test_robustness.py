@@ -122,7 +122,8 @@ def test_a_thread_that_comes_while_another_groups_waits_for_it() -> None:
     def call() -> None:
         results.append(model(x_of(3, 8)))
 
-    fuser.runtime.segments.extra_input_sources = slow
+    replacement: Any = slow
+    fuser.runtime.segments.extra_input_sources = replacement
     try:
         first = threading.Thread(target=call)
         first.start()
