@@ -34,6 +34,7 @@ DOCUMENTS = tuple(
 # (test_parallel_ops.py), and docs/peft.md where PEFT is (tests/integrations).
 RUN = (
     "README.md",
+    "docs/convert.md",
     "docs/experts.md",
     "docs/lora.md",
     "docs/low_precision.md",
