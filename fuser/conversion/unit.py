@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,7 +17,10 @@ from fuser.conversion.chains import ADDITIONS, Chains, FoundChain
 from fuser.conversion.parts import Chain, hooks_of, slots_of
 from fuser.conversion.trace import OTHER_KEYWORDS, parameters_of, traced
 from fuser.errors import StateError
+from fuser.op import CallResult
+from fuser.plan.rebuilt import budget
 from fuser.precision.contexts import autocast
+from fuser.runtime.repeated_forward import keeping_inputs
 from fuser.sequential import Sequential
 from fuser.torch_private import has_global_hooks
 
@@ -208,9 +212,16 @@ class Pipeline:
         modules = chain.pipeline_modules(owner)
         self.sequential = Sequential(*modules)
         self.slots = slots_of(modules)
-        self.placeholders = [held[name] for held, name in self.slots]
+        self._lock = threading.RLock()
 
     def __call__(self, owner: torch.nn.Module, inputs: Sequence[Any], is_quantized: bool) -> Any:
+        """The output of the pipeline; ``inputs`` are the main one and those of its sums.
+
+        Raises
+        ------
+        StateError
+            If tensors that are added have different shapes but for the last dimension.
+        """
         x, *others = self.chain.parts[0].inputs(tuple(inputs))
         for other in others:
             if other.shape[:-1] != x.shape[:-1]:
@@ -219,16 +230,32 @@ class Pipeline:
                     f"{tuple(x.shape)} and {tuple(other.shape)}, and its pipeline does not "
                     "broadcast: leave this module out with fuser.convert(..., filter=)."
                 )
+
+        def run(owner: Any, *tensors: torch.Tensor, op_kwargs: None = None) -> CallResult:
+            return self._run(owner, tensors, is_quantized)
+
+        if torch.compiler.is_compiling():
+            return run(owner, x, *others)
+        with self._lock:  # two threads would give the ops two parameters
+            if budget.limit.memory_budget == 0 and torch.is_grad_enabled():
+                # The parameters are here in this call alone, so this call is repeated in backward.
+                return keeping_inputs(owner, run, (x, *others), None)
+            return run(owner, x, *others)
+
+    def _run(
+        self, owner: torch.nn.Module, tensors: Sequence[torch.Tensor], is_quantized: bool
+    ) -> CallResult:
         context = contextlib.nullcontext() if is_quantized else autocast(enabled=False)
+        before = [held[name] for held, name in self.slots]
         try:
             for (held, name), value in zip(self.slots, self.chain.values(owner), strict=True):
                 held[name] = value
             with context:
-                return self.sequential(x, *others)
+                return self.sequential(*tensors)
         finally:
             # A joined weight would otherwise live, with its graph, until the next call.
-            for (held, name), placeholder in zip(self.slots, self.placeholders, strict=True):
-                held[name] = placeholder
+            for (held, name), value in zip(self.slots, before, strict=True):
+                held[name] = value
 
 
 def unit_of(module: torch.nn.Module, opened: Sequence[torch.nn.Module]) -> Unit | None:

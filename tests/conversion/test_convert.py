@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -465,6 +466,42 @@ def test_both_checkpointings_give_the_same_gradients(recipe: Any) -> None:
         assert other.keys() == found[0].keys()
         for name, value in found[0].items():
             assert torch.equal(other[name], value), name
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT], ids=["no recipe", "current"])
+@pytest.mark.parametrize("memory_budget", [None, 1, 0])
+def test_every_memory_budget_gives_the_same_gradients(memory_budget: Any, recipe: Any) -> None:
+    model, x = made(lambda: nn.Sequential(PreNorm(), PreNorm())), data()
+    fuser.convert(model, recipe=recipe)
+    expected = results(model, x)
+    with fuser.activation_memory_budget(memory_budget):
+        actual = results(model, x)
+        assert all(torch.equal(actual[name], value) for name, value in expected.items())
+        y = model(x).sum()
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+        with pytest.raises(RuntimeError, match=r"was changed between|modified by an inplace"):
+            y.backward()
+
+
+def test_two_threads_call_one_module() -> None:
+    model, x = made(GatedMLP), data()
+    weight = model.get_submodule("up").weight
+    fuser.convert(model)
+    assert isinstance(weight, nn.Parameter)
+    weight.data = weight.data.clone()  # apart from gate's: each call copies
+    expected = results(model, x)
+
+    def call(_: int) -> list[torch.Tensor]:
+        leaf = x.detach().clone().requires_grad_()
+        y = model(leaf)
+        return [y, *torch.autograd.grad(y.square().mean(), [leaf, *model.parameters()])]
+
+    with ThreadPoolExecutor(4) as pool:
+        for y, *grads in pool.map(call, range(24)):
+            assert torch.equal(y, expected["y"])
+            for grad, name in zip(grads, list(expected)[1:], strict=True):
+                assert torch.equal(grad, expected[name])
 
 
 def test_a_dropout_in_training_has_torchs_random_numbers() -> None:
