@@ -2,7 +2,8 @@
 
 Width 4096, hidden 14336, 32 heads and 8 of keys and values, 4 sequences of 2048 bytes, parameters
 in bf16, torch's fused AdamW. Variants: plain torch, eager and compiled; torchao's float8 training,
-compiled (where torchao is installed); fuser compiled whole, without a recipe and under FP8 recipes.
+compiled (where torchao is installed); the plain layers after fuser.convert, launched and compiled; fuser's
+own layers compiled whole. The last two without a recipe and under FP8 recipes.
 Every linear of the layers is in FP8 then, of fuser and of torchao. Steps run alternately
 (timing.py); with --losses each variant also trains alone on the sources of Python's library, from
 the same weights and on the same batches. On a CPU sizes are small, to try the script.
@@ -206,6 +207,18 @@ def torchao(recipe: str | None) -> Callable[[Sizes, str], nn.Module]:
     return make
 
 
+def converted(sizes: Sizes, device: str) -> nn.Module:
+    model = plain(sizes, device)
+    fuser.convert(model, linears="all", keep=("head",))  # the head of the others is not quantized
+    return model
+
+
+def converted_compiled(sizes: Sizes, device: str) -> nn.Module:
+    model = converted(sizes, device)
+    model.compile(dynamic=False, fullgraph=True)
+    return model
+
+
 def fused(sizes: Sizes, device: str) -> nn.Module:
     model = initialised(Model(sizes, device, is_fused=True))
     model.compile(dynamic=False, fullgraph=True)
@@ -218,6 +231,10 @@ VARIANTS: dict[str, tuple[Make, Callable[[], Any]]] = {
     "torch.compile": (compiled, lambda: None),
     "torchao float8 compiled": (torchao(None), lambda: None),
     "torchao rowwise compiled": (torchao("rowwise"), lambda: None),
+    "converted": (converted, lambda: None),
+    "converted, current": (converted, recipes.Float8CurrentScaling),
+    "converted compiled": (converted_compiled, lambda: None),
+    "converted compiled, current": (converted_compiled, recipes.Float8CurrentScaling),
     "fuser compiled": (fused, lambda: None),
     "fuser compiled, current": (fused, recipes.Float8CurrentScaling),
     "fuser compiled, delayed": (fused, recipes.DelayedScaling),
