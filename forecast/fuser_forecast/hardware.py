@@ -7,18 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fuser.errors import InputError
-from fuser.plan.cost import DEVICE_COSTS
+from fuser.plan.cost import DEVICE_COSTS, H200_PRODUCTS
 
 # Products of forward and backward, FLOP/s, by recipe. A recipe without an entry runs in bf16 on
 # dequantized operands if the GPU emulates it, and is refused otherwise.
-# Dense: the six products of RMSNorm-Linear-SwiGLU-Linear-add at T 8192, H 4096, F 14336
-# (benchmarks/results/pipelines_h200_gemms_alone.csv, "GEMMs alone").
-DENSE = {
-    "bf16": 672.8e12,
-    "DelayedScaling": 1311.3e12,
-    "Float8CurrentScaling": 1311.1e12,
-    "Float8BlockScaling": 992.7e12,
-}
+# Dense: the rates that plans of fuser have too.
+DENSE = H200_PRODUCTS
 # Experts: 8 experts at T 32768, H 4096, F 14336. bf16: benchmarks/results/grouped_h200.csv,
 # "products alone" as a graph. FP8: 26.6 ms of products in a step (benchmarks/README.md). Blocks of
 # 128: the harmonic mean of the rates of forward, dgrad and wgrad (docs/facts.md, "Grouped FP8

@@ -130,6 +130,9 @@ class BasicLinear(LinearWeight):
         """The weight gradient reads the input."""
         return self.weight.requires_grad
 
+    def product_features(self) -> tuple[int, ...]:
+        return self.local_in_features, self.local_out_features
+
     def kept_input(self, key: PlanKey) -> QuantSpec | None:
         return kept_copy(self, "input", key)
 

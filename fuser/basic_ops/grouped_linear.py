@@ -190,6 +190,9 @@ class GroupedLinear(GroupParameters):
         """The weight gradients read the input."""
         return any(getattr(self, name).requires_grad for name in self._names["weight"])
 
+    def product_features(self) -> tuple[int, ...]:
+        return self.in_features, self.out_features
+
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:

@@ -169,6 +169,10 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """
         return 0
 
+    def product_features(self) -> tuple[int, ...]:
+        """Features of a row before and after the op's product, on this rank; empty without one."""
+        return ()
+
     def kept_input(self, key: PlanKey) -> QuantSpec | None:
         """How the op keeps its main input, if it keeps it quantized; else None."""
         return None

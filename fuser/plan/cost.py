@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
 
 from fuser.op import FusedOperation
 from fuser.plan.cover import Candidate
 from fuser.plan.graph import OpGraph
 from fuser.plan.plan import Step
 from fuser.report.text import format_bytes
-from fuser.specs import QuantSpec
+from fuser.specs import PlanKey, QuantSpec
 
 # Shapes are not part of a plan's key, so all plans use one token count. It is
 # large enough that memory traffic dominates launches, as in training.
@@ -21,24 +24,58 @@ NOMINAL_TOKENS = 8192
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 
 
+# FLOP/s of products on an H200 in forward and backward, by recipe: the six products of
+# RMSNorm-Linear-SwiGLU-Linear-add at T 8192, H 4096, F 14336
+# (benchmarks/results/pipelines_h200_gemms_alone.csv, "GEMMs alone"). fp32 without TF32 was not
+# measured: the share of its nominal 67 TFLOP/s that bf16 has of its nominal 989.
+H200_PRODUCTS = {
+    "bf16": 672.8e12,
+    "DelayedScaling": 1311.3e12,
+    "Float8CurrentScaling": 1311.1e12,
+    "Float8BlockScaling": 992.7e12,
+}
+H200_FP32_PRODUCTS = 67e12 * 672.8 / 989
+
+
 @dataclass(frozen=True)
 class DeviceCosts:
     """The cost model of a device.
 
-    Bytes per second to memory, seconds per launch, and bytes per second to another rank.
+    Bytes per second to memory, seconds per launch, bytes per second to another rank, and FLOP/s of
+    products in 16 bits and in fp32, and of native quantized ones by recipe.
     """
 
     bandwidth: float
     launch: float
     link: float
+    products: float
+    fp32_products: float
+    quantized_products: Mapping[str, float] = field(default_factory=dict)
+
+    def product_rate(self, key: PlanKey, side: str, names: Iterable[str]) -> float:
+        """FLOP/s of the products of an op on ``side``; ``key`` is narrowed to it.
+
+        ``names`` are those of its kernels. Operands of an emulated product are multiplied in the
+        compute dtype. A native one of a recipe that was not measured counts as one with a scale a
+        tensor.
+        """
+        recipe = key.recipe
+        is_quantized = recipe is not None and (side == "forward" or recipe.quantizes_backward)
+        if is_quantized and self.quantized_products and not any("emulated" in n for n in names):
+            rates = self.quantized_products
+            return rates.get(type(recipe).__name__, rates["Float8CurrentScaling"])
+        dtype = key.autocast_dtype or key.ops[0].params[0].dtype
+        return self.fp32_products if dtype is torch.float32 else self.products
 
 
 # An H200 copies 4.2 TB/s and a launch costs about 5 us of host time (measured,
 # docs/facts.md). The CPU's numbers are estimates for two cores.
 # Links are nominal: NVLink of an H200 in one direction, and gloo between two processes of a host.
 DEVICE_COSTS = {
-    "cuda": DeviceCosts(4.2e12, 5e-6, 4.5e11),
-    "cpu": DeviceCosts(2e10, 2e-6, 1e9),
+    "cuda": DeviceCosts(
+        4.2e12, 5e-6, 4.5e11, H200_PRODUCTS["bf16"], H200_FP32_PRODUCTS, H200_PRODUCTS
+    ),
+    "cpu": DeviceCosts(2e10, 2e-6, 1e9, 1e11, 1e11),
 }
 
 
@@ -113,6 +150,28 @@ class CostModel:
             link_bytes_per_token=link,
         )
         return Candidate(window.start, window.stop, cost, run, step)
+
+    def arithmetic(self, side: str) -> float:
+        """Seconds by which the products of ``side`` take longer than the bytes that they move.
+
+        Those of a plan's steps are the bytes alone, since covers have the same products.
+        """
+        graph, seconds = self.graph, 0.0
+        for i, op in enumerate(graph.ops):
+            key = graph.key.window(i, i + 1)
+            (op_key,) = key.ops
+            weights = op_key.params[: op.main_grad_count]
+            wants = (op_key.input_requires_grad, any(weight.requires_grad for weight in weights))
+            features, count = op.product_features(), sum(wants) if side == "backward" else 1
+            if not (features and count):
+                continue
+            rows = max(math.prod(graph.main_specs[gap].shape[:-1]) for gap in (i, i + 1))
+            flops = 2 * rows * math.prod(features) / graph.tokens * NOMINAL_TOKENS
+            rate = self.device.product_rate(key, side, op.kernels(side, key))
+            of_tokens, of_params = graph.window_bytes(i, i + 1, side)
+            moved = of_tokens / graph.tokens * NOMINAL_TOKENS + of_params
+            seconds += max(0.0, count * flops / rate - moved / self.device.bandwidth)
+        return seconds
 
     def _collectives(
         self, window: range, side: str, sends: Mapping[str, QuantSpec]

@@ -13,17 +13,18 @@ from fuser.specs import TensorSpec
 Steps = Sequence[tuple[FusibleOperation, tuple[int, ...]]]
 
 
-def kept_tensors(graph: OpGraph, forward: Steps) -> tuple[Kept, ...]:
+def kept_tensors(graph: OpGraph, forward: Steps, cuts: Sequence[int] = ()) -> tuple[Kept, ...]:
     """The tensors of forward that backward reads; ``forward`` are the steps that run.
 
-    A tensor that several ops keep is counted with the first of them. Parameters are not kept: they
+    ``cuts`` are the ops before which the pipeline is cut: nothing is computed again across one. A
+    tensor that several ops keep is counted with the first of them. Parameters are not kept: they
     are there in any case.
     """
     held: set[object] = set()
     kept = []
     for op, ops in forward:
         recomputes = isinstance(op, FusedOperation) and op.recomputes
-        for name, i, memory, nbytes in _of_step(graph, ops, recomputes=recomputes):
+        for name, i, memory, nbytes in _of_step(graph, ops, cuts, recomputes=recomputes):
             rebuilt = rebuilding(graph.ops, graph.key, i) if memory is None else range(0)
             is_new = memory is not None and memory not in held
             held.add(memory)
@@ -34,7 +35,7 @@ def kept_tensors(graph: OpGraph, forward: Steps) -> tuple[Kept, ...]:
 
 
 def _of_step(
-    graph: OpGraph, ops: Iterable[int], *, recomputes: bool
+    graph: OpGraph, ops: Iterable[int], cuts: Sequence[int], *, recomputes: bool
 ) -> Iterator[tuple[str, int, object, int]]:
     """What a step needs of its ops: name, op, its memory, and bytes.
 
@@ -51,12 +52,19 @@ def _of_step(
             spec = graph.main_specs[i]
             nbytes = graph.gap_bytes(i, "forward") if quantized is None else quantized.nbytes(spec)
             memory = graph.arriving[i] if quantized is None else ("operand", i)
-            yield "input", i, memory if key.ops[0].keeps_input else None, nbytes
+            is_kept = key.ops[0].keeps_input or _cut_before(graph, i, cuts) is not None
+            yield "input", i, memory if is_kept else None, nbytes
         elif key.ops[0].keeps_source:
             yield "input", i, graph.arriving[i], graph.gap_bytes(i, "forward")
         statistics = op.saved_bytes(graph.main_specs[i])
         if statistics:
             yield "statistics", i, ("statistics", i), statistics
+
+
+def _cut_before(graph: OpGraph, reader: int, cuts: Sequence[int]) -> int | None:
+    """The cut between op ``reader`` and the first op that would compute its input again."""
+    path = rebuilding(graph.ops, graph.key, reader)
+    return next((cut for cut in cuts if path.start < cut <= reader), None)
 
 
 def _weights(graph: OpGraph, ops: Iterable[int]) -> Iterator[Kept]:

@@ -6,12 +6,13 @@ import html
 import os
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fuser.cuda.launch import off_cuda
+from fuser.plan.memory import MemoryCurve
 from fuser.report.draw import draw
 from fuser.report.text import columns, format_bytes, format_time, listed, quoted, span, wrapped
 from fuser.specs import PlanKey, QuantSpec
@@ -146,7 +147,9 @@ class FusionPlan:
     are the autograd nodes into which ``plan`` says that the pipeline is cut if
     somebody waits for single gradients, and ``waiting`` who waits now; both are
     empty if it cannot be cut, and ``waiting`` if it runs as one node. ``extra_outputs`` are the
-    numbers of extra outputs of the ops. ``kept`` is what backward reads of forward.
+    numbers of extra outputs of the ops. ``kept`` is what backward reads of forward, and ``memory``
+    what each memory budget would keep and cost, in a plan from ``plan``; plans are compared
+    without it, since it belongs to a shape.
     """
 
     key: PlanKey
@@ -168,6 +171,7 @@ class FusionPlan:
     waiting: str = ""
     extra_outputs: tuple[int, ...] = ()
     kept: tuple[Kept, ...] = ()
+    memory: MemoryCurve = field(default_factory=MemoryCurve, compare=False)
 
     def __str__(self) -> str:
         lines = [f"Fusion plan of {len(self.ops)} ops: {self.key.describe()}"]
@@ -289,12 +293,17 @@ class FusionPlan:
             spans.setdefault((notes[0].title(self.ops), text), []).append(span(notes[0].ops))
         return [f"{name} over {', '.join(over)}: {text}" for (name, text), over in spans.items()]
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The ops before which the pipeline is cut into autograd nodes."""
+        return tuple(node.ops[0] for node in self.nodes if node.is_cut)
+
     def node_lines(self) -> list[str]:
         """Sentences about the autograd nodes: how many, for whom, and where the cuts are."""
-        cuts = [node for node in self.nodes if node.is_cut]
+        cuts = self.cuts
         if not cuts:
             return []
-        where = listed([str(node.ops[0]) for node in cuts])
+        where = listed(list(map(str, cuts)))
         cut = f"cut before op{'s' * (len(cuts) > 1)} {where}"
         if self.waiting:
             lines = [f"runs as {len(self.nodes)} autograd nodes, {cut}: {self.waiting}"]
@@ -304,7 +313,7 @@ class FusionPlan:
                 f"{one} autograd node{'s' * (one > 1)}; {len(self.nodes)} with hooks of "
                 f"parameters, {cut}; inside DDP about one a bucket"
             ]
-        quantized = listed([str(node.ops[0]) for node in cuts if node.takes_quantized])
+        quantized = listed([str(node.ops[0]) for node in self.nodes if node.takes_quantized])
         if quantized and self.waiting:
             lines.append(
                 f"a quantized tensor passes the cut before {quantized}: the nodes beside it run "
@@ -359,6 +368,7 @@ class FusionPlan:
             "kept": [
                 {**vars(k), "ops": list(k.ops), "rebuilt_by": list(k.rebuilt_by)} for k in self.kept
             ],
+            "memory": self.memory.to_dict(),
             "input_requires_grad": self.key.ops[0].input_requires_grad,
             "extra_inputs": [[e.requires_grad for e in op.extra_inputs] for op in self.key.ops],
             "extra_outputs": list(self.extra_outputs),
@@ -470,6 +480,7 @@ def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
     return replace(
         first,
         kept=first.kept + kept,
+        memory=first.memory.followed_by(second.memory, by),
         key=replace(first.key, ops=first.key.ops + second.key.ops),
         ops=first.ops + second.ops,
         forward=first.forward + moved(second.forward),

@@ -17,6 +17,7 @@ from fuser.fused_ops.catalog import FUSIONS
 from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
 from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_quantized_outputs
+from fuser.plan.memory_curve import memory_curve
 from fuser.plan.plan import FusionPlan
 from fuser.plan.planner import make_plan
 from fuser.plan.rebuilt import Limit, budget, with_rebuilt_tensors
@@ -248,7 +249,8 @@ class OperationFuser:
 
         Tensors on the meta device are planned as if on the parameters' device. The
         returned plan has notes on the layout of these tensors in kernels and on the
-        cost of padding, and the autograd nodes of such a call; the cached plan does not.
+        cost of padding, the autograd nodes of such a call, and the costs of memory budgets; the
+        cached plan does not.
         """
         if self._takes_scalar(input):
             input, extra_inputs = input[None], tuple(map(_with_dimension, extra_inputs))
@@ -256,7 +258,8 @@ class OperationFuser:
         params = self._slots.tensors()
         with torch.set_grad_enabled(training):
             run = self._plan_run(input, params, extra_inputs, only_planning=True)
-        graph = self._graph(input, extra_inputs, run.key.autocast_dtype)
+            graph = self._graph(input, extra_inputs, run.key.autocast_dtype)
+            ops = self._op_keys(graph, input, params, extra_inputs)
         layout = layout_notes(graph, run.plan, input, extra_inputs)
         padding = padding_notes(graph, run.plan) if input.numel() else ()
         plan = replace(run.plan, layout=layout, padding=padding)
@@ -265,8 +268,12 @@ class OperationFuser:
         if isinstance(run, CuttablePlan) and not are_resharded(
             self.basic_ops, slots.counts, slots.slots
         ):
-            plan = run.with_nodes(plan, input, params, extra_inputs)
-        return plan
+            plan = run.with_nodes(plan, graph, input, params, extra_inputs)
+        names = ("autocast_dtype", "device", "arch", "no_kernels")
+        place = {name: getattr(run.key, name) for name in names}
+        under = functools.partial(self._plan_key, ops, **place)
+        cuts = plan.cuts if plan.waiting else ()
+        return replace(plan, memory=memory_curve(graph, under, _registered, cuts))
 
     def plan_for_gpu(
         self, arch: tuple[int, int], input: torch.Tensor, *extra_inputs: torch.Tensor
