@@ -18,6 +18,7 @@ from fuser.report.text import columns, format_bytes, format_time, listed, quoted
 from fuser.specs import PlanKey, QuantSpec
 
 KERNELS_WIDTH = 72  # of the column of kernels in a printed plan
+PIPELINE_INPUT = "the pipeline's input"  # the reason to keep it; of a later pipeline, the module
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Kept:
 
     ``name`` is ``"input"``, ``"statistics"`` or ``"weight"``. It is kept, with ``bytes_per_token``
     or, for a quantized copy of a weight, ``nbytes``, or else ``rebuilt_by`` these ops in backward,
-    or from the parameter. It has no bytes if an earlier entry is the same memory.
+    or from the parameter. It has no bytes if an earlier entry is the same memory. ``reason`` is why
+    it is kept.
     """
 
     ops: tuple[int, ...]
@@ -84,6 +86,7 @@ class Kept:
     bytes_per_token: float
     nbytes: int = 0
     rebuilt_by: tuple[int, ...] = ()
+    reason: str = ""
 
     @property
     def is_rebuilt(self) -> bool:
@@ -277,7 +280,9 @@ class FusionPlan:
                 text = f"{kept.name} computed again by {span(kept.rebuilt_by)}"
             else:
                 nbytes = kept.nbytes or kept.bytes_per_token
-                text = f"{kept.name} {format_bytes(nbytes)}" if nbytes else f"{kept.name} as above"
+                why = f" ({kept.reason})" if kept.reason else ""
+                size = f"{format_bytes(nbytes)}{why}" if nbytes else "as above"
+                text = f"{kept.name} {size}"
             texts.setdefault(kept.ops[0], []).append(text)
         return {i: ", ".join(of_op) for i, of_op in texts.items()}
 
@@ -459,12 +464,19 @@ def merged(parts: Iterable[FusionPlan | ModuleCall], channels: Sequence[Channel]
         if isinstance(part, ModuleCall):
             modules.append(replace(part, ops=_shifted(part.ops, count), before=count))
         else:
-            plans.append(part)
+            plans.append(_after(modules[-1], part) if modules else part)
             count += len(part.ops)
     result = plans[0]
     for plan in plans[1:]:
         result = _joined(result, plan)
     return replace(result, channels=tuple(channels), modules=tuple(modules))
+
+
+def _after(call: ModuleCall, plan: FusionPlan) -> FusionPlan:
+    """``plan`` of a pipeline that is one because a module before it, or all of it, is called."""
+    why = f"input of a pipeline: {call.name} is called as a module, {call.reason}"
+    kept = (replace(k, reason=why) if k.reason == PIPELINE_INPUT else k for k in plan.kept)
+    return replace(plan, kept=tuple(kept))
 
 
 def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:

@@ -542,8 +542,8 @@ REBUILT = (
     Mutant(
         "what a frozen op did not save is computed again from it",
         "plan/rebuilt.py",
-        "if not (key.ops[i].requires_grad and ops[i].rebuilds_output and _is_own(ops[i])):",
-        "if not (ops[i].rebuilds_output and _is_own(ops[i])):",
+        "if not (key.ops[i].requires_grad and ops[i].rebuilds_output and is_own(ops[i])):",
+        "if not (ops[i].rebuilds_output and is_own(ops[i])):",
         "test_rebuilt.py::test_a_frozen_op_saves_nothing_so_its_output_is_kept",
     ),
     Mutant(
