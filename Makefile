@@ -26,10 +26,11 @@ MUTANTS_FLAGS ?=
 # make test-cuda-build CUDA_TORCH=torch==2.14.1; by default the release of `make test`
 CUDA_TORCH ?= $(shell grep ^torch== constraints.txt)
 CUDA_VENV ?= .venv-cuda
+INTEGRATIONS_VENV ?= .venv-integrations
 CUDA_BUILD_TESTS := $(addprefix tests/,plan runtime tensors recipes ops experts te)
 
-.PHONY: demo demo-sharded compare mutants test test-fast test-nightly test-cuda-build test-elsewhere lint format \
-	clean
+.PHONY: demo demo-sharded compare mutants test test-fast test-nightly test-cuda-build \
+	test-integrations test-elsewhere lint format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/train_$(MODEL).py $(RECIPE_FLAGS) $(DEMO_FLAGS)
@@ -63,6 +64,16 @@ test-fast: $(VENV)/.ready
 test-cuda-build: $(CUDA_VENV)/.ready
 	$(CUDA_VENV)/bin/python -m pytest -n auto --dist worksteal $(CUDA_BUILD_TESTS)
 
+# The tests of models of transformers and adapters of PEFT, in an environment of their own.
+test-integrations: $(INTEGRATIONS_VENV)/.ready
+	$(INTEGRATIONS_VENV)/bin/python -m pytest -n auto --dist worksteal tests/integrations
+
+$(INTEGRATIONS_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e ".[test,integrations]" -e ./forecast
+	touch $@
+
 $(CUDA_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CUDA_VENV)
 	grep -v ^torch== constraints.txt > $(CUDA_VENV)/constraints.txt
@@ -94,4 +105,4 @@ $(VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torch-* $(CUDA_VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* $(CUDA_VENV) $(INTEGRATIONS_VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -23,6 +23,7 @@ from fuser.basic_ops import (
     Identity,
     L2Normalization,
     LayerNorm,
+    LoRALinear,
     MakeExtraOutput,
     MoeCombine,
     MoeDispatch,
@@ -43,6 +44,7 @@ from fuser.basic_ops import (
     SReLU,
     SwiGLU,
 )
+from fuser.conversion import ConversionReport, convert, converted, revert
 from fuser.errors import (
     EmulationWarning,
     FuserError,
@@ -54,7 +56,15 @@ from fuser.errors import (
 from fuser.formats import DType
 from fuser.fused_ops import Linear
 from fuser.fused_ops.catalog import FUSIONS
-from fuser.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from fuser.inspection import inspect
+from fuser.op import (
+    BasicOperation,
+    FusedOperation,
+    FusibleOperation,
+    OperationContext,
+    plain_keys,
+)
+from fuser.plan.model import ModelPlan
 from fuser.plan.plan import FusionPlan, Refusal, Step
 from fuser.plan.rebuilt import activation_memory_budget
 from fuser.precision.availability import (
@@ -66,6 +76,7 @@ from fuser.precision.availability import (
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import QuantizerRole
 from fuser.runtime.graphs import make_graphed_callables
+from fuser.runtime.model_plan import plan
 from fuser.runtime.pipeline import (
     OperationFuser,
     register_backward_fusion,
@@ -121,6 +132,7 @@ __all__ = [
     "Bias",
     "ClampedSwiGLU",
     "ConstantScale",
+    "ConversionReport",
     "DType",
     "Dropout",
     "EmulationWarning",
@@ -150,11 +162,13 @@ __all__ = [
     "InputTypeError",
     "L2Normalization",
     "LayerNorm",
+    "LoRALinear",
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
     "MakeExtraOutput",
+    "ModelPlan",
     "MoeCombine",
     "MoeDispatch",
     "NVFP4Quantizer",
@@ -193,11 +207,14 @@ __all__ = [
     "__version__",
     "autocast",
     "checkpoint",
+    "convert",
+    "converted",
     "deinterleave_glu_tensor",
     "distributed",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "inspect",
     "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_available",
@@ -208,11 +225,14 @@ __all__ = [
     "modules",
     "moe",
     "ops",
+    "plain_keys",
+    "plan",
     "quantized_model_init",
     "recipe",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
+    "revert",
     "testing",
 ]
 __dir__ = __all__.copy  # dir() shows public names alone

@@ -1,4 +1,4 @@
-"""The command line: ``python -m fuser demo | plan MODULE:FACTORY | scale | doctor``."""
+"""The command line: ``python -m fuser demo | plan MODEL | scale | doctor``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +17,16 @@ from typing import Any
 import torch
 
 from fuser.errors import FuserError, InputError, InputTypeError, StateError
+from fuser.modules.decoder import Decoder
 from fuser.op import COMPUTE_DTYPES
+from fuser.plan.devices import DEVICES, device_named
+from fuser.plan.model import ModelPlan
+from fuser.plan.plan import FusionPlan
+from fuser.plan.transformers import PRESETS
+from fuser.precision.contexts import autocast
+from fuser.recipe import NAMES, recipe_named
 from fuser.report.draw import drawable
+from fuser.runtime.model_plan import plan as plan_model
 from fuser.sequential import Sequential
 from fuser.testing.doctor import diagnose
 from fuser.version import __version__
@@ -68,14 +77,18 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan",
         help="print the fusion plan of a model",
-        description="Print the fusion plan of a model. Nothing runs but FACTORY itself.",
+        description="Print the fusion plan of a model of a public size, or of your own. Nothing "
+        "runs but FACTORY itself.",
     )
     plan.add_argument(
-        "factory",
-        metavar="MODULE:FACTORY",
-        help="a dotted module name or a .py file, and a function in it that takes nothing and "
-        "returns a fuser.Sequential, or a tuple of one and its inputs",
+        "model",
+        metavar="MODEL",
+        help=f"{', '.join(PRESETS)}; or MODULE:FACTORY, a dotted module name or a .py file, and a "
+        "function in it that takes nothing and returns a module, or a tuple of one and its inputs",
     )
+    plan.add_argument("--device", metavar="NAME", help=f"plan for it: {', '.join(DEVICES)}")
+    plan.add_argument("--recipe", metavar="NAME", help=f"{', '.join(NAMES)}; default: none")
+    plan.add_argument("--tokens", metavar="N", help=f"rows of the main input; default: {ROWS}")
     plan.add_argument("--training", action="store_true", help="plan forward and backward")
     plan.add_argument("--draw", metavar="FILE", help="also draw it, as .svg, .png or .html")
     plan.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -128,22 +141,39 @@ def _scale(args: list[str]) -> int:
 def _plan(options: argparse.Namespace) -> int:
     shape = None if options.input is None else _shape(options.input)
     dtype = None if options.dtype is None else _dtype(options.dtype)
+    rows = ROWS if options.tokens is None else _tokens(options.tokens)
+    if shape is not None and options.tokens is not None:
+        raise InputError(
+            f"--input {options.input} and --tokens {options.tokens} both give rows; give one."
+        )
+    recipe = None if options.recipe is None else recipe_named(options.recipe)
+    if options.device is not None:
+        device_named(options.device)
     if options.draw is not None:
         drawable(options.draw)  # raises before anything is made or printed
-    model, inputs = _made_by(options.factory)
+    model, inputs = _made_by(options.model, dtype or torch.bfloat16, rows, shape)
     if dtype is not None:
         model.to(dtype)
         inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
     if shape is not None or not inputs:
         main_input = torch.empty(
-            shape or _default_shape(model),
+            shape or _default_shape(model, rows),
             dtype=inputs[0].dtype if inputs else _dtype_of(model),
             device="meta",
             # In training, the layer before a model usually needs a gradient.
             requires_grad=options.training,
         )
         inputs = (main_input, *inputs[1:])
-    plan = model.plan(*inputs, training=options.training)
+    how = {"training": options.training}
+    how |= {} if options.device is None else {"device": options.device}
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        plan: FusionPlan | ModelPlan
+        if isinstance(model, Sequential):
+            plan = model.plan(*inputs, **how)
+        else:
+            plan = plan_model(model, *inputs, **how)
+            if isinstance(model, Decoder):
+                plan = replace(plan, name=model.sizes.name)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
     if options.draw is not None:
         # With --json, stdout is JSON and nothing else.
@@ -158,8 +188,20 @@ def _plan(options: argparse.Namespace) -> int:
 # -- the model and its input --------------------------------------------------
 
 
-def _made_by(target: str) -> tuple[Sequential, tuple[torch.Tensor, ...]]:
-    """The model that ``MODULE:FACTORY`` makes, and the inputs that it returns with it."""
+def _made_by(
+    target: str, dtype: torch.dtype, rows: int, shape: tuple[int, ...] | None
+) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """The model of a public size, or that ``MODULE:FACTORY`` makes; and its inputs."""
+    if ":" not in target and not target.endswith(".py"):
+        if target not in PRESETS:
+            raise InputError(
+                f"{target!r} is neither MODULE:FACTORY, e.g. models.py:build, nor one of "
+                f"{', '.join(PRESETS)}."
+            )
+        if shape is not None:
+            raise InputError(f"{target} makes its own input; give --tokens in place of --input.")
+        decoder = Decoder(PRESETS[target], device="meta", dtype=dtype)
+        return decoder, (decoder.example(rows),)
     name, _, attribute = target.rpartition(":")
     if not name or not attribute:
         raise InputError(f"{target!r} is not of the form MODULE:FACTORY, e.g. models.py:build.")
@@ -182,13 +224,14 @@ def _made_by(target: str) -> tuple[Sequential, tuple[torch.Tensor, ...]]:
     return _model_and_inputs(target, result)
 
 
-def _model_and_inputs(target: str, result: Any) -> tuple[Sequential, tuple[torch.Tensor, ...]]:
+def _model_and_inputs(target: str, result: Any) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     model, *inputs = result if isinstance(result, tuple) and result else (result,)
-    if not isinstance(model, Sequential) or not all(isinstance(x, torch.Tensor) for x in inputs):
+    is_module = isinstance(model, torch.nn.Module)
+    if not is_module or not all(isinstance(x, torch.Tensor) for x in inputs):
         parts = ", ".join(type(part).__name__ for part in (model, *inputs))
         raise InputTypeError(
-            f"{target} returned {parts}; it returns a fuser.Sequential, or a tuple of one and "
-            "its input tensors."
+            f"{target} returned {parts}; it returns a module, or a tuple of one and its input "
+            "tensors."
         )
     return model, tuple(inputs)
 
@@ -232,8 +275,8 @@ def _importable(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
 
 
-def _default_shape(model: Sequential) -> tuple[int, ...]:
-    """:data:`ROWS` rows of the input size of the first op that has one."""
+def _default_shape(model: torch.nn.Module, rows: int) -> tuple[int, ...]:
+    """``rows`` rows of the input size of the first module that has one."""
     for module in model.modules():
         size = next(
             (
@@ -244,15 +287,15 @@ def _default_shape(model: Sequential) -> tuple[int, ...]:
             None,
         )
         if isinstance(size, int):
-            return (ROWS, size)
+            return (rows, size)
         if size is not None:
-            return (ROWS, *size)
+            return (rows, *size)
     raise InputError(
-        f"No op of the model tells the size of its input; give the shape, e.g. --input {ROWS}x1024."
+        f"No op of the model tells the size of its input; give the shape, e.g. --input {rows}x1024."
     )
 
 
-def _dtype_of(model: Sequential) -> torch.dtype:
+def _dtype_of(model: torch.nn.Module) -> torch.dtype:
     """The dtype of the model's first floating-point parameter, or torch's default."""
     dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
     return next(dtypes, torch.get_default_dtype())
@@ -263,6 +306,12 @@ def _shape(text: str) -> tuple[int, ...]:
     if not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise InputError(f"--input is {text!r}; a shape is positive sizes with x between, 16x128.")
     return tuple(map(int, sizes))
+
+
+def _tokens(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"--tokens is {text!r}; it is the number of rows, 1 or more.")
+    return int(text)
 
 
 def _dtype(name: str) -> torch.dtype:

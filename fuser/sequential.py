@@ -12,10 +12,9 @@ import torch
 from torch.compiler import is_compiling
 
 from fuser.errors import InputError, InputTypeError, explains_arguments, refuse_unknown
-from fuser.fused_ops import Linear
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.module_calls import module_calls
-from fuser.op import CallResult, FusedOperation
+from fuser.op import CallResult, FusedOperation, Stateful
 from fuser.plan.plan import FusionPlan
 from fuser.plan.rebuilt import activation_memory_budget, budget
 from fuser.precision.recomputation import is_in_checkpoint
@@ -41,7 +40,7 @@ OpKwargs = Mapping[Any, Mapping[str, Any]]
 _NO_SEGMENTS: tuple[Any, Any, Any, object] = (None, None, None, None)
 
 
-class Sequential(torch.nn.Sequential):
+class Sequential(Stateful, torch.nn.Sequential):
     """``torch.nn.Sequential`` that plans and fuses runs of fusible ops.
 
     Consecutive fusible ops form one pipeline. Other modules are called between pipelines, and so
@@ -153,27 +152,6 @@ class Sequential(torch.nn.Sequential):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._segments = _NO_SEGMENTS
         self._segments_lock = threading.Lock()
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As of any module; an error about keys of ``torch.nn.Linear`` names those here."""
-        try:
-            return super().load_state_dict(state_dict, strict, assign)
-        except RuntimeError as error:
-            linears = [name for name, module in self.named_modules() if isinstance(module, Linear)]
-            names = [
-                f'"{linear}.{name}" to "{linear}.{place}"'
-                for linear in linears
-                for name, place in (("weight", "basic_ops.0.weight"), ("bias", "basic_ops.1.bias"))
-                if f"{linear}.{name}" in state_dict
-            ]
-            if not names:
-                raise
-            raise type(error)(
-                f"{error}\n\tRename {', '.join(names)}: a fuser.Linear has the keys of "
-                "te.ops.Linear, and not those of torch.nn.Linear."
-            ) from None
 
     # -- running --------------------------------------------------------------
 
@@ -318,25 +296,30 @@ class Sequential(torch.nn.Sequential):
         input: torch.Tensor,
         *extra_inputs: torch.Tensor,
         training: bool = True,
+        device: str | None = None,
         **unknown: NoReturn,
     ) -> FusionPlan:
         """The plan that :meth:`forward` would run for such inputs; nothing runs.
 
         ``input`` may be on the meta device. ``training=False`` plans as under
-        ``torch.no_grad``. Op indices count the basic ops of all pipelines here;
-        modules between pipelines only compute shapes.
+        ``torch.no_grad``. ``device`` is a GPU that need not be here: ``"h200"``, ``"h100"``,
+        ``"a100"``, ``"b200"`` or ``"rtx5090"``; the plan is modelled for it and for the rows of
+        ``input``, under ``torch.autocast("cuda")`` if that is on. Op indices count the basic ops
+        of all pipelines here; modules between pipelines only compute shapes.
 
         Raises
         ------
         InputError
-            If :meth:`forward` would refuse the input, or there is no fusible op here.
+            If :meth:`forward` would refuse the input, there is no fusible op here, or there is no
+            such device.
         InputTypeError
             If there is any other keyword argument.
         """
         if unknown:
             refuse_unknown(f"The plan of a {type(self).__name__}", Sequential.plan, unknown)
         with self._memory_budget or contextlib.nullcontext():
-            return self._current_segments().plan(input, extra_inputs, training=training)
+            segments = self._current_segments()
+            return segments.plan(input, extra_inputs, training=training, device=device)
 
     @property
     def plans(self) -> tuple[FusionPlan, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,19 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Product(NamedTuple):
+    """A matrix product of an op's forward, and each of the two of its backward.
+
+    ``flops`` are the operations of one of them, two a multiplication and addition; ``operands``
+    the elements of input, weight and output; ``groups`` the number of weights of a grouped linear,
+    which is 0 for a single matrix.
+    """
+
+    flops: int
+    operands: tuple[int, int, int]
+    groups: int = 0
 
 
 @dataclass(frozen=True)
@@ -168,12 +181,20 @@ class PlanKey:
             self.no_kernels,
         )
 
+    def dtype_name(self) -> str:
+        """The name of the dtype of unquantized values between the ops."""
+        return _name(self.autocast_dtype or self.ops[0].input_dtype)
+
     def describe(self) -> str:
         """A one-line summary: dtype, device, recipe."""
-        dtype = str(self.ops[0].input_dtype if self.ops else None).removeprefix("torch.")
+        dtype = _name(self.ops[0].input_dtype if self.ops else None)
         arch = f" sm_{self.arch[0]}{self.arch[1]}" if self.arch else ""
         parts = [f"{dtype} on {self.device}{arch}", "training" if self.requires_grad else "no grad"]
         if self.autocast_dtype is not None:
-            parts.append(f"autocast {str(self.autocast_dtype).removeprefix('torch.')}")
+            parts.append(f"autocast {_name(self.autocast_dtype)}")
         parts.append(f"recipe {self.recipe}" if self.recipe is not None else "no recipe")
         return ", ".join(parts)
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import overrides
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +32,7 @@ try:
 except ImportError:
     TensorGuards = None  # type: ignore[assignment, misc]
 
-__all__ = ["DeviceContext", "TensorGuards", "TorchDispatchMode", "pytree"]
+__all__ = ["DeviceContext", "FakeTensorMode", "TensorGuards", "TorchDispatchMode", "pytree"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -182,6 +182,11 @@ def hooks_of(module: torch.nn.Module) -> list[dict[int, Callable[..., Any]]]:
     return [before, after, module._backward_pre_hooks, module._backward_hooks]
 
 
+def has_loading_hooks(module: torch.nn.Module) -> bool:
+    """Whether ``load_state_dict`` runs hooks of the module."""
+    return bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+
+
 # The hooks that torch runs around the calls of every module: always these objects.
 global_forward_pre_hooks = torch_module._global_forward_pre_hooks
 global_forward_hooks = torch_module._global_forward_hooks
@@ -267,6 +272,14 @@ def is_traced_in_checkpoint(context: Any) -> bool:
     )
 
 
+def compiled_from(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The module that ``torch.compile`` was given to make ``module``; None if it did not."""
+    import torch._dynamo
+
+    is_result = isinstance(module, torch._dynamo.OptimizedModule)
+    return module._orig_mod if is_result else None  # type: ignore[return-value]
+
+
 def graph_break(reason: str) -> None:
     """In traced code: end the graph here; an error with this reason under ``fullgraph=True``."""
     import torch._dynamo
@@ -346,6 +359,15 @@ def frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def calling_module(known: Container[int]) -> tuple[FrameType | None, int]:
+    """The innermost call on the stack of a module whose ``id`` is known; (None, 0) without one."""
+    code = torch.nn.Module._call_impl.__code__
+    for frame in frames():
+        if frame.f_code is code and id(frame.f_locals["self"]) in known:
+            return frame, id(frame.f_locals["self"])
+    return None, 0
 
 
 def module_of(frame: FrameType) -> str:

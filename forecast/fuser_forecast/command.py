@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from fuser.errors import InputError
+from fuser.plan.transformers import PRESETS, preset
 from fuser.recipe import NAMES, Recipe, recipe_named
 from fuser_forecast.draw import check_path, draw
 from fuser_forecast.hardware import GPUS, UNMODELLED, Hardware
 from fuser_forecast.mesh import Sizes
-from fuser_forecast.model import PRESETS, preset
 from fuser_forecast.report import BATCH, TOKENS, scale
 
 # Options that replace a size of the model.

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from fuser.errors import InputError
-from fuser.plan.cost import DEVICE_COSTS, H200_PRODUCTS
+from fuser.plan.devices import DEVICES, Device, Rate
 
 # Products of forward and backward, FLOP/s, by recipe. A recipe without an entry runs in bf16 on
 # dequantized operands if the GPU emulates it, and is refused otherwise.
-# Dense: the rates that plans of fuser have too.
-DENSE = H200_PRODUCTS
-# Experts: 8 experts at T 32768, H 4096, F 14336. bf16: benchmarks/results/grouped_h200.csv,
-# "products alone" as a graph. FP8: 26.6 ms of products in a step (benchmarks/README.md). Blocks of
-# 128: the harmonic mean of the rates of forward, dgrad and wgrad (docs/facts.md, "Grouped FP8
-# products").
-GROUPED = {
-    "bf16": 661.3e12,
-    "DelayedScaling": 1302e12,
-    "Float8CurrentScaling": 1302e12,
-    "Float8BlockScaling": 939e12,
-}
+PRECISIONS = ("bf16", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling")
+
+
+def _steps(rates: Mapping[str, Rate]) -> dict[str, float]:
+    return {name: rate.step for name, rate in rates.items() if name in PRECISIONS}
+
+
+DENSE, GROUPED = _steps(DEVICES["h200"].dense), _steps(DEVICES["h200"].grouped)
 # Measured steps under fully_shard on two H200 take 1.11 to 1.27 of the modelled time
 # (docs/scale.md, "Two GPUs"): contention of collectives with products, power, launches, copies.
 UNMODELLED = 1.2
@@ -129,20 +125,18 @@ class Hardware:
     say. ``is_measured``: rates and bandwidth were measured on this GPU.
     """
 
-    name: str = "H200"
-    dense: Mapping[str, float] = field(default_factory=lambda: DENSE)
-    grouped: Mapping[str, float] = field(default_factory=lambda: GROUPED)
-    # FlashAttention-3 (Shah et al., 2024) reports up to 740 TFLOP/s forward and about 550 backward
-    # in fp16 on an H100; nothing here measures it.
-    attention: float = 500e12
-    peak: float = 989e12
-    memory_bandwidth: float = DEVICE_COSTS["cuda"].bandwidth
-    memory: float = 141e9
-    nvlink: float = DEVICE_COSTS["cuda"].link
-    network: float = 50e9  # 400 Gb/s
-    emulated: tuple[str, ...] = ("MXFP8BlockScaling", "NVFP4BlockScaling")
+    name: str
+    dense: Mapping[str, float]
+    grouped: Mapping[str, float]
+    attention: float
+    peak: float
+    memory_bandwidth: float
+    memory: float
+    nvlink: float
+    network: float
+    emulated: tuple[str, ...]
+    is_measured: bool
     unmodelled: float = UNMODELLED
-    is_measured: bool = True
 
     def products(self, recipe: str, *, is_grouped: bool) -> float:
         """FLOP/s of the products of ``recipe``.
@@ -179,56 +173,28 @@ class Hardware:
         return links + traffic.latency
 
 
-H200 = Hardware()
-
-
-def _nominal(
-    name: str, peaks: Mapping[str, float], bandwidth: float, memory: float, **links: float
-) -> Hardware:
-    """A GPU that reaches the shares of its nominal rates that an H200 reaches of its own.
-
-    ``peaks`` are nominal FLOP/s without sparsity, by recipe; other recipes are emulated.
-    ``bandwidth`` is nominal too; an H200 has 4.8 TB/s.
-    """
-    shares = {
-        name: rate / (H200.peak if name == "bf16" else 1979e12) for name, rate in DENSE.items()
-    }
-    rates = {recipe: peak * shares[recipe] for recipe, peak in peaks.items()}
+def _hardware(device: Device, network: float) -> Hardware:
+    """A device of fuser's table with the ``network`` of its usual machine, bytes a second."""
     return Hardware(
-        name,
-        rates,
-        rates,
-        attention=H200.attention * peaks["bf16"] / H200.peak,
-        peak=peaks["bf16"],
-        memory_bandwidth=bandwidth * H200.memory_bandwidth / 4.8e12,
-        memory=memory,
-        emulated=(*H200.emulated, *sorted({*shares} - {*peaks})),
-        is_measured=False,
-        **links,
+        device.name,
+        dense := _steps(device.dense),
+        _steps(device.grouped),
+        attention=device.attention,
+        peak=device.peak,
+        memory_bandwidth=device.bandwidth,
+        memory=device.memory,
+        nvlink=device.link,
+        network=network,
+        emulated=(
+            "MXFP8BlockScaling",
+            "NVFP4BlockScaling",
+            *(name for name in PRECISIONS if name not in dense),
+        ),
+        is_measured=device.is_measured,
     )
 
 
-# Nominal rates, bandwidth, memory and links: NVIDIA's data sheets of the SXM modules, one direction
-# of NVLink; networks as in DGX systems. An H100 has the chip of an H200 and other memory.
-GPUS = {
-    "h200": H200,
-    "h100": replace(
-        H200,
-        name="H100",
-        memory_bandwidth=3.35e12 * H200.memory_bandwidth / 4.8e12,
-        memory=80e9,
-        is_measured=False,
-    ),
-    "a100": _nominal("A100", {"bf16": 312e12}, 2.039e12, 80e9, nvlink=300e9, network=25e9),
-    "b200": _nominal(
-        "B200",
-        {
-            "bf16": 2250e12,
-            "DelayedScaling": 4500e12,
-            "Float8CurrentScaling": 4500e12,
-        },
-        8e12,
-        180e9,
-        nvlink=900e9,
-    ),
-}
+# Networks as in DGX systems: 400 Gb/s, on an A100 200.
+NETWORKS = {"h200": 50e9, "h100": 50e9, "a100": 25e9, "b200": 50e9}
+GPUS = {name: _hardware(DEVICES[name], network) for name, network in NETWORKS.items()}
+H200 = GPUS["h200"]

@@ -32,6 +32,7 @@ from fuser.fused_ops.linear import Linear
 from fuser.op import FusibleOperation
 from fuser.plan.graph import OpGraph
 from fuser.plan.plan import FusionPlan
+from fuser.plan.transformers import Transformer
 from fuser.precision import contexts
 from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
@@ -39,7 +40,6 @@ from fuser.runtime.pipeline import OperationFuser
 from fuser.specs import Collective
 from fuser.tensors import QuantizedTensor
 from fuser.tensors.sharding import is_exact
-from fuser_forecast.model import Transformer
 
 SIDES = ("forward", "backward")
 VALUE = 2  # bytes of a bf16 value

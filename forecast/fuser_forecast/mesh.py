@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fuser.errors import InputError
+from fuser.plan.transformers import Transformer
 from fuser_forecast.hardware import Ranks
-from fuser_forecast.model import Transformer
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fuser.errors import InputError
+from fuser.plan.transformers import Transformer
 from fuser.recipe import Float8CurrentScaling, Recipe
 from fuser.report.text import columns, format_bytes, format_time
 from fuser_forecast.hardware import H200, Hardware
 from fuser_forecast.mesh import ANY, Mesh, Sizes, meshes
-from fuser_forecast.model import Transformer
 from fuser_forecast.result import TrainingStep, Variant
 from fuser_forecast.step import training_step
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fuser.errors import InputError
+from fuser.plan.transformers import Transformer
 from fuser.recipe import DelayedScaling
 from fuser_forecast.hardware import (
     H200,
@@ -36,7 +37,6 @@ from fuser_forecast.layer import (
     weight_bytes,
 )
 from fuser_forecast.mesh import Mesh
-from fuser_forecast.model import Transformer
 from fuser_forecast.result import Line, TrainingStep, Variant, added, line_of, repeated
 
 # FlashAttention's backward has five products, one of them computed again; forward has two.

@@ -25,6 +25,7 @@ from fuser.basic_ops.constant_scale import ConstantScale
 from fuser.basic_ops.dropout import Dropout
 from fuser.basic_ops.grouped_linear import GroupedLinear
 from fuser.basic_ops.identity import Identity
+from fuser.basic_ops.lora_linear import LoRALinear
 from fuser.basic_ops.make_extra_output import MakeExtraOutput
 from fuser.basic_ops.moe import MoeCombine, MoeDispatch
 from fuser.basic_ops.normalization import L2Normalization, LayerNorm, RMSNorm
@@ -58,6 +59,7 @@ __all__ = [
     "Identity",
     "L2Normalization",
     "LayerNorm",
+    "LoRALinear",
     "MakeExtraOutput",
     "MoeCombine",
     "MoeDispatch",

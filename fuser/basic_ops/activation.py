@@ -57,6 +57,7 @@ class Activation(BasicOperation):
 
     parameter_names = ()
     can_quantize_output = ("forward", "backward")
+    stores_rebuilt_output = True
     backward_attributes = ActivationState
     function: Stage
     """The function; an attribute of the instance if the formula has scalars."""
@@ -149,7 +150,10 @@ class Activation(BasicOperation):
     ) -> tuple[torch.Tensor | None, Grads]:
         x, is_plain = self.saved_input(ctx), not ctx.has_recipe
         state: ActivationState = ctx.state
-        dx = pointwise.activation_backward(state.function, grad_output, x, is_plain=is_plain)
+        output = ctx.rebuilt_output
+        dx = pointwise.activation_backward(
+            state.function, grad_output, x, is_plain=is_plain, output=output
+        )
         return write_grad_input(dx, ctx), ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,9 +43,10 @@ from fuser.op import (
     write_output,
 )
 from fuser.precision.contexts import current_recipe
-from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
+from fuser.specs import Collective, PlanKey, Product, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.gathering import note_backward_read
+from fuser.tensors.observation import note_operands, observing
 
 
 class BasicLinear(LinearWeight):
@@ -130,9 +132,6 @@ class BasicLinear(LinearWeight):
         """The weight gradient reads the input."""
         return self.weight.requires_grad
 
-    def product_features(self) -> tuple[int, ...]:
-        return self.local_in_features, self.local_out_features
-
     def kept_input(self, key: PlanKey) -> QuantSpec | None:
         return kept_copy(self, "input", key)
 
@@ -143,6 +142,11 @@ class BasicLinear(LinearWeight):
         """Unless it gathers its input, or a quantizer would make other bytes of it."""
         gathers = self._parallel is not None and self._parallel.gathers_input
         return not gathers and takes_rebuilt_input(self, key)
+
+    @property
+    def can_defer_wgrad(self) -> bool:
+        """Unless ranks communicate."""
+        return self._parallel is None
 
     def quantizes_weight_again(self, key: PlanKey) -> bool:
         return quantizes_weight_again(self, key)
@@ -171,6 +175,13 @@ class BasicLinear(LinearWeight):
         if self._parallel is not None:
             shape = self._parallel.output_shape("BasicLinear", spec.shape, shape[-1])
         return TensorSpec(shape, autocast or self.weight.dtype)
+
+    def product(self, spec: TensorSpec, output: TensorSpec) -> Product:
+        # Ranks gather rows before the product, or scatter them after it.
+        rows = max(math.prod(spec.shape[:-1]), math.prod(output.shape[:-1]))
+        inputs, outputs = self.local_in_features, self.local_out_features
+        operands = (rows * inputs, inputs * outputs, rows * outputs)
+        return Product(2 * rows * inputs * outputs, operands)
 
     def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
         parallel = self._parallel
@@ -399,6 +410,8 @@ class BasicLinear(LinearWeight):
         if gather is not None:
             qx = gather.wait()
         assert isinstance(qx, QuantizedTensor)
+        if observing.now is not None:
+            note_operands(self, input=qx if gather is None else gather.of_rank, weight=qw)
         if ctx.requires_grad:
             _, ctx.input_quantizer, ctx.weight_quantizer, ctx.grad_output_quantizer = quantizers
             is_new = is_first_microbatch is None and not isinstance(weight, QuantizedTensor)
@@ -525,6 +538,8 @@ class BasicLinear(LinearWeight):
         if self._parallel is not None:
             return linear_parallel.backward(self, ctx, grad_output, scale, addend)
         x, weight = self.saved_operands(ctx)
+        if ctx.defers_wgrad:
+            x = None  # not yet computed again
         # A user's fused op may have run the forward, and saved unquantized operands.
         if ctx.has_recipe and ctx.compute_dtype is not None:
             if ctx.backward_override is None:
@@ -539,7 +554,9 @@ class BasicLinear(LinearWeight):
         grad_input = grad_weight = None
         if weight is not None:
             grad_input = write_grad_input(gemm.dgrad(dy, weight, scale, addend), ctx)
-        if x is not None:
+        if ctx.defers_wgrad:
+            self._defer(ctx, dy)
+        elif x is not None:
             grad_weight = self.weight_gradient(ctx, dy, x, scale)
         return grad_input, (grad_weight,)
 
@@ -598,6 +615,9 @@ class BasicLinear(LinearWeight):
         if quantizer.rowwise is not rowwise or quantizer.columnwise is not columnwise:
             quantizer = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
         dy = quantized(grad_output, dtype, quantizer)
+        if observing.now is not None:
+            note_operands(self, grad_output=dy)
+            note_operands(self, input=x, weight=weight, only_new=True)
         dgrad_is_split = ctx.split_accumulators[1]
         grad_input = grad_weight = None
         if isinstance(weight, QuantizedTensor):
@@ -608,18 +628,25 @@ class BasicLinear(LinearWeight):
             grad_input = write_grad_input(grad_input, ctx)
         if ctx.defers_wgrad:
             # Without the rowwise copy, which is freed now.
-            ctx.deferred = readable(dy, "columnwise", quantizer).with_usage("columnwise")
-            ctx.saved_tensors = LinearSaved(ctx.saved_tensors[0], None)  # nothing reads the weight
+            self._defer(ctx, readable(dy, "columnwise", quantizer).with_usage("columnwise"))
         elif isinstance(x, QuantizedTensor):
             columns = readable(dy, "columnwise", quantizer)
             grad_weight = self.weight_gradient(ctx, columns, x, scale, is_quantized=True)
         return grad_input, (grad_weight,)
 
+    def _defer(self, ctx: OperationContext, dy: torch.Tensor) -> None:
+        """Keep ``dy`` for :meth:`deferred_gradients`, and not the weight, which nothing reads."""
+        ctx.deferred = dy
+        ctx.saved_tensors = LinearSaved(ctx.saved_tensors[0], None)
+
     def deferred_gradients(self, ctx: OperationContext) -> Grads:
         """The gradients that :meth:`op_backward` left until the input was computed again."""
         x, *_ = ctx.saved_tensors
-        columns, ctx.deferred = ctx.deferred, None
-        return (self.weight_gradient(ctx, columns, x, 1.0, is_quantized=True),)
+        dy, ctx.deferred = ctx.deferred, None
+        is_quantized = isinstance(x, QuantizedTensor)
+        if observing.now is not None and is_quantized:
+            note_operands(self, input=x, only_new=True)
+        return (self.weight_gradient(ctx, dy, x, 1.0, is_quantized=is_quantized),)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
         if shape[-1] != self.local_in_features:

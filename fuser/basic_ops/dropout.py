@@ -65,6 +65,10 @@ class Dropout(BasicOperation):
     def extra_repr(self) -> str:
         return f"p={self.dropout_probability}"
 
+    @property
+    def draws_seed(self) -> bool:  # type: ignore[override]
+        return self.dropout_probability > 0
+
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:

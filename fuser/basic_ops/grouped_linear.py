@@ -46,7 +46,7 @@ from fuser.op import (
     write_grad_input,
     write_output,
 )
-from fuser.specs import PlanKey, QuantSpec, TensorSpec
+from fuser.specs import PlanKey, Product, QuantSpec, TensorSpec
 from fuser.tensors.sharding import is_distributed
 
 INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -190,14 +190,17 @@ class GroupedLinear(GroupParameters):
         """The weight gradients read the input."""
         return any(getattr(self, name).requires_grad for name in self._names["weight"])
 
-    def product_features(self) -> tuple[int, ...]:
-        return self.in_features, self.out_features
-
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:
         self._check(spec.shape, extras)
         return TensorSpec((*spec.shape[:-1], self.out_features), autocast or self._dtype)
+
+    def product(self, spec: TensorSpec, output: TensorSpec) -> Product:
+        rows = math.prod(spec.shape[:-1])
+        weights = self.in_features * self.out_features
+        operands = (rows * self.in_features, self.num_groups * weights, rows * self.out_features)
+        return Product(2 * rows * weights, operands, self.num_groups)
 
     def runs_at_once(self, key: PlanKey) -> bool:
         """Whether all groups are one product, for which the host reads no split sizes."""

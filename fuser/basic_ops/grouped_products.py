@@ -47,6 +47,7 @@ from fuser.tensors import (
     quantizes_groups,
 )
 from fuser.tensors.grouped import can_be_joined
+from fuser.tensors.observation import note_operands, observing
 from fuser.tensors.sharding import gathered_by
 from fuser.tensors.stacks import is_stack
 
@@ -319,6 +320,8 @@ class GroupedProduct:
         weights, keeps_weight = self._weights(), ctx.keeps_weight or is_first_microbatch is not None
         weight = self._weight_operand(weights, is_first_microbatch, has_columns=keeps_weight)
         weight_scaling = None if keeps_weight else self._scaling_of(weight)
+        if observing.now is not None:
+            note_operands(self.linear, input=operand, weight=weight, groups=self.groups.padded)
         y, bias = self._with_biases(self._multiplied(operand, weight), scales)
         is_own = is_first_microbatch is None
         saved_weight, separate = self._saved_weight(weights, weight, is_own)
@@ -474,6 +477,8 @@ class GroupedProduct:
             dy = materialize(dy)  # which also computes what comes beside a lazy gradient
             dbiases, extras = self._bias_gradients(dy, saved, leading)
         operand = self._gradient(dy) if self.wants_products else None
+        if observing.now is not None:
+            note_operands(self.linear, grad_output=operand, groups=self.groups.padded)
         del dy
         dx = self._dgrad(operand, saved) if self.wants_dgrad else None
         dweights: Gradients = [None] * self.linear.main_grad_count
@@ -659,7 +664,10 @@ class QuantizedProduct(GroupedProduct):
         """The copy of the weights ``[G, N, K]`` that backward reads, with the bytes of forward."""
         is_exact = self.ctx.backward_override is not None
         has_columns = not is_exact and self._reads_columns("weight", weight.device)
-        return self._quantized_weight(weight, (not has_columns, has_columns), scaling)
+        operand = self._quantized_weight(weight, (not has_columns, has_columns), scaling)
+        if observing.now is not None:
+            note_operands(self.linear, weight=operand)
+        return operand
 
     def _multiplied(self, x: Operand, weight: Operand) -> torch.Tensor:
         how = {"is_split": self.ctx.split_accumulators[0], "is_padded": self.is_padded[1]}
@@ -677,6 +685,8 @@ class QuantizedProduct(GroupedProduct):
         self, dy: Operand, x: Saved, scaling: torch.Tensor | None, rebuilt: Values | None
     ) -> torch.Tensor:
         operand = x[0] if rebuilt is None else self._rebuilt(rebuilt, scaling)
+        if observing.now is not None:
+            note_operands(self.linear, input=operand, groups=self.padded, only_new=True)
         is_split = self.ctx.split_accumulators[2]
         return quantized_groups.quantized_wgrad(
             dy, operand, self.padded, self.dtype, is_split=is_split

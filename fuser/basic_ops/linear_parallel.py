@@ -31,6 +31,7 @@ from fuser.communication import (
 from fuser.op import Grads, OperationContext, ParallelMode, write_grad_input
 from fuser.specs import Collective, PlanKey, QuantSpec
 from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.tensors.observation import note_operands, observing
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,7 @@ class InputGather:
         )
         self.is_whole = self._rows is None and self._usage is not None
         self.saved: torch.Tensor | None = None
+        self._whole: QuantizedTensor | None = None
         self._values: Pending[torch.Tensor] | None = None
         self._bytes: Pending[QuantizedTensor] | None = None
         if self._rows is None:
@@ -166,11 +168,16 @@ class InputGather:
         if wants_wgrad and override == "high_precision":
             self.saved = original(input_, dtype)
 
+    @property
+    def of_rank(self) -> QuantizedTensor | None:
+        """What this rank has quantized: its rows, or after :meth:`wait` the whole input."""
+        return self._whole if self._rows is None else self._rows.tensor
+
     def wait(self) -> QuantizedTensor:
         """The input of all ranks."""
         if self._bytes is None:
             assert self._values is not None
-            whole = self._quantizer(self._values.wait())
+            whole = self._whole = self._quantizer(self._values.wait())
             self.saved = whole if self.is_whole else self.saved
             return whole
         whole = self._bytes.wait()
@@ -264,6 +271,7 @@ def _quantized_grad(
     quantizer = quantizer.with_usage(rowwise=weight is not None, columnwise=x is not None)
     if not op._parallel.gathers_grad:
         dy = quantized(grad_output, dtype, quantizer)
+        _note_gradient(op, dy, x, weight)
         return (
             lambda: readable(dy, "rowwise", quantizer),
             lambda: readable(dy, "columnwise", quantizer),
@@ -273,9 +281,18 @@ def _quantized_grad(
     rows = quantized_rows(source, quantizer, usages, group, reduces_amaxes=ctx.reduces_amaxes)
     if rows is None:
         whole = quantizer(start_all_gather(plain(source, dtype), group).wait())
+        _note_gradient(op, whole, x, weight)
         return (lambda: whole), (lambda: whole)
+    _note_gradient(op, rows.tensor, x, weight)
     if len(usages) == 1 or makes_columns(rows.tensor._quantizer):
         both = functools.cache(rows.start(usages, group).wait)
         return both, both
     first, second = (rows.start((usage,), group) for usage in usages)
     return first.wait, second.wait
+
+
+def _note_gradient(op: Any, dy: QuantizedTensor, x: Any, weight: Any) -> None:
+    """Show an inspector the gradient that this rank has quantized, and saved operands."""
+    if observing.now is not None:
+        note_operands(op, grad_output=dy)
+        note_operands(op, input=x, weight=weight, only_new=True)

@@ -31,7 +31,7 @@ from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_va
 class LinearWeight(KeepsWeights):
     """An op with a weight ``[local_out_features, local_in_features]``, the part of this rank."""
 
-    parameter_names = ("weight",)
+    parameter_names: Sequence[str] = ("weight",)
     weight: torch.nn.Parameter
     in_features: int
     out_features: int

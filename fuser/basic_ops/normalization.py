@@ -80,6 +80,7 @@ class _Normalization(BasicOperation):
 
     parameter_names: tuple[str, ...] = ("weight",)
     can_quantize_output = ("forward", "backward")
+    stores_rebuilt_output = True
     backward_attributes = NormState
     grad_input_dtype = "input"
     saved: ClassVar[type[LayerNormSaved] | type[RMSNormSaved]]
@@ -206,6 +207,7 @@ class _Normalization(BasicOperation):
             zero_centered=state.zero_centered_gamma,
             d_extra=None if d_extra is None else d_extra.reshape(x.shape),
             rounded_dx=None if rounded_dx is None else rounded_dx.view(x.shape),
+            output=ctx.rebuilt_output,
         )
         dx = None if dx is None else self._shaped(dx, grad_output.shape)
         return dx, tuple(map(self._param_grad, grads))

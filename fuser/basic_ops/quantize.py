@@ -11,6 +11,7 @@ import torch
 from fuser.op import BasicOperation, Grads, OperationContext
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.tensors.observation import note_operands, observing
 
 
 class Quantize(BasicOperation):
@@ -103,6 +104,8 @@ class Quantize(BasicOperation):
         quantizer = self._quantizer("forward", ctx, input_.device)
         assert quantizer is not None
         output = _for_reader(quantizer, next_op_input_quantizer)(input_)
+        if observing.now is not None:
+            note_operands(self, input=output)
         if ctx.backward_override == "high_precision":
             output.high_precision_source = input_.detach()
         return output
@@ -113,7 +116,10 @@ class Quantize(BasicOperation):
         quantizer: Quantizer | None = ctx.grad_output_quantizer
         if quantizer is None or isinstance(grad_output, QuantizedTensor):
             return grad_output, ()
-        return _for_reader(quantizer, ctx.grad_input_quantizer)(grad_output), ()
+        grad_input = _for_reader(quantizer, ctx.grad_input_quantizer)(grad_output)
+        if observing.now is not None:
+            note_operands(self, grad_output=grad_input)
+        return grad_input, ()
 
     def _quantizer(
         self, mode: str, ctx: OperationContext, device: torch.device

@@ -65,6 +65,7 @@ class ScaledActivation(BasicOperation):
     takes_floating_extras = True
     can_quantize_output = ("forward", "backward")
     rebuilds_output = True
+    stores_rebuilt_output = True
     backward_attributes = ScaledActivationState
 
     def __init__(self, function: Stage, *, activation_recompute_in_mlp: bool = False) -> None:
@@ -125,7 +126,7 @@ class ScaledActivation(BasicOperation):
         state: ScaledActivationState = ctx.state
         (wants_dscales,) = ctx.extra_inputs_require_grad
         dx, dscales = pointwise.scaled_activation_backward(
-            state.function, dy, x, scales, wants_dscales=wants_dscales
+            state.function, dy, x, scales, wants_dscales=wants_dscales, output=ctx.rebuilt_output
         )
         return write_grad_input(dx, ctx), (), (dscales,)
 

@@ -122,6 +122,12 @@ class Chain:
         return i >= self.saved and any(stage.is_activation for stage in self.stages[i:])
 
     @functools.cached_property
+    def writes_output(self) -> bool:
+        """Whether backward reads all that the output of forward needs."""
+        needed = (i for i in self.with_operand if i >= self.saved)
+        return self.reads_input and all(map(self.reads_operand, needed))
+
+    @functools.cached_property
     def scalars(self) -> tuple[Any, ...]:
         """The scalars of all stages, as kernel arguments."""
         return tuple(scalar for stage in self.stages for scalar in _scalars(stage))

@@ -36,7 +36,7 @@ from fuser.cuda.norm_common import (
     vectors_of,
     whole_warps,
 )
-from fuser.errors import InputError
+from fuser.errors import InputError, KernelUnavailable
 
 # Persistent blocks, one or two on a multiprocessor, so that there are few partial sums. A thread
 # prefetches up to four rows into shared memory. 512 threads have 128 registers each, 640 have 96:
@@ -66,6 +66,7 @@ def rmsnorm_backward(
     means: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
     rounded_dx: torch.Tensor | None = None,
+    y: torch.Tensor | None = None,
 ) -> None:
     """The gradients of ``rmsnorm``: with ``x_hat = x * rstd`` and ``d_hat = dy * gamma``,
 
@@ -109,13 +110,17 @@ def rmsnorm_backward(
     rounded_dx
         Written, only together with ``dx``: like it, rounded to the dtype of ``dy``, which has 16
         bits where x is fp32. 2 bytes an element. None does not write it.
+    y
+        Written, only together with ``dx`` and if :func:`writes_output`: the output of ``rmsnorm``
+        with the bits that this writes, contiguous, in the dtype of ``dy``, whose memory it may
+        have. 2 bytes an element of 16 bits. None does not write it.
 
     Raises
     ------
     InputError
         If a dtype, shape or layout is wrong.
     """
-    tensors = (dy, x, gamma, None, rstd, d_extra, dx, rounded_dx, workspace, means, amax)
+    tensors = (dy, x, gamma, None, None, rstd, d_extra, dx, rounded_dx, y, workspace, means, amax)
     _backward("rmsnorm_backward", "RMSNorm", *tensors, zero_centered_gamma, (dgamma,))
 
 
@@ -135,6 +140,8 @@ def layernorm_backward(
     means: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
     rounded_dx: torch.Tensor | None = None,
+    y: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
 ) -> None:
     """The gradients of ``layernorm``: ``x_hat = (x - mean) * rstd``, ``d_hat = dy * gamma``,
 
@@ -143,7 +150,7 @@ def layernorm_backward(
 
     Parameters
     ----------
-    dy, x, gamma, rstd, dx, dgamma, workspace, zero_centered_gamma, d_extra, amax, rounded_dx
+    dy, x, gamma, rstd, dx, dgamma, workspace, zero_centered_gamma, d_extra, amax, rounded_dx, y
         As in :func:`rmsnorm_backward`.
     mean
         Read; as the forward wrote it.
@@ -152,13 +159,15 @@ def layernorm_backward(
     means
         Written; fp32 ``[rows, 2]``, contiguous: ``mean(d_hat * x_hat)`` and ``mean(d_hat)``. None
         does not write them.
+    beta
+        Read with ``y``; as in the forward.
 
     Raises
     ------
     InputError
         If a dtype, shape or layout is wrong.
     """
-    tensors = (dy, x, gamma, mean, rstd, d_extra, dx, rounded_dx, workspace, means, amax)
+    tensors = (dy, x, gamma, beta, mean, rstd, d_extra, dx, rounded_dx, y, workspace, means, amax)
     _backward("layernorm_backward", "LayerNorm", *tensors, zero_centered_gamma, (dgamma, dbeta))
 
 
@@ -187,7 +196,7 @@ def l2norm_backward(
     InputError
         If a dtype, shape or layout is wrong.
     """
-    tensors = (dy, x, None, None, rnorm, None, dx, None, None, means, amax)
+    tensors = (dy, x, None, None, None, rnorm, None, dx, None, None, None, means, amax)
     _backward("l2norm_backward", "RMSNorm", *tensors, False, ())
 
 
@@ -240,6 +249,32 @@ def norm_backward_producer(
     )
 
 
+def writes_output(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    d_extra: torch.Tensor | None = None,
+) -> bool:
+    """Whether the backward of these tensors can write y too.
+
+    It reads each row once then: the rows are aligned to 16 bytes and fit the registers, of a
+    LayerNorm in 16 bits together with beta.
+    """
+    columns = x.shape[1]
+    plan = backward_plan(columns, x.element_size(), shared_bytes(x.device))
+    norm = "RMSNorm" if beta is None else "LayerNorm"
+    if not plan.fits_registers or not _has_room(norm, x.dtype, plan.vectors, plan.threads):
+        return False
+    return are_aligned(columns, x, row_strides(x, d_extra, dy), dy, gamma, beta, d_extra)
+
+
+def _has_room(norm: str, x: torch.dtype, vectors: int, threads: int) -> bool:
+    """Whether a kernel that writes y too keeps its data in registers."""
+    is_small = (vectors, threads) == (BACKWARD_VECTORS[0], FEW_THREADS)
+    return norm == "RMSNorm" or x.itemsize == 4 or is_small
+
+
 def workspace_shape(x: torch.Tensor, *, has_beta: bool) -> tuple[int, int, int]:
     """The shape of the fp32 workspace for the partial sums of the parameters' gradients.
 
@@ -264,20 +299,32 @@ def instantiations() -> tuple[Kernel, ...]:
     few, many = BACKWARD_VECTORS
     kernels = ((few, FEW_THREADS), (few, MANY_THREADS), (many, FEW_THREADS))
     chunks = ((None, FEW_THREADS), (None, MANY_THREADS))
-    backward = [_backward_kernel(n, *p, *k) for n, p in pairs for k in (*kernels, *chunks)]
+    backward = [
+        _backward_kernel(norm, *pair, *sizes, with_output)
+        for norm, pair in pairs
+        for sizes in (*kernels, *chunks)
+        for with_output in (False, True)
+        if not with_output or (sizes in kernels and _has_room(norm, pair[0], *sizes))
+    ]
     return (*backward, *(_gradients_kernel(dtype) for dtype in ELEMENTS))
 
 
 @functools.cache
 def _backward_kernel(
-    norm: str, x: torch.dtype, dy: torch.dtype, vectors: int | None, threads: int
+    norm: str,
+    x: torch.dtype,
+    dy: torch.dtype,
+    vectors: int | None,
+    threads: int,
+    with_output: bool,
 ) -> Kernel:
     types = norm_types(norm, x, dy)
     if vectors is None:
         return Kernel(
             "normalization_backward", f"fuser_norm_backward_in_chunks<{types}, {threads}>"
         )
-    return Kernel("normalization_backward", f"fuser_norm_backward<{types}, {vectors}, {threads}>")
+    arguments = f"{types}, {vectors}, {threads}, {boolean(with_output)}"
+    return Kernel("normalization_backward", f"fuser_norm_backward<{arguments}>")
 
 
 @functools.cache
@@ -350,6 +397,7 @@ def _backward_choice(
     columns: int,
     is_aligned: bool,
     has_extra: bool,
+    with_output: bool,
     shared: int,
     multiprocessors: int,
 ) -> tuple[Kernel, Launch, int]:
@@ -358,12 +406,13 @@ def _backward_choice(
     blocks = plan.blocks(rows, multiprocessors)
     if not is_aligned or not plan.fits_registers:
         launch = Launch((blocks,), (max(plan.lanes, 32), 1))
-        return _backward_kernel(norm, x, dy, None, plan.threads), launch, 0
+        return _backward_kernel(norm, x, dy, None, plan.threads, False), launch, 0
     vector_bytes = VECTOR_BYTES * (1 + has_extra) + VECTOR_BYTES * dy.itemsize // x.itemsize
     depth = plan.prefetch_depth(vector_bytes, shared)
     shared_of_block = depth * plan.slot_bytes(vector_bytes)
     launch = Launch((blocks,), (plan.lanes, plan.rows), shared_of_block)
-    return _backward_kernel(norm, x, dy, plan.vectors, plan.threads), launch, depth
+    kernel = _backward_kernel(norm, x, dy, plan.vectors, plan.threads, with_output)
+    return kernel, launch, depth
 
 
 @functools.lru_cache(maxsize=1024)
@@ -384,11 +433,13 @@ def _backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
     d_extra: torch.Tensor | None,
     dx: torch.Tensor | None,
     rounded_dx: torch.Tensor | None,
+    y: torch.Tensor | None,
     workspace: torch.Tensor | None,
     means: torch.Tensor | None,
     amax: torch.Tensor | None,
@@ -406,7 +457,19 @@ def _backward(
         raise InputError(
             f"{function} writes rounded_dx beside a dx of more bits than dy has; it got {had}."
         )
-    check_parameters(function, columns, (("gamma", gamma),))
+    check_tensor(function, "y", y, (dy.dtype,), x.shape)
+    if y is not None:
+        if dx is None or gamma is None or (norm == "LayerNorm") is not (beta is not None):
+            has = [
+                name for name, t in (("dx", dx), ("gamma", gamma), ("beta", beta)) if t is not None
+            ]
+            raise InputError(
+                f"{function} writes y beside dx, from gamma and, of a LayerNorm, beta; of these it "
+                f"got {', '.join(has) or 'none'}."
+            )
+        if not writes_output(dy, x, gamma, beta, d_extra):
+            raise InputError(f"{function} cannot write y too, for rows of {columns} {x.dtype}.")
+    check_parameters(function, columns, (("gamma", gamma), ("beta", beta)))
     check_parameters(function, columns, tuple(zip(("dgamma", "dbeta"), grads, strict=False)))
     check_statistics(function, rows, mean, rstd, amax)
     check_tensor(function, "means", means, (torch.float32,), (rows, 1 + (norm == "LayerNorm")))
@@ -424,12 +487,13 @@ def _backward(
         d_extra = None
     if rows > 0 and (param_grads or any(output is not None for output in (dx, means, amax))):
         strides = row_strides(x, d_extra, dy)
-        is_aligned = are_aligned(columns, x, strides, dy, gamma, d_extra, dx, rounded_dx)
+        read, written = (dy, x, gamma, beta, mean, rstd, d_extra), (dx, rounded_dx, y)
+        is_aligned = are_aligned(columns, x, strides, dy, gamma, beta, d_extra, *written)
         dtypes, sizes = (x.dtype, dy.dtype), (rows, columns)
         kernel, launch, depth = _backward_choice(
-            norm, *dtypes, *sizes, is_aligned, d_extra is not None, *device
+            norm, *dtypes, *sizes, is_aligned, d_extra is not None, y is not None, *device
         )
-        tensors = (dy, x, gamma, mean, rstd, d_extra, dx, rounded_dx, partials, means, amax)
+        tensors = (*read, *written, partials, means, amax)
         launch_norm(
             *(kernel, launch, tensors, x, gamma, strides),
             is_aligned=is_aligned,
@@ -440,4 +504,12 @@ def _backward(
         dgamma, dbeta = (*grads, None)[:2]
         kernel = _gradients_kernel(param_grads[0].dtype)
         launch = _gradients_launch(columns, len(grads), blocks)
-        kernel(launch, partials, dgamma, dbeta, int32(blocks), int32(columns))
+        try:
+            kernel(launch, partials, dgamma, dbeta, int32(blocks), int32(columns))
+        except KernelUnavailable:
+            if y is None or partials is None:
+                raise
+            # A caller cannot begin again with torch: y may have overwritten dy.
+            for grad, part in zip(grads, partials, strict=True):
+                if grad is not None:
+                    grad.copy_(part.sum(0))

@@ -15,7 +15,7 @@ from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int32, in
 from fuser.cuda.chain import Chain, Tensors, chain_of, described, scale_dtypes_of
 from fuser.cuda.checks import boolean, check_buffer, check_element, check_matrix
 from fuser.cuda.launch import TILE, Kernel, Launch
-from fuser.errors import InputError
+from fuser.errors import InputError, KernelUnavailable
 from fuser.formats import ceil_div
 from fuser.torch_private import size_hint
 
@@ -98,6 +98,7 @@ def pointwise_backward(
     amax: torch.Tensor | None = None,
     *,
     saved: int = 0,
+    y: torch.Tensor | None = None,
 ) -> None:
     """Write the gradients of the input of ``stages`` and of their operands.
 
@@ -106,7 +107,7 @@ def pointwise_backward(
     shape.
 
     Bytes an element of dy: those of dy, of the one or two elements of x and of dx, of each extra
-    input before an activation, and of each gradient of an extra input.
+    input before an activation, of each gradient of an extra input, and of ``y``.
 
     Parameters
     ----------
@@ -136,15 +137,20 @@ def pointwise_backward(
         Raised to ``max |dx|``, as in :func:`pointwise`.
     saved
         No stage before this one is an activation.
+    y
+        Written; the chain's output, with the bits of :func:`pointwise`; contiguous, in the dtype of
+        dy. Its memory may be that of dy. None does not write it.
 
     Raises
     ------
     InputError, InputTypeError
-        If the dtype, shape or layout of a tensor is wrong, or there is nothing
-        to write.
+        If the dtype, shape or layout of a tensor is wrong, there is nothing to write, or ``y`` is
+        given and :func:`writes_output` is false.
     """
     has_grad = tuple(grad is not None for grad in grads)
     chain = chain_of(stages, dy.dtype, scale_dtypes_of(stages, operands), has_grad, saved)
+    if y is not None and not chain.writes_output:
+        raise InputError(f"The backward of {stages}, saved={saved}, does not read what y needs.")
     if dx is None and amax is None and not any(has_grad):
         raise InputError(
             f"The backward of {stages} got neither dx nor amax nor a gradient to write."
@@ -154,11 +160,14 @@ def pointwise_backward(
     else:
         rows, wide = _matrix("dx", dx, chain.dtype)
         columns = wide // chain.halves
+    if y is not None and _matrix("y", y, chain.dtype) != (rows, columns):
+        raise InputError(f"y is {described(y)}; it has {rows} rows of {columns} columns.")
     inputs = chain.backward_inputs(dy, x, operands, rows, columns)
     chain.check_grads(grads, operands, rows, columns)
     _check_amax(amax)
 
-    is_aligned = chain.is_aligned(inputs, chain.widest, dx, workspace, *chain.elementwise(grads))
+    others = (dx, y, workspace, *chain.elementwise(grads))
+    is_aligned = chain.is_aligned(inputs, chain.widest, *others)
     vector = chain.widest if is_aligned else 1
     parts = _parts(chain, rows, columns, vector)
     _check_workspace(workspace, sum(part.count * part.size for part in parts))
@@ -169,17 +178,33 @@ def pointwise_backward(
             outputs[part.stage] = workspace.view(-1).narrow(0, begin, part.count * part.size)
         begin += part.count * part.size
 
-    kernel = backward_kernel(chain, vector, amax is not None)
+    kernel = backward_kernel(chain, vector, amax is not None, y is not None)
     steps = _steps(chain, rows, columns)
     launch = _backward_launch(chain, rows, columns, vector)
-    kernel(launch, inputs.struct(chain, outputs), dx, amax, np.uint32(rows), int32(steps))
+    kernel(launch, inputs.struct(chain, outputs), dx, y, amax, np.uint32(rows), int32(steps))
     for part in parts:
-        grad = grads[part.stage]
+        grad, of_grad = grads[part.stage], outputs[part.stage]
         assert grad is not None
+        assert of_grad is not None
         kernel = sum_kernel(grad.dtype, part.fan)
-        kernel(
-            _sum_launch(part.size), outputs[part.stage], grad, int32(part.count), int64(part.size)
-        )
+        try:
+            kernel(_sum_launch(part.size), of_grad, grad, int32(part.count), int64(part.size))
+        except KernelUnavailable:
+            if y is None:
+                raise
+            # A caller cannot begin again with torch: y may have overwritten dy.
+            grad.copy_(of_grad.view(part.count, part.size).sum(0).view(grad.shape))
+
+
+def writes_output(
+    stages: Stages, dtype: torch.dtype, operands: Tensors, grads: Tensors, saved: int = 0
+) -> bool:
+    """Whether :func:`pointwise_backward` can write ``y`` too: it reads all that y needs.
+
+    Not so if a bias or an extra input is added after the last activation, or without one.
+    """
+    has_grad = tuple(grad is not None for grad in grads)
+    return chain_of(stages, dtype, scale_dtypes_of(stages, operands), has_grad, saved).writes_output
 
 
 def workspace_size(
@@ -342,9 +367,10 @@ def forward_kernel(chain: Chain, vector: int, with_amax: bool) -> Kernel:
     return _kernel("fuser_pointwise", chain.type, chain.forward_rows, vector, with_amax)
 
 
-def backward_kernel(chain: Chain, vector: int, with_amax: bool) -> Kernel:
+def backward_kernel(chain: Chain, vector: int, with_amax: bool, with_output: bool) -> Kernel:
     """``fuser_pointwise_backward`` over vectors of ``vector`` elements."""
-    return _kernel("fuser_pointwise_backward", chain.type, chain.backward_rows, vector, with_amax)
+    rows, flags = chain.backward_rows, (with_amax, with_output)
+    return _kernel("fuser_pointwise_backward", chain.type, rows, vector, *flags)
 
 
 def _steps(chain: Chain, rows: int, columns: int) -> int:
@@ -376,9 +402,9 @@ def _parts(chain: Chain, rows: int, columns: int, vector: int) -> list[_Parts]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _kernel(name: str, chain: str, rows: int, vector: int, with_amax: bool) -> Kernel:
-    amax = str(with_amax).lower()
-    return Kernel("pointwise", f"{name}<{chain}, {rows}, {vector}, {amax}>")
+def _kernel(name: str, chain: str, rows: int, vector: int, *flags: bool) -> Kernel:
+    arguments = ", ".join((chain, str(rows), str(vector), *map(boolean, flags)))
+    return Kernel("pointwise", f"{name}<{arguments}>")
 
 
 @functools.lru_cache(maxsize=64)

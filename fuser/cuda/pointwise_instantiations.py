@@ -82,7 +82,9 @@ def instantiations() -> tuple[Kernel, ...]:
         for has_vectors in vectors:
             vector = forward.widest if has_vectors else 1
             kernels.append(forward_kernel(forward, vector, with_amax))
-            kernels.append(backward_kernel(backward, vector, with_amax))
+            kernels.append(backward_kernel(backward, vector, with_amax, with_output=False))
+            if backward.writes_output and not with_amax:
+                kernels.append(backward_kernel(backward, vector, False, with_output=True))
 
     for name in ACTIVATIONS:
         add((Stage(name, (1.0,) * STAGES[name].scalars),), bf16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -77,6 +78,11 @@ class _PaddedRows(LazyTensor):
         self.groups, self.is_padded = groups, is_padded
         self.shape = torch.Size((groups.padded_rows, matrix_of(rows)[1]))
         self.dtype, self.device = rows.dtype, rows.device
+
+    def apart(self) -> LazyTensor:
+        other: _PaddedRows = copy.copy(self)
+        other.rows = self.rows.apart() if isinstance(self.rows, LazyTensor) else self.rows
+        return other
 
     def _from_kernel(self) -> torch.Tensor:
         if self.is_padded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Hashable
@@ -46,6 +47,13 @@ class LazyTensor:
         """The same values in another shape, with the same length of rows."""
         self.shape = shape
         return self
+
+    def apart(self) -> LazyTensor:
+        """A second one of the same values, which writes to no tensor of this one.
+
+        Beside the values it may leave out what is computed together with them.
+        """
+        return copy.copy(self)
 
     def tensor(self) -> torch.Tensor:
         """The values, contiguous, stored unquantized by a kernel."""

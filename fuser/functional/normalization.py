@@ -8,6 +8,7 @@ with it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -102,17 +103,20 @@ def rmsnorm_backward(
     zero_centered: bool = False,
     d_extra: Wanted = None,
     rounded_dx: Wanted = None,
+    output: Result | None = None,
 ) -> tuple[Result | None, Wanted]:
     """Gradients of ``x``, plus ``d_extra``, and of ``gamma``; None if not ``wanted``.
 
     ``rounded_dx``, contiguous, in the dtype of dy and of fewer bits than x, is written together
-    with the first when that is stored.
+    with the first when that is stored. So is ``output``, what :func:`rmsnorm` returned again for
+    this x, if it is lazy and one kernel can store both: in the memory of ``dy``, which nothing
+    reads later.
     """
     if not _takes(dy.dtype, x, d_extra):
         gain = _gain(gamma, zero_centered)
         dx, dgamma = reference.rmsnorm_backward(dy, x, gain, rstd, needed, d_extra)
         return _rounded_too(dx, rounded_dx), _cast(dgamma, gamma)
-    parameters, options = (gamma,), (zero_centered, d_extra, rounded_dx)
+    parameters, options = (gamma,), (zero_centered, d_extra, rounded_dx, output)
     norm = _NormBackward(dy, x, parameters, (rstd,), needed[1:], *options)
     return norm.where(needed[0]), norm.grads[0]
 
@@ -130,6 +134,7 @@ def layernorm_backward(
     zero_centered: bool = False,
     d_extra: Wanted = None,
     rounded_dx: Wanted = None,
+    output: Result | None = None,
 ) -> tuple[Result | None, Wanted, Wanted]:
     """Gradients of ``x``, of ``gamma`` and of ``beta``, as in :func:`rmsnorm_backward`."""
     if not _takes(dy.dtype, x, d_extra) or gamma.dtype is not beta.dtype:
@@ -138,7 +143,7 @@ def layernorm_backward(
         dx, dgamma, dbeta = grads
         return _rounded_too(dx, rounded_dx), _cast(dgamma, gamma), _cast(dbeta, beta)
     parameters, statistics = (gamma, beta), (mean, rstd)
-    options = (zero_centered, d_extra, rounded_dx)
+    options = (zero_centered, d_extra, rounded_dx, output)
     norm = _NormBackward(dy, x, parameters, statistics, needed[1:], *options)
     dgamma, dbeta = norm.grads
     return norm.where(needed[0]), dgamma, dbeta
@@ -233,8 +238,17 @@ class _Norm(LazyTensor):
         )
         self.z = _like(self.x, wants_sum)
         self.has_statistics = False
+        self.values: Wanted = None  # if a kernel for the gradient has stored them
+
+    def apart(self) -> LazyTensor:
+        other: _Norm = copy.copy(self)
+        other.statistics = tuple(map(torch.empty_like, self.statistics))
+        other.z, other.has_statistics = _like(self.x, self.z is not None), False
+        return other
 
     def _from_kernel(self) -> torch.Tensor:
+        if self.values is not None:
+            return self.values.view(self.shape)
         y = torch.empty(self.x.shape, dtype=self.dtype, device=self.device)
         self._run(y, None)
         return y.view(self.shape)
@@ -301,6 +315,7 @@ class _NormBackward(LazyTensor):
     """The gradient of a norm's input; ``grads`` of its parameters are written together with it.
 
     ``rounded_dx`` is written when the gradient is stored, and not by a quantizer that computes it.
+    So is the ``output`` of the norm, where the kernel can.
     """
 
     def __init__(
@@ -313,7 +328,9 @@ class _NormBackward(LazyTensor):
         zero_centered: bool = False,
         d_extra: Wanted = None,
         rounded_dx: Wanted = None,
+        output: Result | None = None,
     ) -> None:
+        self.output = output
         self.dy, self.x = _rows(dy), _rows(x)
         self.d_extra = None if d_extra is None else _rows(d_extra)
         self.parameters = tuple(as_stored(parameter).contiguous() for parameter in parameters)
@@ -323,6 +340,11 @@ class _NormBackward(LazyTensor):
         self.grads = [_like(p, is_wanted) for p, is_wanted in zip(parameters, needed, strict=True)]
         self.rounded_dx = rounded_dx
         self.means: Wanted = None
+
+    def apart(self) -> LazyTensor:
+        other: _NormBackward = copy.copy(self)
+        other.grads, other.rounded_dx = [None] * len(self.grads), None
+        return other
 
     def where(self, is_wanted: bool) -> LazyTensor | None:
         """This lazy tensor if it is wanted; else None, with only parameters' gradients written."""
@@ -334,8 +356,29 @@ class _NormBackward(LazyTensor):
 
     def _from_kernel(self) -> torch.Tensor:
         dx = torch.empty(self.x.shape, dtype=self.dtype, device=self.device)
-        self._run(dx)
+        output = self._output_to_store()
+        if output is None:
+            self._run(dx)
+        else:
+            y = self.dy if self.dy.is_contiguous() else torch.empty_like(self.dy)
+            options = {"beta": self.parameters[1]} if len(self.parameters) > 1 else {}
+            self._run(dx, y=y, **options)
+            output.values = y
         return dx.view(self.shape)
+
+    def _output_to_store(self) -> _Norm | None:
+        """The output, if it is lazy, and of what the kernel for the gradient reads."""
+        output = self.output
+        if not isinstance(output, _Norm) or not self.parameters or output.extra is not None:
+            return None
+        own = (self.x, *self.parameters, *self.statistics)
+        read = (output.x, *output.parameters, *output.statistics)
+        is_same = (*map(id, own), self.dy.dtype) == (*map(id, read), output.dtype)
+        if not is_same or self.zero_centered is not output.zero_centered:
+            return None
+        _, beta = (*self.parameters, None)[:2]
+        given = (self.dy, self.x, self.parameters[0], beta, self.d_extra)
+        return output if backward_kernels.writes_output(*given) else None
 
     def _from_reference(self) -> torch.Tensor:
         grads: tuple[Wanted, ...] = ()

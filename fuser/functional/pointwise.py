@@ -7,6 +7,7 @@ it is written.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -57,24 +58,41 @@ def activation(stage: Stage, x: torch.Tensor, *, is_plain: bool = False) -> Resu
 
 
 def activation_backward(
-    stage: Stage, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
+    stage: Stage,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    *,
+    is_plain: bool = False,
+    output: Result | None = None,
 ) -> Result:
-    """Gradient of ``x``; see the reference, and :func:`activation`."""
+    """Gradient of ``x``; see the reference, and :func:`activation`.
+
+    ``output``: what :func:`activation` returned again for this x. If it is lazy, and one kernel can
+    store it and the gradient, that kernel does, in the memory of ``dy``, which nothing reads later.
+    """
     if prefers_torch(stage, x.numel(), is_plain=is_plain) or not _takes(dy, x):
         return reference.activation_backward(stage, dy, x)
-    return _Backward((stage,), dy, x, NO_OPERAND, NO_OPERAND)
+    return _Backward((stage,), dy, x, NO_OPERAND, NO_OPERAND, output=output)
 
 
 def activation_bias_backward(
-    stage: Stage, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
+    stage: Stage,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    *,
+    is_plain: bool = False,
+    output: Result | None = None,
 ) -> tuple[Result, torch.Tensor]:
-    """Gradients of ``x``, the sum before an activation, and of the bias in that sum."""
+    """Gradients of ``x``, the sum before an activation, and of the bias in that sum.
+
+    ``output`` as in :func:`activation_backward`.
+    """
     if prefers_torch(stage, x.numel(), is_plain=is_plain) or not _takes(dy, x):
         dx = reference.activation_backward(stage, dy, x)
         return dx, (dx if dx.dim() == 2 else dx.reshape(-1, dx.shape[-1])).sum(0)
     dbias = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device)
     stages = (_BIAS, stage)
-    return _Backward(stages, dy, x, (None, None), (dbias, None), saved=1), dbias
+    return _Backward(stages, dy, x, (None, None), (dbias, None), saved=1, output=output), dbias
 
 
 def scaled_activation(stage: Stage, x: torch.Tensor, scales: torch.Tensor) -> Result:
@@ -91,8 +109,12 @@ def scaled_activation_backward(
     scales: torch.Tensor,
     *,
     wants_dscales: bool = True,
+    output: Result | None = None,
 ) -> tuple[Result, torch.Tensor | None]:
-    """Gradients of ``x`` and, if wanted, of ``scales``; see the reference."""
+    """Gradients of ``x`` and, if wanted, of ``scales``; see the reference.
+
+    ``output`` as in :func:`activation_backward`.
+    """
     if not _takes(dy, x):
         return reference.scaled_activation_backward(
             stage, dy, x, scales, wants_dscales=wants_dscales
@@ -100,7 +122,7 @@ def scaled_activation_backward(
     operand = as_stored(scales).contiguous()
     dscales = torch.empty_like(operand) if wants_dscales else None
     stages = (stage.scaled,)
-    return _Backward(stages, dy, x, (operand,), (dscales,)), dscales
+    return _Backward(stages, dy, x, (operand,), (dscales,), output=output), dscales
 
 
 def scaled_activation_bias_backward(
@@ -186,11 +208,13 @@ def chain_backward(
     x: torch.Tensor | None,
     operands: Operands,
     needed: Sequence[bool],
+    *,
+    output: Result | None = None,
 ) -> tuple[LazyTensor, list[torch.Tensor | None]]:
     """Gradients of the input of ``stages`` and, if ``wanted``, of the operands.
 
     Tensors that no later activation reads again may be None: ``x``, a bias, an
-    extra input.
+    extra input. ``output`` as in :func:`activation_backward`.
     """
     *leading, width = dy.shape
     grads: list[torch.Tensor | None] = []
@@ -204,7 +228,7 @@ def chain_backward(
         width <<= stage.is_gated
     grads.reverse()
     contiguous = [None if operand is None else _rows(operand).contiguous() for operand in operands]
-    return _Backward(stages, dy, x, contiguous, grads), grads
+    return _Backward(stages, dy, x, contiguous, grads, output=output), grads
 
 
 def prefers_torch(stage: Stage, count: int, *, is_plain: bool) -> bool:
@@ -248,8 +272,11 @@ class _Forward(LazyTensor):
         *leading, features = x.shape
         self.shape = torch.Size((*leading, features >> halves))
         self.dtype, self.device = x.dtype, x.device
+        self.values: torch.Tensor | None = None  # if a kernel for the gradient has stored them
 
     def _from_kernel(self) -> torch.Tensor:
+        if self.values is not None:
+            return self.values.view(self.shape)
         stage, *more = self.stages
         if not more and stage.name in _TORCH:
             return _TORCH[stage.name](self.x, *self.operands, *stage.scalars)
@@ -275,7 +302,8 @@ class _Forward(LazyTensor):
 class _Backward(LazyTensor):
     """The gradient of a chain's input; ``grads`` of its operands are written together with it.
 
-    With ``groups``, whose padded rows these are, so is ``group_dbias``: the sums of each group.
+    With ``groups``, whose padded rows these are, so is ``group_dbias``: the sums of each group. If
+    the gradient is stored unquantized, so is the ``output`` of the chain, where the kernel can.
     """
 
     def __init__(
@@ -288,9 +316,11 @@ class _Backward(LazyTensor):
         saved: int = 0,
         groups: PaddedGroups | None = None,
         group_dbias: torch.Tensor | None = None,
+        output: Result | None = None,
     ) -> None:
         self.stages = stages
         self.groups, self.group_dbias = groups, group_dbias
+        self.output = output
         self.dy = _rows(dy)
         self.x = None if x is None else _rows(x)
         self.operands, self.grads, self.saved = operands, grads, saved
@@ -303,11 +333,33 @@ class _Backward(LazyTensor):
         self.sums: torch.Tensor | None = None
         self.row_parts: torch.Tensor | None = None
 
+    def apart(self) -> LazyTensor:
+        other: _Backward = copy.copy(self)
+        other.grads, other.group_dbias = (None,) * len(self.stages), None
+        return other
+
     def _from_kernel(self) -> torch.Tensor:
         dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        self._run(dx, None)
+        output = self._output_to_store()
+        if output is None:
+            self._run(dx, None)
+        else:
+            y = self.dy if self.dy.is_contiguous() else torch.empty_like(self.dy)
+            self._run(dx, None, y)
+            output.values = y
         self._sum_groups(dx)
         return dx
+
+    def _output_to_store(self) -> _Forward | None:
+        """The output, if it is lazy, and of what the kernel for the gradient reads."""
+        output, saved = self.output, self.saved
+        if not isinstance(output, _Forward) or output.x is not self.x:
+            return None
+        own = (*self.stages[saved:], *map(id, self.operands[saved:]))
+        if own != (*output.stages, *map(id, output.operands)):
+            return None
+        reads = kernels.writes_output(self.stages, self.dtype, self.operands, self.grads, saved)
+        return output if reads else None
 
     def _sum_groups(self, dx: torch.Tensor) -> None:
         """Compute ``group_dbias`` from values in memory."""
@@ -379,7 +431,9 @@ class _Backward(LazyTensor):
             except KernelUnavailable:
                 grad.copy_(parts.sum(0).view(grad.shape))
 
-    def _run(self, dx: torch.Tensor | None, amax: torch.Tensor | None) -> None:
+    def _run(
+        self, dx: torch.Tensor | None, amax: torch.Tensor | None, y: torch.Tensor | None = None
+    ) -> None:
         """Write the gradients of operands, once, and the other outputs that are not None."""
         size, workspace = 0, None
         have_grad = [grad is not None for grad in self.grads]
@@ -398,5 +452,6 @@ class _Backward(LazyTensor):
             workspace,
             amax,
             saved=self.saved,
+            y=y,
         )
         self.grads = (None,) * len(self.stages)

@@ -23,6 +23,7 @@ class BackwardActivationBias(FusedOperation):
 
     window = (Bias, Activation)
     side = "backward"
+    stores_rebuilt_output = True
 
     @classmethod
     def refuses(cls, bias: Bias, activation: Activation, *, key: PlanKey) -> str | None:
@@ -49,6 +50,6 @@ class BackwardActivationBias(FusedOperation):
         x = activation.saved_input(ctx)
         state: ActivationState = ctx.state
         dx, dbias = pointwise.activation_bias_backward(
-            state.function, dy, x, is_plain=not ctx.has_recipe
+            *(state.function, dy, x), is_plain=not ctx.has_recipe, output=ctx.rebuilt_output
         )
         return write_grad_input(dx, bias_ctx), (dbias,), ()

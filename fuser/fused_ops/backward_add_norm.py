@@ -27,6 +27,7 @@ class _BackwardAddNorm(FusedOperation):
     """
 
     side = "backward"
+    stores_rebuilt_output = True
 
     @classmethod
     def refuses(

@@ -121,6 +121,18 @@ class Linear(FusedOperation):
         )
 
     @property
+    def in_features(self) -> int:
+        """Last dimension of the input, of all ranks together."""
+        features: int = self.members[0].whole_in_features
+        return features
+
+    @property
+    def out_features(self) -> int:
+        """Last dimension of the output, of all ranks together."""
+        features: int = self.members[0].out_features
+        return features
+
+    @property
     def weight(self) -> torch.nn.Parameter:
         """The weight on this rank, of one rank ``[out_features, in_features]``; may be replaced."""
         parameter: torch.nn.Parameter = self.members[0].weight
@@ -131,6 +143,11 @@ class Linear(FusedOperation):
         """The bias on this rank, of one rank ``[out_features]``, or None; may be replaced."""
         op = self.bias_op
         return None if op is None else op.bias
+
+    def plain_names(self) -> dict[str, str]:
+        bias = self.bias_op
+        names = {"basic_ops.0.weight": "weight"}
+        return names if bias is None else names | {"basic_ops.1.bias": "bias"}
 
     @property
     def bias_op(self) -> Bias | None:

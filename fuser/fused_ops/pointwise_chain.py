@@ -56,6 +56,7 @@ class PointwiseChain(FusedOperation):
     window = (_POINTWISE, Many(_POINTWISE))
     side = "joint"
     recomputes = True
+    stores_rebuilt_output = True
 
     @classmethod
     def refuses(cls, first: Any, rest: tuple[Any, ...], *, key: PlanKey) -> str | None:
@@ -147,8 +148,9 @@ class PointwiseChain(FusedOperation):
                     stages, state.wanted, is_dy, is_dx, strict=True
                 )
             ]
+            dy_in = cast(dy, ctx.input_dtype)
             values, grads = pointwise.chain_backward(
-                stages, cast(dy, ctx.input_dtype), x, operands, asked
+                stages, dy_in, x, operands, asked, output=ctxs[-1].rebuilt_output
             )
             dx = write_grad_input(values, ctx)
             for i, stage in enumerate(stages):

@@ -79,8 +79,11 @@ class NativeGemm:
 
 @functools.cache
 def torch_cuda() -> tuple[int, int]:
-    """The CUDA version of this build of torch; (0, 0) for a build without CUDA."""
-    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+    """The CUDA version of this build of torch.
+
+    A build without CUDA only plans for GPUs that are elsewhere, with a newer one.
+    """
+    major, minor = (torch.version.cuda or "13.0").split(".")[:2]
     return int(major), int(minor)
 
 

@@ -138,13 +138,14 @@ class GroupedLinear(Layer):
         m_splits: Sequence[int] | torch.Tensor,
         *,
         training: bool = True,
+        device: str | None = None,
         **unknown: NoReturn,
     ) -> FusionPlan:
         """The plan of a call with such arguments."""
         if unknown:
             refuse_unknown("The plan of a GroupedLinear", GroupedLinear.plan, unknown)
         self.hand_parameters_to_ops()
-        return self.ops.plan(inp, self._sizes(m_splits), training=training)
+        return self.ops.plan(inp, self._sizes(m_splits), training=training, device=device)
 
     def backward_dw(self) -> None:
         """As ``backward_dw`` of the op: compute weight gradients that a backward has left."""

@@ -14,6 +14,7 @@ from fuser.basic_ops.linear_weight import parallel_text
 from fuser.errors import InputError, StateError, refuse_unknown
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, HiddenOps
 from fuser.plan.plan import FusionPlan
+from fuser.runtime.observed import observer
 from fuser.sequential import OpKwargs, Sequential
 from fuser.tensors import QuantizedTensor
 
@@ -68,13 +69,14 @@ class Layer(HiddenOps):
             If parameters on meta have an ``init_method``.
         """
         self.hand_parameters_to_ops()
-        if not self._has_run and self._init_methods and self._is_on_meta():
+        is_first = not self._has_run and observer() is None
+        if is_first and self._init_methods and self._is_on_meta():
             raise StateError(
                 f"{type(self).__name__} is on meta and has an init_method: call to_empty(device=) "
                 "and reset_parameters() before its first forward."
             )
         output = self.ops(*inputs, op_kwargs=op_kwargs)
-        if not self._has_run:
+        if is_first:
             if self._is_on_meta():
                 self._take_parameters_of_ops()  # the ops have allocated them
             self._has_run = True
@@ -150,6 +152,9 @@ class Layer(HiddenOps):
         for path, op in self._basic_ops():
             if not isinstance(op, CollectiveOperation):
                 yield path, op
+
+    def plain_names(self) -> dict[str, str | None]:
+        return {"_extra_state": None}
 
     def get_extra_state(self) -> torch.Tensor:
         """Delayed scaling's state of all ops, each after its length, as an fp32 tensor.
@@ -239,10 +244,15 @@ class InputLayer(Layer):
         __call__ = forward
 
     def plan(
-        self, input: torch.Tensor, *, training: bool = True, **unknown: NoReturn
+        self,
+        input: torch.Tensor,
+        *,
+        training: bool = True,
+        device: str | None = None,
+        **unknown: NoReturn,
     ) -> FusionPlan:
         """The plan of a call with such an input, as from ``Sequential.plan``."""
         if unknown:
             refuse_unknown(f"The plan of a {type(self).__name__}", InputLayer.plan, unknown)
         self.hand_parameters_to_ops()
-        return self.ops.plan(input, training=training)
+        return self.ops.plan(input, training=training, device=device)

@@ -15,6 +15,7 @@ from fuser.op.parameters import (
     default_device,
     default_dtype,
 )
+from fuser.op.state import Stateful, is_tried, plain_keys
 from fuser.op.step import Contexts, Grads, StepGrads, StepInputs, StepOutputs, Tensors, rows
 from fuser.op.walk import HiddenOps, modules_and_ops
 
@@ -33,6 +34,7 @@ __all__ = [
     "OperationContext",
     "ParallelMode",
     "QUANTIZER_ARGUMENTS",
+    "Stateful",
     "StepGrads",
     "StepInputs",
     "StepOutputs",
@@ -45,9 +47,11 @@ __all__ = [
     "default_device",
     "default_dtype",
     "is_plain",
+    "is_tried",
     "keyword_names",
     "modules_and_ops",
     "pipeline_arguments",
+    "plain_keys",
     "quantizes_values",
     "rows",
     "write_grad_input",

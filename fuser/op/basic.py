@@ -18,6 +18,7 @@ from fuser.op.channels import ChannelBindings
 from fuser.op.context import OperationContext
 from fuser.op.fusible import QUANTIZER_METHODS, FusibleOperation
 from fuser.op.parameters import default_device
+from fuser.op.state import is_tried
 from fuser.op.step import Grads
 from fuser.precision.amax_reduction import note_op
 from fuser.precision.contexts import current_recipe
@@ -25,7 +26,7 @@ from fuser.precision.delayed_scaling import DelayedScales
 from fuser.precision.numbered_calls import number_call
 from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe, fp8_dtype
-from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
+from fuser.specs import Collective, PlanKey, Product, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.torch_private import gradient_hooks
 
@@ -72,6 +73,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     """Whether backward adds gradients of the op's first parameters to their ``main_grad``."""
     main_grad_count: int = 1
     """The number of these parameters."""
+    draws_seed: bool = False
+    """Whether a forward in training draws the seed of a mask, as ``Dropout`` does."""
     passes_gradient_on: bool = False
     """Whether the gradient of the input is the gradient of the output, unchanged."""
     grad_input_dtype: str = "grad_output"
@@ -162,16 +165,16 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """
         return (spec,) * self.num_extra_outputs
 
+    def product(self, spec: TensorSpec, output: TensorSpec) -> Product | None:
+        """The matrix product of forward, for main input and output; None for an op without one."""
+        return None
+
     def saved_bytes(self, spec: TensorSpec) -> int:
         """Bytes that the op saves for backward besides its input, such as statistics or a mask.
 
         They grow with the tokens: what a call saves once, such as a seed, does not count.
         """
         return 0
-
-    def product_features(self) -> tuple[int, ...]:
-        """Features of a row before and after the op's product, on this rank; empty without one."""
-        return ()
 
     def kept_input(self, key: PlanKey) -> QuantSpec | None:
         """How the op keeps its main input, if it keeps it quantized; else None."""
@@ -183,6 +186,11 @@ class BasicOperation(ChannelBindings, FusibleOperation):
 
     def takes_rebuilt_input(self, key: PlanKey) -> bool:
         """Whether backward reads the main input, and takes one that is computed again."""
+        return False
+
+    @property
+    def can_defer_wgrad(self) -> bool:
+        """Whether :meth:`op_backward` leaves the gradients of parameters if a context says so."""
         return False
 
     def deferred_gradients(self, ctx: OperationContext) -> Grads:
@@ -632,10 +640,27 @@ class BasicOperation(ChannelBindings, FusibleOperation):
                 scales, state = DelayedScales.unpacked(state, mode)
                 if scales.scale.numel():
                     loaded[mode] = scales
+        if is_tried():
+            return
         # A checkpoint without state comes from an op without state.
         for mode, previous in self._delayed.items():
             loaded[mode].succeed(previous)
         self._delayed = loaded
+
+    def plain_names(self) -> dict[str, str | None]:
+        is_ours = type(self).get_extra_state is BasicOperation.get_extra_state
+        return {"_extra_state": None} if is_ours else {}
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # An op that may get a state always has the key, and an empty tensor before: torch's
+        # distributed checkpoints read only what the model asks for, and would skip the state.
+        if not (self.num_quantizers("forward") or self.num_quantizers("backward")):
+            state = destination.get(f"{prefix}_extra_state")
+            if isinstance(state, torch.Tensor) and not state.numel():
+                del destination[f"{prefix}_extra_state"]
 
     def _load_from_state_dict(
         self,

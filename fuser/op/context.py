@@ -44,6 +44,10 @@ class OperationContext:
     """Whether a dispatch saves the tokens, from which backward computes their rows again."""
     rebuilt_input: Any = None
     """In the backward of a grouped linear: its input, lazily, if that is computed again."""
+    rebuilt_output: Any = None
+    """In backward: the op's output, lazily, if a linear that defers its wgrad reads it again. The
+    kernel that computes the gradient of the input may store it, over the gradient of the output,
+    which nothing else reads then."""
     defers_wgrad: bool = False
     """Whether backward computes a linear's input again after its dgrad, and then its wgrad."""
     deferred: Any = None

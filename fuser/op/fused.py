@@ -30,6 +30,12 @@ class _FixedOps(torch.nn.ModuleList):
 
     __setitem__ = __delitem__ = insert = pop = _refuse
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # As libraries that replace modules by their paths do.
+        if isinstance(value, torch.nn.Module) and hasattr(self, "_is_fixed"):
+            self._refuse()
+        super().__setattr__(name, value)
+
     def append(self, module: torch.nn.Module) -> Any:
         return self._refuse() if hasattr(self, "_is_fixed") else super().append(module)
 
@@ -156,6 +162,12 @@ class FusedOperation(FusibleOperation):
     def get_grad_output_quantizer(self) -> Quantizer | None:
         quantizer: Quantizer | None = self.members[-1].get_grad_output_quantizer()
         return quantizer
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        self._take_plain_names(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def pre_first_fuser_forward(self) -> None:
         for op in self.members:

@@ -12,6 +12,7 @@ import torch
 from fuser.errors import StateError, explains_arguments
 from fuser.module_calls import module_calls, noting
 from fuser.op.context import OperationContext
+from fuser.op.state import Stateful
 from fuser.op.step import Contexts, Grads, StepGrads, StepInputs, StepOutputs, Tensors, rows
 from fuser.op.structure import structure_of
 from fuser.specs import PlanKey
@@ -61,7 +62,7 @@ _ABSENT = object()
 _changes = itertools.count(1)
 
 
-class FusibleOperation(torch.nn.Module, abc.ABC):
+class FusibleOperation(Stateful, abc.ABC):
     """An operation that a pipeline can run: basic, or the fusion of basic ones."""
 
     # What runs the op alone; not part of the state, so that a copy makes its own.
@@ -72,6 +73,8 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     quantizer_view: ClassVar[Callable[[Any, Any], Any]]
     is_external: ClassVar[bool] = False
     """Whether code outside this library runs in the op's forward or backward."""
+    stores_rebuilt_output: ClassVar[bool] = False
+    """Whether backward stores the ``rebuilt_output`` of the last op's context, if a kernel can."""
 
     register_forward_pre_hook = noting("register_forward_pre_hook")
     register_forward_hook = noting("register_forward_hook")

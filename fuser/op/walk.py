@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
+from fuser.op.state import Stateful
 
-class HiddenOps(torch.nn.Module):
+
+class HiddenOps(Stateful):
     """Base of modules whose ops are not submodules: parameters and states are the module's own."""
 
     ops: torch.nn.Module

@@ -1,94 +1,45 @@
-"""Costs: the modelled time of a window, from its bytes and its kernel launches."""
+"""Costs: the modelled time of a window, from its bytes, its kernel launches and its products.
+
+A cover is chosen by bytes and launches alone: its products are those of every other cover. A step
+also has the time of its products: of their operations, or of the tensors that they move if that
+takes longer. What else the step moves takes its time after them.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-
-import torch
+from collections.abc import Mapping, Sequence
 
 from fuser.op import FusedOperation
 from fuser.plan.cover import Candidate
+from fuser.plan.devices import Device, precision_of
 from fuser.plan.graph import OpGraph
 from fuser.plan.plan import Step
+from fuser.recipe import Float8CurrentScaling
 from fuser.report.text import format_bytes
-from fuser.specs import PlanKey, QuantSpec
+from fuser.specs import Product, QuantSpec
 
 # Shapes are not part of a plan's key, so all plans use one token count. It is
 # large enough that memory traffic dominates launches, as in training.
 NOMINAL_TOKENS = 8192
 
 
+QUANTIZED = 1  # bytes of a quantized element, nearly
+
 # Kernels of ops that only communicate; a plan shows them with their bytes.
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 
 
-# FLOP/s of products on an H200 in forward and backward, by recipe: the six products of
-# RMSNorm-Linear-SwiGLU-Linear-add at T 8192, H 4096, F 14336
-# (benchmarks/results/pipelines_h200_gemms_alone.csv, "GEMMs alone"). fp32 without TF32 was not
-# measured: the share of its nominal 67 TFLOP/s that bf16 has of its nominal 989.
-H200_PRODUCTS = {
-    "bf16": 672.8e12,
-    "DelayedScaling": 1311.3e12,
-    "Float8CurrentScaling": 1311.1e12,
-    "Float8BlockScaling": 992.7e12,
-}
-H200_FP32_PRODUCTS = 67e12 * 672.8 / 989
-
-
-@dataclass(frozen=True)
-class DeviceCosts:
-    """The cost model of a device.
-
-    Bytes per second to memory, seconds per launch, bytes per second to another rank, and FLOP/s of
-    products in 16 bits and in fp32, and of native quantized ones by recipe.
-    """
-
-    bandwidth: float
-    launch: float
-    link: float
-    products: float
-    fp32_products: float
-    quantized_products: Mapping[str, float] = field(default_factory=dict)
-
-    def product_rate(self, key: PlanKey, side: str, names: Iterable[str]) -> float:
-        """FLOP/s of the products of an op on ``side``; ``key`` is narrowed to it.
-
-        ``names`` are those of its kernels. Operands of an emulated product are multiplied in the
-        compute dtype. A native one of a recipe that was not measured counts as one with a scale a
-        tensor.
-        """
-        recipe = key.recipe
-        is_quantized = recipe is not None and (side == "forward" or recipe.quantizes_backward)
-        if is_quantized and self.quantized_products and not any("emulated" in n for n in names):
-            rates = self.quantized_products
-            return rates.get(type(recipe).__name__, rates["Float8CurrentScaling"])
-        dtype = key.autocast_dtype or key.ops[0].params[0].dtype
-        return self.fp32_products if dtype is torch.float32 else self.products
-
-
-# An H200 copies 4.2 TB/s and a launch costs about 5 us of host time (measured,
-# docs/facts.md). The CPU's numbers are estimates for two cores.
-# Links are nominal: NVLink of an H200 in one direction, and gloo between two processes of a host.
-DEVICE_COSTS = {
-    "cuda": DeviceCosts(
-        4.2e12, 5e-6, 4.5e11, H200_PRODUCTS["bf16"], H200_FP32_PRODUCTS, H200_PRODUCTS
-    ),
-    "cpu": DeviceCosts(2e10, 2e-6, 1e9, 1e11, 1e11),
-}
-
-
 class CostModel:
-    """Modelled time of windows of ``graph`` on a kind of device.
+    """Modelled time of windows of ``graph`` on ``device``, for ``tokens`` rows.
 
     ``first`` is the first op that needs a gradient; backward ends there.
     """
 
-    def __init__(self, graph: OpGraph, device: str, first: int) -> None:
+    def __init__(self, graph: OpGraph, device: Device, first: int, tokens: int) -> None:
         self.graph = graph
         self.first = first
-        self.device = DEVICE_COSTS.get(device, DEVICE_COSTS["cuda"])
+        self.device = device
+        self.tokens = tokens
 
     def candidate(
         self,
@@ -136,42 +87,110 @@ class CostModel:
         ]
         link = sum(nbytes for _, nbytes, _ in sent) / self.graph.tokens
         a_token = token_bytes / self.graph.tokens
-        traffic = a_token * NOMINAL_TOKENS + param_bytes
+        traffic = a_token * self.tokens + param_bytes
         cost = traffic / self.device.bandwidth + len(names) * self.device.launch
-        cost += link * NOMINAL_TOKENS / self.device.link
+        cost += link * self.tokens / self.device.link
+        flops, products, beside = self._products(window, side, traffic)
+        seconds = cost + products + (beside - traffic) / self.device.bandwidth
+        if isinstance(self.graph.key.recipe, Float8CurrentScaling):
+            seconds += self._amaxes(window, side, fuses_quantize) / self.device.bandwidth
         fusion = None if run is None else (run if isinstance(run, type) else type(run)).__name__
         step = Step(
             ops=tuple(window),
             fusion=fusion,
             kernel=", ".join(names),
-            bytes_per_token=a_token + param_bytes / NOMINAL_TOKENS,
-            microseconds=cost * 1e6,
+            bytes_per_token=a_token + param_bytes / self.tokens,
+            microseconds=seconds * 1e6,
+            flops_per_token=flops / self.tokens,
+            product_microseconds=products * 1e6,
+            cover_microseconds=cost * 1e6,
             emits=self.graph.quant_spec(window.stop if side == "forward" else window.start, side),
             link_bytes_per_token=link,
         )
         return Candidate(window.start, window.stop, cost, run, step)
 
-    def arithmetic(self, side: str) -> float:
-        """Seconds by which the products of ``side`` take longer than the bytes that they move.
+    def _products(self, window: range, side: str, traffic: float) -> tuple[float, float, float]:
+        """The products of a window: operations, seconds, and the bytes that move beside them.
 
-        Those of a plan's steps are the bytes alone, since covers have the same products.
+        Between two products of a window the other ops are a kernel, though the window's
+        ``traffic`` has only what enters and leaves.
         """
-        graph, seconds = self.graph, 0.0
-        for i, op in enumerate(graph.ops):
-            key = graph.key.window(i, i + 1)
-            (op_key,) = key.ops
-            weights = op_key.params[: op.main_grad_count]
-            wants = (op_key.input_requires_grad, any(weight.requires_grad for weight in weights))
-            features, count = op.product_features(), sum(wants) if side == "backward" else 1
-            if not (features and count):
+        graph, flops, seconds, moved = self.graph, 0.0, 0.0, 0.0
+        scale = self.tokens / graph.tokens
+        rest: list[int] = []
+        for i in window:
+            product = graph.ops[i].product(*graph.main_specs[i : i + 2])
+            if product is None or (side == "backward" and i < self.first):
+                rest.append(i)
                 continue
-            rows = max(math.prod(graph.main_specs[gap].shape[:-1]) for gap in (i, i + 1))
-            flops = 2 * rows * math.prod(features) / graph.tokens * NOMINAL_TOKENS
-            rate = self.device.product_rate(key, side, op.kernels(side, key))
+            key = graph.key.window(i, i + 1)
+            (op,) = key.ops
+            weight_needs_grad = any(param.requires_grad for param in op.params)
+            is_run = [True] if side == "forward" else [op.input_requires_grad, weight_needs_grad]
+            dtype = key.autocast_dtype or graph.main_specs[i + 1].dtype
+            kernels = " ".join(graph.ops[i].kernels(side, key))
+            is_native = key.recipe is not None and "(native)" in kernels
+            precision = type(key.recipe).__name__ if is_native else precision_of(dtype)
+            rate = self.device.products(precision, is_grouped=product.groups > 0).on(side)
             of_tokens, of_params = graph.window_bytes(i, i + 1, side)
-            moved = of_tokens / graph.tokens * NOMINAL_TOKENS + of_params
-            seconds += max(0.0, count * flops / rate - moved / self.device.bandwidth)
-        return seconds
+            own = of_tokens * scale + of_params
+            done = product.flops * scale * sum(is_run)
+            flops += done
+            moved += own
+            seconds += max(done / rate, own / self.device.bandwidth)
+            if key.recipe is not None and "(emulated)" in kernels:
+                seconds += self._dequantizing(product, side, is_run, dtype.itemsize)
+            if key.recipe is not None and product.groups and "quantize" in kernels:
+                seconds += self._quantizing_groups(product, side, dtype.itemsize)
+        beside = max(traffic - moved, 0.0)
+        if len(window) - len(rest) > 1:
+            of_rest = [graph.window_bytes(i, i + 1, side) for i in rest]
+            beside = sum(of_tokens * scale + of_params for of_tokens, of_params in of_rest)
+        return flops, seconds, beside
+
+    def _amaxes(self, window: range, side: str, fuses_quantize: bool) -> float:
+        """Bytes that are read once more for an amax, before values are quantized with its scale."""
+        graph, moved = self.graph, 0.0
+        for i in window:
+            for role in graph.ops[i].quantizes(side, graph.key.window(i, i + 1)):
+                if role == "weight":
+                    moved += graph.params[i][0].numel() * graph.main_specs[i + 1].dtype.itemsize
+                else:
+                    moved += self._values(i if role == "input" else i + 1)
+        if fuses_quantize and side == "forward" and graph.quant_spec(window.stop, side):
+            moved += self._values(window.stop - 1)
+        elif fuses_quantize and side == "backward" and graph.quant_spec(window.start, side):
+            moved += self._values(window.start) + self._values(window.start + 1)
+        return moved
+
+    def _values(self, gap: int) -> float:
+        """Bytes of the unquantized tensor before op ``gap`` for the tokens of the model."""
+        return self.graph.main_specs[gap].nbytes * self.tokens / self.graph.tokens
+
+    def _dequantizing(
+        self, product: Product, side: str, is_run: Sequence[bool], itemsize: int
+    ) -> float:
+        """Seconds in which operands of emulated products are read quantized, and written."""
+        inputs, weights, outputs = self._operands(product)
+        pairs = [inputs + weights] if side == "forward" else [outputs + weights, outputs + inputs]
+        elements = sum(pair for pair, runs in zip(pairs, is_run, strict=True) if runs)
+        return elements * (QUANTIZED + itemsize) / self.device.bandwidth
+
+    def _quantizing_groups(self, product: Product, side: str, itemsize: int) -> float:
+        """Seconds in which a grouped linear quantizes its operands, which no graph counts.
+
+        Values are read, once more for an amax, and both copies written.
+        """
+        inputs, weights, outputs = self._operands(product)
+        elements = inputs + weights if side == "forward" else outputs
+        reads = 2 if isinstance(self.graph.key.recipe, Float8CurrentScaling) else 1
+        return elements * (reads * itemsize + 2 * QUANTIZED) / self.device.bandwidth
+
+    def _operands(self, product: Product) -> tuple[float, float, float]:
+        """Elements of input, weight and output for the tokens of the model."""
+        scale = self.tokens / self.graph.tokens
+        inputs, weights, outputs = product.operands
+        return inputs * scale, float(weights), outputs * scale
 
     def _collectives(
         self, window: range, side: str, sends: Mapping[str, QuantSpec]

@@ -68,7 +68,7 @@ class Cuts:
         ]
         """The bytes of the gradients of each op's parameters."""
         self._bytes = [sum(row) for row in self.grad_bytes]
-        self._microseconds = sum(step.microseconds for step in planned.plan.backward)
+        self._microseconds = sum(step.cover_microseconds for step in planned.plan.backward)
         self.gaps = {gap.op: gap for gap in _gaps(planned, key, graph)}
 
     def at(

@@ -16,9 +16,9 @@ class BudgetCost:
     ``nbytes`` are kept for inputs of the planned shape, ``weight_bytes`` of them by copies of
     quantized weights and the others by tensors of the tokens, ``bytes_per_token`` for each.
     Backward computes the ``inputs`` of these ops again and quantizes the ``weights`` of those;
-    ``repeats_forward``: it runs forward again. ``microseconds`` is the modelled time of forward and
-    backward for the plan's nominal token count: that of the steps, and of each product the longer
-    of its bytes and its operations. Modules between pipelines are not counted.
+    ``repeats_forward``: it runs forward again. ``microseconds`` is the modelled time of the steps
+    of forward and backward, for the tokens that the plan is modelled for. Modules between pipelines
+    are not counted.
     """
 
     memory_budget: float | None

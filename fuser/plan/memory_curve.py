@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fuser.plan.cost import NOMINAL_TOKENS, CostModel
+from fuser.plan.devices import Device
 from fuser.plan.graph import OpGraph
 from fuser.plan.kept import kept_tensors
 from fuser.plan.memory import BudgetCost, MemoryCurve
@@ -13,7 +13,6 @@ from fuser.plan.rebuilt import Limit
 from fuser.plan.registered import RegisteredFusions
 from fuser.specs import PlanKey
 
-SIDES = ("forward", "backward")
 LIMITS = (Limit(None), Limit(1), Limit(1, keep_weight_copies=False))
 
 
@@ -21,11 +20,14 @@ def memory_curve(
     graph: OpGraph,
     key_under: Callable[[Limit], PlanKey],
     registered: RegisteredFusions,
-    cuts: Sequence[int],
+    target: Device | None = None,
+    *,
+    cuts: Sequence[int] = (),
 ) -> MemoryCurve:
     """What each budget keeps and costs; ``key_under`` gives the key of the ops under a limit.
 
-    ``cuts`` are the ops before which the pipeline is cut into autograd nodes. Binds ``graph``.
+    ``target`` is that of :func:`make_plan`. ``cuts`` are the ops before which the pipeline is cut
+    into autograd nodes. Binds ``graph``.
     """
     every = []
     repeated: BudgetCost | None = None
@@ -33,13 +35,9 @@ def memory_curve(
         key = key_under(limit)
         if not key.requires_grad:
             return MemoryCurve()
-        planned = make_plan(graph, key, registered)
-        costs = CostModel(graph, key.device, 0)
-        seconds = {side: costs.arithmetic(side) for side in SIDES}
-        times = [
-            seconds[side] * 1e6 + sum(step.microseconds for step in planned.plan.steps(side))
-            for side in SIDES
-        ]
+        planned = make_plan(graph, key, registered, target)
+        plan = planned.plan
+        times = [sum(step.microseconds for step in side) for side in (plan.forward, plan.backward)]
         kept = kept_tensors(graph, planned.forward, cuts)
         a_token, weights = sum(k.bytes_per_token for k in kept), sum(k.nbytes for k in kept)
         again = [k for k in kept if k.is_rebuilt]
@@ -65,7 +63,7 @@ def memory_curve(
                 repeats_forward=True,
             )
     assert repeated is not None
-    return MemoryCurve((*every, repeated), graph.tokens, NOMINAL_TOKENS)
+    return MemoryCurve((*every, repeated), graph.tokens, plan.nominal_tokens)
 
 
 def _input_bytes(graph: OpGraph) -> int:

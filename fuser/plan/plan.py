@@ -12,12 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from fuser.cuda.launch import off_cuda
+from fuser.plan.devices import Device, device_of
 from fuser.plan.memory import MemoryCurve
+from fuser.plan.plain_torch import Baseline
 from fuser.report.draw import draw
-from fuser.report.text import columns, format_bytes, format_time, listed, quoted, span, wrapped
+from fuser.report.text import (
+    columns,
+    format_bytes,
+    format_flops,
+    format_time,
+    listed,
+    quoted,
+    span,
+    wrapped,
+)
 from fuser.specs import PlanKey, QuantSpec
 
-KERNELS_WIDTH = 72  # of the column of kernels in a printed plan
+KERNELS_WIDTH = 50  # of the column of kernels in a printed plan
 PIPELINE_INPUT = "the pipeline's input"  # the reason to keep it; of a later pipeline, the module
 
 
@@ -30,8 +41,11 @@ class Step:
     only returns references). ``bytes_per_token`` are the bytes moved through
     memory, divided by the tokens (rows of the pipeline's input); the bytes of
     parameters are divided by the plan's nominal token count. ``microseconds``
-    is the modelled memory and launch time for that token count. ``emits`` is
-    the quantization of the step's output, or of its input's gradient; None for
+    is the modelled time for that token count: of its products,
+    ``product_microseconds``, of its memory traffic beside them, and of its
+    launches. ``cover_microseconds`` has bytes and launches alone, by which covers
+    are chosen. ``flops_per_token`` are the operations of the products. ``emits``
+    is the quantization of the step's output, or of its input's gradient; None for
     unquantized. ``link_bytes_per_token`` are the bytes that a rank sends to the others.
     """
 
@@ -42,6 +56,9 @@ class Step:
     microseconds: float
     emits: QuantSpec | None = None
     link_bytes_per_token: float = 0.0
+    flops_per_token: float = 0.0
+    product_microseconds: float = 0.0
+    cover_microseconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -151,8 +168,13 @@ class FusionPlan:
     somebody waits for single gradients, and ``waiting`` who waits now; both are
     empty if it cannot be cut, and ``waiting`` if it runs as one node. ``extra_outputs`` are the
     numbers of extra outputs of the ops. ``kept`` is what backward reads of forward, and ``memory``
-    what each memory budget would keep and cost, in a plan from ``plan``; plans are compared
-    without it, since it belongs to a shape.
+    what each memory budget would keep and cost, in a plan from ``plan``; plans are compared without
+    it, since it belongs to a shape. ``target`` is
+    the device that the plan was asked for; None for this machine's. ``features`` are the columns
+    of the main input of each op, and at the end those of the output. ``wholes`` has for each
+    op the class that users write for it and its neighbours, such as ``Linear``; empty if that is
+    the op. ``baselines`` are the modelled times of the same ops in plain torch, if the plan is for
+    the rows of its own input.
     """
 
     key: PlanKey
@@ -175,6 +197,10 @@ class FusionPlan:
     extra_outputs: tuple[int, ...] = ()
     kept: tuple[Kept, ...] = ()
     memory: MemoryCurve = field(default_factory=MemoryCurve, compare=False)
+    target: Device | None = None
+    features: tuple[int, ...] = ()
+    wholes: tuple[str, ...] = ()
+    baselines: tuple[Baseline, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"Fusion plan of {len(self.ops)} ops: {self.key.describe()}"]
@@ -194,7 +220,11 @@ class FusionPlan:
         if self.key.no_kernels not in (None, off_cuda(self.key.device)):
             lines.append(f"  plain torch, without fuser's kernels: {self.key.no_kernels}")
         for side in ("forward", "backward"):
-            lines += ["", *self._side_lines(side)]
+            lines += ["", *self.side_lines(side)]
+        baselines = self.baseline_lines()
+        lines += ["", "plain torch, modelled", *(f"  {line}" for line in baselines)] * bool(
+            baselines
+        )
         if self.kept:
             found = [(str(i), self.ops[i], text) for i, text in self._kept_of_ops().items()]
             lines += ["", self.kept_line(), *columns(found, left=3)]
@@ -220,21 +250,25 @@ class FusionPlan:
             lines += [f"  {side:<8} {fusion} over {where}: {reason}", *below]
         lines += [
             "",
-            f"Modelled for {self.nominal_tokens} tokens: every kernel moves its tensors once, at "
-            "memory bandwidth,",
-            "and costs a launch. GEMM arithmetic is the same in every cover, and left out.",
+            *textwrap.wrap(
+                f"Modelled for {self.nominal_tokens} tokens on {self.device.describe()}: a GEMM "
+                "takes its operations' time at the rate of its format, other bytes move once, at "
+                "memory bandwidth, and a kernel costs a launch.",
+                width=96,
+            ),
         ]
         if any(step.link_bytes_per_token for step in self.forward + self.backward):
             lines.append(
                 "Bytes sent to other ranks take the time of a nominal link, without overlap."
             )
         if any("(emulated)" in step.kernel for step in self.forward + self.backward):
-            lines.append("An emulated product also dequantizes its operands, which is not counted.")
+            lines.append("An emulated product dequantizes its operands before it.")
         if any(not call.ops for call in self.modules):
             lines.append("Modules in brackets are not counted.")
         return "\n".join(lines)
 
-    def _side_lines(self, side: str) -> list[str]:
+    def side_lines(self, side: str) -> list[str]:
+        """The steps of a side as a table, and their totals."""
         steps, unfused = self.steps(side), self.steps(side, fused=False)
         if not steps:
             return [f"{side}: nothing needs a gradient"]
@@ -245,19 +279,51 @@ class FusionPlan:
             row = (
                 span(step.ops),
                 step.fusion or self.ops[step.ops[0]],
+                self.shape_of(step, side),
                 first,
                 *((str(step.emits or ""),) if emits else ()),
+                format_flops(step.flops_per_token),
                 format_bytes(step.bytes_per_token),
+                format_time(step.product_microseconds) if step.flops_per_token else "-",
                 format_time(step.microseconds),
             )
-            rows += [row, *(("", "", line, *[""] * (len(row) - 3)) for line in more)]
+            rows += [row, *(("", "", "", line, *[""] * (len(row) - 4)) for line in more)]
         quantization = ("emits",) if emits else ()
-        heading = (side, "runs as", "kernels", *quantization, "bytes/token", "modelled")
+        numbers = ("FLOP/token", "bytes/token", "GEMMs", "modelled")
+        heading = (side, "runs as", "columns", "kernels", *quantization, *numbers)
         ratio = _time(unfused) / _time(steps) if _time(steps) else 1.0
         return [
-            *columns([heading, *rows], left=len(heading) - 2),
-            f"  {_total(steps)}; unfused {_total(unfused)} ({ratio:.2f}x the memory time)",
+            *columns([heading, *rows], left=len(heading) - len(numbers)),
+            f"  {_total(steps)}; unfused {_total(unfused)} ({ratio:.2f}x the time)",
         ]
+
+    def shape_of(self, step: Step, side: str) -> str:
+        """The columns of a step's main input and output, or of their gradients: ``64 -> 256``."""
+        if not self.features:
+            return ""
+        ends = [self.features[step.ops[0]], self.features[step.ops[-1] + 1]]
+        first, last = ends if side == "forward" else ends[::-1]
+        return str(first) if first == last else f"{first} -> {last}"
+
+    @property
+    def device(self) -> Device:
+        """What the times are modelled for."""
+        return self.target or device_of(self.key.device)
+
+    @property
+    def microseconds(self) -> float:
+        """The modelled time of forward and backward."""
+        return _time(self.forward) + _time(self.backward)
+
+    def baseline_lines(self) -> list[str]:
+        """The modelled times of plain torch, and how much faster the plan is."""
+        lines = []
+        for one in self.baselines:
+            sides = [one.forward] + [one.backward] * bool(self.backward)
+            ratio = one.microseconds / self.microseconds if self.microseconds else 1.0
+            times = " + ".join(map(format_time, sides))
+            lines.append(f"{one.name}, in {self.key.dtype_name()}: {times}, {ratio:.2f}x this plan")
+        return lines
 
     @property
     def kept_bytes_per_token(self) -> float:
@@ -354,6 +420,10 @@ class FusionPlan:
 
         return {
             "key": self.key.describe(),
+            "device": self.device.describe(),
+            "features": list(self.features),
+            "wholes": list(self.wholes),
+            "baselines": [dict(vars(one)) for one in self.baselines],
             "ops": list(self.ops),
             "channels": [dict(vars(channel)) for channel in self.channels],
             "nominal_tokens": self.nominal_tokens,
@@ -384,6 +454,7 @@ class FusionPlan:
             "sentences": {
                 "nodes": self.node_lines(),
                 "notes": self.note_lines(),
+                "baselines": self.baseline_lines(),
                 "kept": [self.kept_line()] * bool(self.kept)
                 + [f"{i} {self.ops[i]}: {text}" for i, text in self._kept_of_ops().items()],
             },
@@ -506,6 +577,14 @@ def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
         nodes=_nodes_of(first) + moved(_nodes_of(second)),
         waiting=first.waiting or second.waiting,
         extra_outputs=first.extra_outputs + second.extra_outputs,
+        features=first.features[:-1] + second.features,
+        wholes=first.wholes + second.wholes,
+        baselines=tuple(
+            replace(
+                one, forward=one.forward + other.forward, backward=one.backward + other.backward
+            )
+            for one, other in zip(first.baselines, second.baselines, strict=False)
+        ),
         activation_bytes=first.activation_bytes[:-1] + second.activation_bytes,
         grad_activation_bytes=first.grad_activation_bytes[:-1] + second.grad_activation_bytes,
     )

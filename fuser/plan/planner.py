@@ -12,6 +12,7 @@ from fuser.errors import FuserWarning, StateError
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.cost import NOMINAL_TOKENS, CostModel
 from fuser.plan.cover import Candidate, cheapest_cover, outside, unchosen, unchosen_joint
+from fuser.plan.devices import Device, device_of
 from fuser.plan.graph import OpGraph
 from fuser.plan.kept import kept_tensors
 from fuser.plan.plan import Channel, FusionPlan, Note, Refusal
@@ -34,8 +35,15 @@ class Planned:
     backward: tuple[tuple[FusibleOperation, tuple[int, ...]], ...]
 
 
-def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Planned:
-    """Plan the ops of ``graph`` under ``key``.
+def make_plan(
+    graph: OpGraph,
+    key: PlanKey,
+    registered: RegisteredFusions,
+    target: Device | None = None,
+) -> Planned:
+    """Plan the ops of ``graph`` under ``key``, for ``target`` and the tokens of the graph.
+
+    Without a target for the device of the key, and for a number of tokens that all plans share.
 
     If a method of a fusion raises, the planner refuses the fusion with the
     exception as the reason, and warns.
@@ -47,7 +55,8 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
         does not do their communication.
     """
     graph.bind(key)
-    search = _Search(graph, key)
+    tokens = NOMINAL_TOKENS if target is None else graph.tokens
+    search = _Search(graph, key, target or device_of(key.device), tokens)
     pinned = apply_registered(graph, key, registered)
     forward = search.side("forward", pinned["forward"])
     backward = search.side("backward", pinned["backward"])
@@ -85,16 +94,27 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
         ),
         activation_bytes=_bytes_per_token(graph, "forward"),
         grad_activation_bytes=_bytes_per_token(graph, "backward"),
-        nominal_tokens=NOMINAL_TOKENS,
+        nominal_tokens=tokens,
+        target=target,
+        features=features_of(graph),
+        wholes=tuple(op.part_of for op in graph.ops),
         extra_outputs=tuple(op.num_extra_outputs for op in graph.ops),
         kept=kept_tensors(graph, run["forward"]) if key.requires_grad else (),
-        notes=_notes(graph, key, (*run["forward"], *run["backward"])),
+        notes=_notes(graph, key, (*run["forward"], *run["backward"]), tokens),
     )
     return Planned(plan, run["forward"], run["backward"])
 
 
+def features_of(graph: OpGraph) -> tuple[int, ...]:
+    """The columns of the tensors between the ops, of the first input to the last output."""
+    return tuple(spec.shape[-1] for spec in graph.main_specs)
+
+
 def _notes(
-    graph: OpGraph, key: PlanKey, run: Sequence[tuple[FusibleOperation, tuple[int, ...]]]
+    graph: OpGraph,
+    key: PlanKey,
+    run: Sequence[tuple[FusibleOperation, tuple[int, ...]]],
+    tokens: int,
 ) -> tuple[Note, ...]:
     """The notes of the basic ops, and of the fused ops that run."""
     fused = [(op, ops) for op, ops in run if op.is_fused_op]
@@ -102,9 +122,7 @@ def _notes(
     notes = []
     for op, ops in asked:
         rows = math.prod(graph.main_specs[ops[0]].shape[:-1])
-        texts = op.notes(
-            key.window(ops[0], ops[-1] + 1), round(rows * NOMINAL_TOKENS / graph.tokens)
-        )
+        texts = op.notes(key.window(ops[0], ops[-1] + 1), round(rows * tokens / graph.tokens))
         name = type(op).__name__ if op.is_fused_op else None
         notes += [Note(ops, text, fusion=name) for text in texts]
     return tuple(notes)
@@ -113,12 +131,12 @@ def _notes(
 class _Search:
     """The search for candidates in one graph under one key; it collects refusals."""
 
-    def __init__(self, graph: OpGraph, key: PlanKey) -> None:
+    def __init__(self, graph: OpGraph, key: PlanKey, device: Device, tokens: int) -> None:
         self.graph = graph
         self.key = key
         count = len(graph.ops)
         self.first = next((i for i, op in enumerate(key.ops) if op.requires_grad), count)
-        self.costs = CostModel(graph, key.device, self.first)
+        self.costs = CostModel(graph, device, self.first, tokens)
         self.basic = {side: self._basic(side) for side in ("forward", "backward")}
         self.refusals: list[Refusal] = []
 

@@ -23,7 +23,7 @@ def why_input(graph: OpGraph, reader: int) -> str:
         return "a user's op may read it"
     if not rebuilding(ops, key, reader):
         return _why_not_rebuilt(graph, reader)
-    if not op.product_features():
+    if not _is_product(graph, reader):
         return "only inputs of linears are computed again"
     if not op.takes_rebuilt_input(narrowed):
         gathers = any(c.tensor == "input" for c in op.collectives("forward", narrowed))
@@ -55,7 +55,7 @@ def _why_not_rebuilt(graph: OpGraph, reader: int) -> str:
     for i in reversed(range(reader)):
         op, key = graph.ops[i], graph.key.window(i, i + 1)
         (op_key,) = key.ops
-        if op.product_features():
+        if _is_product(graph, i):
             return PRODUCT
         if not op.kernels("forward", key):
             continue  # the output is the input
@@ -74,6 +74,11 @@ def _why_not_rebuilt(graph: OpGraph, reader: int) -> str:
         return refusing or PIPELINE_INPUT
     assert refusing is not None
     return refusing
+
+
+def _is_product(graph: OpGraph, index: int) -> bool:
+    """Whether the op multiplies matrices."""
+    return graph.ops[index].product(*graph.main_specs[index : index + 2]) is not None
 
 
 def _name(op: BasicOperation, index: int) -> str:

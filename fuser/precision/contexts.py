@@ -18,6 +18,7 @@ from fuser.communication import GroupArgument, resolved
 from fuser.errors import InputTypeError, refuse_unknown
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.tensors.observation import Steps, observing
 from fuser.torch_private import graph_break
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -289,13 +290,14 @@ def _check_arguments(name: str, enabled: Any, recipe: Any) -> None:
 class AutocastState(NamedTuple):
     """The precision settings of a forward, for code that runs it again or ends its step.
 
-    The recipe; the amax step, None outside every autocast; and the process group
-    over which amaxes are reduced.
+    The recipe; the amax step, None outside every autocast; the process group
+    over which amaxes are reduced; and the inspectors that observe the forward, if any.
     """
 
     recipe: Recipe | None = None
     region: AmaxStep | None = None
     group: Any = None
+    inspected: Steps | None = None
 
 
 UNQUANTIZED = AutocastState()
@@ -311,7 +313,8 @@ def current_state() -> AutocastState:
     if not scopes:
         return UNQUANTIZED
     scope = scopes[-1]
-    return AutocastState(scope.recipe, scope.regions.current(), scope.group)
+    region = scope.regions.current()
+    return AutocastState(scope.recipe, region, scope.group, observing.steps)
 
 
 _recomputed: ContextVar[AutocastState | None] = ContextVar("fuser_recomputed", default=None)
@@ -323,13 +326,16 @@ recomputed_state = _recomputed.get
 def recomputing_under(conditions: AutocastState) -> Iterator[None]:
     """Run a forward again, in a backward, with the settings of its first run."""
     recipe, recomputed = _active_recipe.get(), _recomputed.get()
+    seen = observing.steps, observing.is_repeated
     _active_recipe.set(conditions.recipe)
     _recomputed.set(conditions)
+    observing.steps, observing.is_repeated = conditions.inspected, True
     try:
         yield
     finally:
         _active_recipe.set(recipe)
         _recomputed.set(recomputed)
+        observing.steps, observing.is_repeated = seen
 
 
 # -- parameters ---------------------------------------------------------------

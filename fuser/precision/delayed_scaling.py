@@ -96,7 +96,7 @@ def note_uses(states: Sequence[DelayedScales]) -> None:
     """Add states to the current step: the forward that runs now records amaxes in them."""
     for noted in _uses.noted:
         noted.extend(states)
-    _, region, group = current_state()
+    _, region, group, _ = current_state()
     if region is None or _held is not None:
         return
     for state in states:
@@ -110,7 +110,7 @@ def reduces_amaxes_over(group: Group) -> bool:
 
     All ranks of it then have one scale.
     """
-    recipe, _, over = current_state()
+    recipe, _, over, _ = current_state()
     if not (isinstance(recipe, DelayedScaling) and recipe.reduce_amax and is_initialized()):
         return False
     if over is None:
@@ -124,7 +124,7 @@ def mixes_amaxes_of(group: Group) -> bool:
 
     Two or more of its ranks then have one scale.
     """
-    recipe, _, over = current_state()
+    recipe, _, over, _ = current_state()
     if not (isinstance(recipe, DelayedScaling) and recipe.reduce_amax and is_initialized()):
         return False
     ranks = torch.distributed.get_process_group_ranks

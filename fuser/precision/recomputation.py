@@ -99,6 +99,14 @@ def is_checkpointed_forward() -> bool:
     return _may_be_in_function() and bool(_surroundings(None)[1])
 
 
+def is_recomputation() -> bool:
+    """Whether torch runs a checkpointed function again here."""
+    if saved_tensor_hooks(True) is None and graph_task() == -1 and not _may_be_in_function():
+        return False
+    codes = _known_codes()
+    return codes is not None and codes.running()[0] is not None
+
+
 def is_in_checkpoint() -> bool:
     """Whether a checkpoint of torch keeps, or discards, what is saved for a backward now."""
     hooks = saved_tensor_hooks(True)

@@ -7,7 +7,7 @@ The gate of a gated unit is the first half of the last dimension.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -213,15 +213,27 @@ def _rounded(
     return y.view(*x.shape[:-1], features)
 
 
+def step_by_step(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+    """``stage`` of ``x`` as a script of plain torch has it: every step in the dtype of x."""
+    gate_and_linear = x.chunk(2, -1) if stage.is_gated and stage.interleave is None else None
+    return _forward(stage, x, gate_and_linear)
+
+
 def _forward_fp32(stage: Stage, x: torch.Tensor) -> torch.Tensor:
-    x, own = x.float(), STAGES[stage.name].forward
+    return _forward(stage, x.float())
+
+
+def _forward(
+    stage: Stage, x: torch.Tensor, halves: Sequence[torch.Tensor] | None = None
+) -> torch.Tensor:
+    own = STAGES[stage.name].forward
     y: torch.Tensor
     if not stage.is_gated:
         if own is not None:
             y = own(x, *stage.scalars)
             return y
         return _UNARY[stage.name](*stage.scalars).forward(x)
-    gate, linear = _halves(stage, x)
+    gate, linear = halves or _halves(stage, x)
     if own is not None:
         y = own(gate, linear, *stage.scalars)
     else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fuser.report.picture import SMALL, printable, text_width
-from fuser.report.text import format_bytes, format_time
+from fuser.report.text import format_bytes, format_flops, format_time
 
 # Lengths are points, y grows downwards.
 MARGIN = 24.0
@@ -72,14 +72,22 @@ class Columns:
 
     def _column_widths(self) -> list[float]:
         """The width of each op: enough for its name and for the text of its steps."""
-        widths = [max(text_width(name, 8.5) + 18, 62.0) for name in self.ops]
+        widths = [
+            max(text_width(name, 8.5) + 18, text_width(self.shape(i), 6.5) + 10, 62.0)
+            for i, name in enumerate(self.ops)
+        ]
         for step in sorted(self.steps, key=lambda step: len(step["ops"])):
             needs = [text_width(word, SMALL, mono=True) for word in kernels_of(step)]
-            needs.append(text_width(cost(step), SMALL))
+            needs += [text_width(text, SMALL) for text in (cost(step), *products(step))]
             needs.append(text_width(step["fusion"] or "", 8.0, bold=True))
             needs.append(text_width(AS_MODULE, SMALL) if self.is_module(step) else 0.0)
             self._widen(widths, step["ops"], max(needs))
         return widths
+
+    def shape(self, op: int) -> str:
+        """The columns of the op's input and output, as text."""
+        ends = dict.fromkeys(self.plan["features"][op : op + 2])
+        return " \N{RIGHTWARDS ARROW} ".join(map(str, ends))
 
     def _widen(self, widths: list[float], ops: Sequence[int], need: float) -> None:
         have = sum(widths[i] for i in ops) + sum(self.gaps[i] for i in ops[1:])
@@ -156,6 +164,14 @@ def cost(step: Item) -> str:
     if not step["kernel"]:
         return ""
     return f"{format_bytes(step['bytes_per_token'])}, {format_time(step['microseconds'])}"
+
+
+def products(step: Item) -> list[str]:
+    """The operations and the time of the products of ``step``; empty if it has none."""
+    if not step["flops_per_token"]:
+        return []
+    flops = format_flops(step["flops_per_token"]).replace(" ", "\N{NO-BREAK SPACE}")
+    return [f"{flops}FLOP", f"GEMMs {format_time(step['product_microseconds'])}"]
 
 
 def kernels_of(step: Item) -> list[str]:

@@ -1,4 +1,4 @@
-"""Drawing of plans, given as dicts, into files: SVG, PNG, or HTML with the plan's text."""
+"""Drawing of plans, given as dicts, into files: SVG, PNG, or HTML with the text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fuser.errors import InputError
-from fuser.report.layout import count_of, lay_out
-from fuser.report.picture import COLORS, Picture, paint, svg
+from fuser.report.layout import lay_out
+from fuser.report.model_layout import lay_out_model
+from fuser.report.picture import COLORS, Picture, Text, paint, svg
 
 SUFFIXES = (".html", ".png", ".svg")
 
@@ -23,15 +24,15 @@ def drawable(path: str | os.PathLike[str]) -> Path:
     """
     target = Path(path)
     if target.suffix.lower() not in SUFFIXES:
-        raise InputError(f"A plan is drawn as {', '.join(SUFFIXES)}; got {target.name!r}.")
+        raise InputError(f"A picture is drawn as {', '.join(SUFFIXES)}; got {target.name!r}.")
     return target
 
 
 def draw(plan: dict[str, Any], text: str, path: str | os.PathLike[str]) -> Path:
-    """Draw a plan into ``path``, and return that; equal plans give equal SVG files.
+    """Draw a plan, of a pipeline or of a model, into ``path``, and return that.
 
-    SVG has text as text, PNG 160 dots per inch. HTML is one self-contained page: the picture, with
-    tooltips, and ``text``.
+    Equal plans give equal SVG files. SVG has text as text, PNG 160 dots per inch. HTML is one
+    self-contained page: the picture, with tooltips, and ``text``.
 
     Raises
     ------
@@ -39,19 +40,25 @@ def draw(plan: dict[str, Any], text: str, path: str | os.PathLike[str]) -> Path:
         If the path has another suffix.
     """
     target = drawable(path)
-    picture = lay_out(plan)
+    picture = lay_out_model(plan) if "parts" in plan else lay_out(plan)
+    return write_picture(picture, text, target)
+
+
+def write_picture(picture: Picture, text: str, target: Path) -> Path:
+    """Write a picture into a file that :func:`drawable` returned; a page has also the text."""
     if target.suffix.lower() == ".png":
         target.write_bytes(paint(picture, "png"))
     else:
         is_page = target.suffix.lower() == ".html"
-        page = _page(picture, len(plan["ops"]), text) if is_page else svg(picture)
+        page = _page(picture, text) if is_page else svg(picture)
         target.write_text(page, encoding="utf-8")
     return target
 
 
-def _page(drawing: Picture, ops: int, text: str) -> str:
+def _page(drawing: Picture, text: str) -> str:
     """A page of HTML with a picture and a text, in light or dark colours."""
     picture = svg(drawing).partition("<svg")[2]
+    title = next(html.escape(item.string) for item in drawing.items if isinstance(item, Text))
     light = dark = ""
     for number, (by_day, by_night) in enumerate(COLORS.values()):
         picture = picture.replace(by_day, f"var(--c{number})")
@@ -62,7 +69,7 @@ def _page(drawing: Picture, ops: int, text: str) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
-<title>Fusion plan of {count_of(ops, "op")}</title>
+<title>{title}</title>
 <style>
 :root {{color-scheme: light dark; {light}}}
 @media (prefers-color-scheme: dark) {{:root {{{dark}}}}}

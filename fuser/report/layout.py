@@ -18,6 +18,7 @@ from fuser.report.columns import (
     cost,
     kernels_of,
     module_width,
+    products,
 )
 from fuser.report.picture import (
     COLORS,
@@ -109,6 +110,7 @@ class _Layout(Columns):
         title = f"Fusion plan of {count_of(len(self.ops), 'op')}"
         self._text(MARGIN, y, title, size=15.0, bold=True)
         y = self._note(y + 2, self.plan["key"], 9.0)
+        y = self._note(y, f"modelled on {self.plan['device']}", 9.0)
         for sentence in self.plan["sentences"]["nodes"]:
             y = self._note(y, sentence, 9.0)
         y += 8
@@ -131,7 +133,12 @@ class _Layout(Columns):
             text = f"{words[1]};  unfused {words[0]};  "
             end = self._text(MARGIN + 182, y, text, size=8.5).bounds[2]
             ratio = times[0] / times[1] if times[1] else 1.0
-            self._text(end, y, f"{ratio:.2f}x", size=8.5, bold=True)
+            gains = f"{ratio:.2f}" != "1.00"
+            color = "ink" if gains else "muted"
+            self._text(end, y, f"{ratio:.2f}x", size=8.5, bold=gains, color=color)
+        for sentence in self.plan["sentences"]["baselines"]:
+            y += 14
+            self._text(MARGIN + 62, y, sentence, size=8.5, color="muted")
         return y
 
     def _note(self, y: float, text: str, size: float) -> float:
@@ -152,7 +159,7 @@ class _Layout(Columns):
     def _legend(self, y: float) -> float:
         plan = self.plan
         has_light = not all(step["kernel"] for step in self.steps)
-        kinds = {_kind(op) for op in self.ops}
+        kinds = {kind_of(op) for op in self.ops}
         entries = [(kind, kind, f"{kind} edge") for kind in COLORS if kind in kinds]
         entries += [("no kernel", "paper", "faint")] * has_light
         has_modules = any(not call["ops"] for call in plan["modules"])
@@ -175,8 +182,9 @@ class _Layout(Columns):
             x = right + 18
         note = (
             "On the arrows: bytes a token that the main line carries. Beneath a step: its kernels, "
-            "the bytes a token that they move through memory, and their modelled time for "
-            f"{plan['nominal_tokens']} tokens."
+            "the bytes a token that they move through memory and their modelled time for "
+            f"{plan['nominal_tokens']} tokens; of matrix products also the operations a token. In "
+            "an op: the columns of its input and output."
         )
         if any(_totals(plan[s]) != _totals(plan[f"unfused_{s}"]) for s in self.sides):
             note += " The bars at the top: modelled time; in grey what more it would be unfused."
@@ -228,18 +236,26 @@ class _Layout(Columns):
         if step["kernel"] and is_first:
             bottom += 9.5
             self._text(middle, bottom, cost(step), color="muted", align="center")
+            for line in products(step):
+                bottom += 9.5
+                self._text(middle, bottom, line, color="muted", align="center")
         if is_first and side == "forward" and self.is_module(step):
             bottom += 9.5
             self._text(middle, bottom, AS_MODULE, color="muted", align="center")
         return bottom
 
     def _draw_op(self, op: int, name: str, y: float, tip: str, has_kernel: bool) -> None:
-        x, width, kind = self.x[op], self.widths[op], _kind(self.ops[op])
+        x, width, kind = self.x[op], self.widths[op], kind_of(self.ops[op])
         fill, edge = (kind, f"{kind} edge") if has_kernel else ("paper", "faint")
         ink = "ink" if has_kernel else "muted"
         self._box(x, y, width, OP_HEIGHT, fill, edge, 4.0, tip)
         self._text(x + 5, y + 8.5, str(op), size=6.0, color="muted")
-        self._text(x + width / 2, y + 21, name, size=8.5, color=ink, align="center", tip=tip)
+        whole = next(iter(self.plan["wholes"][op : op + 1]), "")
+        if whole:
+            self._text(x + width - 5, y + 8.5, whole, size=6.5, color="muted", align="right")
+        self._text(x + width / 2, y + 19, name, size=8.5, color=ink, align="center", tip=tip)
+        shape = self.shape(op)
+        self._text(x + width / 2, y + 28.5, shape, size=6.5, color="muted", align="center")
 
     def _main_line(self, side: str, ops: range, y: float) -> None:
         """Draw the arrows along the row, with bytes between two steps."""
@@ -290,7 +306,7 @@ class _Layout(Columns):
             box, tip = x + (0 if is_end else MODULE_ARROW), f"{call['name']}: {call['reason']}"
             self._box(box, y - OP_HEIGHT / 2, width, OP_HEIGHT, "paper", "muted", 4.0, tip)
             style = {"size": 8.5, "color": "muted", "align": "center", "tip": tip}
-            self._text(box + width / 2, y + 5, call["name"], **style)
+            self._text(box + width / 2, y + 3, call["name"], **style)
             x += width + MODULE_ARROW
         return (left, end) if is_end else (x, right)
 
@@ -395,7 +411,7 @@ class _Layout(Columns):
         return low, high, y + 3
 
 
-def _kind(op: str) -> str:
+def kind_of(op: str) -> str:
     """The kind of an op, from its class name, since a plan has only that."""
     if op in PASSING:
         return "residual, pass-through"

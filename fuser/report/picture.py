@@ -165,8 +165,7 @@ def matplotlib_or_error() -> Iterator[None]:
         import matplotlib
     except ImportError as error:
         raise StateError(
-            "Drawing a plan needs matplotlib, which cannot be imported here: "
-            "run `pip install matplotlib`."
+            "Drawing needs matplotlib, which cannot be imported here: run `pip install matplotlib`."
         ) from error
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

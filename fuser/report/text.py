@@ -20,6 +20,11 @@ def format_time(microseconds: float) -> str:
     return _scaled(microseconds, ("us", "ms", "s"), digits=1)
 
 
+def format_flops(count: float) -> str:
+    """A number of operations as text, such as ``8.4 M``; ``-`` for none."""
+    return _scaled(count, ("", "k", "M", "G", "T")).strip() if count else "-"
+
+
 def _scaled(value: float, units: tuple[str, ...], digits: int = 0) -> str:
     text = f"{value:.{digits}f} {units[0]}"
     for unit in units[1:]:

@@ -347,6 +347,10 @@ class PlanCodegen:
         if joined is None:
             self._add_backward_call(steps, number, readers, forward)
             return
+        if not self._quantizes_again(joined):
+            self._add_storing_call(steps, number, readers, forward, joined)
+            self._add_deferred(joined)
+            return
         readers.append(joined)
         changed = ", ".join(["dx", *(f"c{i}.saved_tensors" for i in (*indices, joined))])
         src.add(f"before = {changed}")
@@ -356,8 +360,26 @@ class PlanCodegen:
             src.add(f"{changed} = before")
             self._add_backward_call(steps, number, readers, forward)
         src.add("del before")
-        finish = src.bind(f"deferred{joined}", self.ops[joined].deferred_gradients)
-        src.add(f"p{joined} = {finish}(c{joined})", f"c{joined}.saved_tensors = None")
+        self._add_deferred(joined)
+
+    def _add_storing_call(
+        self,
+        steps: PlannedOps,
+        number: int,
+        readers: Sequence[int],
+        forward: PlannedOps,
+        joined: int,
+    ) -> None:
+        """The call of a backward that stores the input of the linear ``joined`` where it can."""
+        output = f"c{steps[number][1][-1]}.rebuilt_output"
+        self.src.add(f"{output} = {self._rebuilt_input(joined, forward)}")
+        self._add_backward_call(steps, number, readers, forward)
+        take = self.src.bind(f"take_rebuilt{joined}", self.ops[joined].take_rebuilt_input)
+        self.src.add(f"{take}(c{joined}, {output})", f"{output} = None")
+
+    def _add_deferred(self, linear: int) -> None:
+        finish = self.src.bind(f"deferred{linear}", self.ops[linear].deferred_gradients)
+        self.src.add(f"p{linear} = {finish}(c{linear})", f"c{linear}.saved_tensors = None")
 
     def _add_backward_call(
         self, steps: PlannedOps, number: int, readers: Sequence[int], forward: PlannedOps
@@ -376,38 +398,45 @@ class PlanCodegen:
     def _deferring(self, steps: PlannedOps, number: int) -> int | None:
         """The linear of a step whose input the kernel of the next step computes too; or None.
 
-        That is an activation's, which reads the same tensors to quantize its gradient.
+        That is the kernel of a gradient that reads the same tensors. It stores the input beside an
+        unquantized gradient, and quantizes it beside an activation's gradient that it quantizes.
         """
         if number + 1 == len(steps) or self.key.no_kernels is not None:
             return None
-        (op, (i, *more)), (_, after) = steps[number : number + 2]
+        (op, (i, *more)), (following, after) = steps[number : number + 2]
         is_alone = op is self.ops[i] and not more and not self.key.ops[i].keeps_input
-        recipe = self.key.recipe
-        if not is_alone or recipe is None or not recipe.quantizes_backward:
+        if not is_alone or after[-1] != i - 1 or not self.ops[i].can_defer_wgrad:
             return None
-        communicates = self.ops[i].collectives("backward", self.key.window(i, i + 1))
-        before = self.ops[i - 1]
-        reads_again = after[-1] == i - 1 and isinstance(before, Activation)
+        if not self._quantizes_again(i):
+            return i if following.stores_rebuilt_output else None
         emits = self.key.ops[after[0]].grad_input is not None
-        return i if reads_again and emits and not communicates else None
+        return i if emits and isinstance(self.ops[i - 1], Activation) else None
+
+    def _quantizes_again(self, linear: int) -> bool:
+        """Whether the backward of a linear quantizes the input that is computed again."""
+        return self.ops[linear].kept_input(self.key.window(linear, linear + 1)) is not None
 
     def _add_rebuilt_inputs(self, indices: Iterable[int], forward: PlannedOps) -> None:
         """Compute the inputs again that ops of a step did not keep, as ``forward`` did."""
         for reader in indices:
             if self.key.ops[reader].keeps_input:
                 continue
-            path, value = rebuilding(self.ops, self.key, reader), "None"
-            for op, window in forward:
-                inside = [i for i in window if i in path]
-                if inside and isinstance(op, FusedOperation) and op.recomputes:
-                    rebuild = self.src.bind(f"rebuild{window[0]}", op.step_rebuild)
-                    value = f"{rebuild}({self._contexts(window)}, {value})"
-                    continue
-                for i in inside:
-                    rebuild = self.src.bind(f"rebuild{i}", self.ops[i].rebuild)
-                    value = f"{rebuild}(c{i}, {value})"
             take = self.src.bind(f"take_rebuilt{reader}", self.ops[reader].take_rebuilt_input)
-            self.src.add(f"{take}(c{reader}, {value})")
+            self.src.add(f"{take}(c{reader}, {self._rebuilt_input(reader, forward)})")
+
+    def _rebuilt_input(self, reader: int, forward: PlannedOps) -> str:
+        """The input that an op did not keep, as the steps of ``forward`` made it."""
+        path, value = rebuilding(self.ops, self.key, reader), "None"
+        for op, window in forward:
+            inside = [i for i in window if i in path]
+            if inside and isinstance(op, FusedOperation) and op.recomputes:
+                rebuild = self.src.bind(f"rebuild{window[0]}", op.step_rebuild)
+                value = f"{rebuild}({self._contexts(window)}, {value})"
+                continue
+            for i in inside:
+                rebuild = self.src.bind(f"rebuild{i}", self.ops[i].rebuild)
+                value = f"{rebuild}(c{i}, {value})"
+        return value
 
     def _add_plain_backward(self, number: int, i: int, is_last: bool) -> None:
         op = self.ops[i]

@@ -42,6 +42,7 @@ from fuser.runtime.recorded import RecordedPasses, is_recordable, put_together, 
 from fuser.source import compiled
 from fuser.specs import OpKey, PlanKey
 from fuser.tensors import QuantizedTensor
+from fuser.tensors.observation import note_run, observed, observing
 from fuser.torch_private import (
     call_backward_directly,
     forward_ad_level,
@@ -196,7 +197,8 @@ class CompiledPlan:
         if type(input_) is not torch.Tensor or not _PLAIN.issuperset(map(type, extra_inputs)):
             input_, *extra_inputs = map(finished, (input_, *extra_inputs))
             others = (*others[: len(others) - len(extra_inputs)], *extra_inputs)
-        if self.recorded is not None and layout is not None:
+        steps = observing.steps
+        if self.recorded is not None and layout is not None and steps is None:
             tensors = (input_, *others)
             found = self.recorded.find(tensors, len(extra_inputs), layout, kwargs)
             if found is not None:
@@ -206,9 +208,11 @@ class CompiledPlan:
                 forward = self.in_ranges[0]
                 args = (input_, extra_inputs, kwargs)
                 return recorded.run(tensors, keywords, groups, forward, *args)
-        if is_profiler_enabled():
-            return self.in_ranges[0](input_, extra_inputs, kwargs)
-        return self.forward(input_, extra_inputs, kwargs)
+        run = self.in_ranges[0] if is_profiler_enabled() else self.forward
+        if steps is not None:
+            note_run(self.ops, steps, has_recipe=self.key.recipe is not None)
+            run = observed(run, steps)
+        return run(input_, extra_inputs, kwargs)
 
     @functools.cached_property
     def in_ranges(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
@@ -385,6 +389,8 @@ class _PipelineFunction(torch.autograd.Function):
                 backward = run.in_ranges[1] if is_profiler_enabled() else run.backward
                 for i, weights in owners.items():
                     op_ctxs[i].main_grad_owners = weights
+                if conditions.inspected is not None:
+                    backward = observed(backward, conditions.inspected)
                 result = backward(
                     op_ctxs, held, ends, grad_outputs[0].contiguous(), grad_extras, specs
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,12 @@ from fuser.formats import NumberFormat
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
+from fuser.plan.devices import Device, device_named, device_of
 from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_quantized_outputs
 from fuser.plan.memory_curve import memory_curve
+from fuser.plan.plain_torch import baselines_of
 from fuser.plan.plan import FusionPlan
-from fuser.plan.planner import make_plan
+from fuser.plan.planner import features_of, make_plan
 from fuser.plan.rebuilt import Limit, budget, with_rebuilt_tensors
 from fuser.plan.registered import FusionFunction, RegisteredFusions, check_has_methods
 from fuser.plan.window import check_window
@@ -27,6 +29,7 @@ from fuser.precision import contexts
 from fuser.precision.availability import warn_if_emulated
 from fuser.precision.contexts import current_recipe, recomputing_under
 from fuser.precision.recomputation import is_in_checkpoint, state_of_forward
+from fuser.runtime import observed
 from fuser.runtime.call_key import CallKeyReader
 from fuser.runtime.checks import Checks
 from fuser.runtime.cut import CuttablePlan, compiled_plan
@@ -158,6 +161,9 @@ class OperationFuser:
 
         ``is_placed``: the caller has already set the conditions of a recomputation.
         """
+        if observed.observing_threads and (observe := observed.observer()) is not None:
+            answer: Output = observe(self, input_, extra_inputs)
+            return answer
         if not self._is_started and not self._takes_scalar(input_):
             self._start(input_, extra_inputs)
         if contexts.is_autocast_used and not is_placed:
@@ -243,7 +249,11 @@ class OperationFuser:
         return run, params, layout
 
     def plan(
-        self, input: torch.Tensor, *extra_inputs: torch.Tensor, training: bool = True
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        training: bool = True,
+        device: str | None = None,
     ) -> FusionPlan:
         """The plan that a call with such inputs would run; nothing runs.
 
@@ -251,7 +261,16 @@ class OperationFuser:
         returned plan has notes on the layout of these tensors in kernels and on the
         cost of padding, the autograd nodes of such a call, and the costs of memory budgets; the
         cached plan does not.
+        ``device``, such as ``"h200"``, is a GPU of the table of devices, which need not be here:
+        the plan is for it, with fuser's kernels, and modelled for the rows of ``input``.
+
+        Raises
+        ------
+        InputError
+            If the ops do not take these inputs, or there is no such device.
         """
+        if device is not None:
+            return self.plan_on(device_named(device), input, *extra_inputs, training=training)
         if self._takes_scalar(input):
             input, extra_inputs = input[None], tuple(map(_with_dimension, extra_inputs))
         self._find_parameters()
@@ -259,21 +278,52 @@ class OperationFuser:
         with torch.set_grad_enabled(training):
             run = self._plan_run(input, params, extra_inputs, only_planning=True)
             graph = self._graph(input, extra_inputs, run.key.autocast_dtype)
-            ops = self._op_keys(graph, input, params, extra_inputs)
+            under = self._keys_under(graph, run.key, input, extra_inputs)
         layout = layout_notes(graph, run.plan, input, extra_inputs)
         padding = padding_notes(graph, run.plan) if input.numel() else ()
-        plan = replace(run.plan, layout=layout, padding=padding)
+        plan = run.plan
+        if plan.features != features_of(graph):  # it was made for tensors of other columns
+            plan = make_plan(graph, run.key, _registered).plan
+        plan = replace(plan, layout=layout, padding=padding)
         # FSDP awaits all gradients of a module, and calls hooks of its parameters itself.
         slots = self._slots
         if isinstance(run, CuttablePlan) and not are_resharded(
             self.basic_ops, slots.counts, slots.slots
         ):
             plan = run.with_nodes(plan, graph, input, params, extra_inputs)
-        names = ("autocast_dtype", "device", "arch", "no_kernels")
-        place = {name: getattr(run.key, name) for name in names}
-        under = functools.partial(self._plan_key, ops, **place)
         cuts = plan.cuts if plan.waiting else ()
-        return replace(plan, memory=memory_curve(graph, under, _registered, cuts))
+        return replace(plan, memory=memory_curve(graph, under, _registered, cuts=cuts))
+
+    def plan_on(
+        self,
+        target: Device | None,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        training: bool = True,
+    ) -> FusionPlan:
+        """The plan of a call on ``target``, None for this machine, modelled for its own rows.
+
+        It has the times of plain torch too. Nothing is kept for later calls.
+        """
+        if self._takes_scalar(input):
+            input, extra_inputs = input[None], tuple(map(_with_dimension, extra_inputs))
+        self._find_parameters()
+        params = self._slots.tensors()
+        self.checks.kinds(input, params, extra_inputs)
+        place = torch.device("cuda")
+        if target is None:
+            place = self.checks.device(input, params, extra_inputs, only_planning=True)
+        with torch.set_grad_enabled(training):
+            if target is None:
+                arch, refusal = architecture(place), kernel_refusal(place.type)
+                target = device_of(place.type)
+            else:
+                arch, refusal = target.arch, None
+            graph, key = self._key_on(place.type, arch, refusal, input, extra_inputs)
+            under = self._keys_under(graph, key, input, extra_inputs)
+        plan = make_plan(graph, key, _registered, target).plan
+        plan = replace(plan, baselines=baselines_of(graph, target))
+        return replace(plan, memory=memory_curve(graph, under, _registered, target))
 
     def plan_for_gpu(
         self, arch: tuple[int, int], input: torch.Tensor, *extra_inputs: torch.Tensor
@@ -289,18 +339,51 @@ class OperationFuser:
             If an op cannot take its input.
         """
         self._find_parameters()
-        params = self._slots.tensors()
-        graph = self._graph(input, extra_inputs, autocast_dtype("cuda"))
         with torch.enable_grad():
-            ops = self._op_keys(graph, input, params, extra_inputs)
-        place = {"autocast_dtype": autocast_dtype("cuda"), "device": "cuda", "arch": arch}
-        key = self._plan_key(ops, budget.limit, **place, no_kernels=None)
+            graph, key = self._key_on("cuda", arch, None, input, extra_inputs)
         return graph, make_plan(graph, key, _registered).plan
+
+    def _key_on(
+        self,
+        kind: str,
+        arch: tuple[int, int] | None,
+        no_kernels: str | None,
+        input_: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor],
+    ) -> tuple[OpGraph, PlanKey]:
+        """The graph and the plan key of a call on a device that need not be here."""
+        autocast = autocast_dtype(kind)
+        graph = self._graph(input_, extra_inputs, autocast)
+        ops = self._op_keys(graph, input_, self._slots.tensors(), extra_inputs)
+        place = {"autocast_dtype": autocast, "device": kind, "arch": arch}
+        return graph, self._plan_key(ops, budget.limit, **place, no_kernels=no_kernels)
+
+    def _keys_under(
+        self,
+        graph: OpGraph,
+        key: PlanKey,
+        input_: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor],
+    ) -> Callable[[Limit], PlanKey]:
+        """The key of the same call as ``key`` under other limits of what is kept."""
+        ops = self._op_keys(graph, input_, self._slots.tensors(), extra_inputs)
+
+        def under(limit: Limit) -> PlanKey:
+            return self._plan_key(
+                *(ops, limit),
+                autocast_dtype=key.autocast_dtype,
+                device=key.device,
+                arch=key.arch,
+                no_kernels=key.no_kernels,
+            )
+
+        return under
 
     def outputs_like(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Meta tensors like the main output and the extra outputs of a call with such inputs."""
+        self._find_parameters()
         params = self._slots.tensors()
         device = self.checks.device(input, params, extra_inputs, only_planning=True)
         graph = self._graph(input, extra_inputs, autocast_dtype(device.type))

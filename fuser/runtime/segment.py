@@ -81,7 +81,13 @@ class Segment:
         """The pipelines of this segment."""
         yield from ()
 
-    def planned(self, x: torch.Tensor, taken: Sequence[torch.Tensor], training: bool) -> Planned:
+    def planned(
+        self,
+        x: torch.Tensor,
+        taken: Sequence[torch.Tensor],
+        training: bool,
+        device: str | None = None,
+    ) -> Planned:
         """The plans of this segment, and meta tensors like its outputs."""
         call = ModuleCall(type(self.module).__name__, self.reason)
         return [call], _outputs_like(self.module, x, taken)
@@ -102,8 +108,14 @@ class PipelineSegment(Segment):
     def pipelines(self) -> Iterator[OperationFuser]:
         yield self.pipeline
 
-    def planned(self, x: torch.Tensor, taken: Sequence[torch.Tensor], training: bool) -> Planned:
-        plan = self.pipeline.plan(x, *taken, training=training)
+    def planned(
+        self,
+        x: torch.Tensor,
+        taken: Sequence[torch.Tensor],
+        training: bool,
+        device: str | None = None,
+    ) -> Planned:
+        plan = self.pipeline.plan(x, *taken, training=training, device=device)
         return [plan], self.pipeline.outputs_like(x, *taken)
 
 
@@ -124,12 +136,19 @@ class OpSegment(Segment):
         else:
             yield self.module._own_pipeline()
 
-    def planned(self, x: torch.Tensor, taken: Sequence[torch.Tensor], training: bool) -> Planned:
+    def planned(
+        self,
+        x: torch.Tensor,
+        taken: Sequence[torch.Tensor],
+        training: bool,
+        device: str | None = None,
+    ) -> Planned:
         if isinstance(self.module, FusedOperation):
-            parts, outputs = self.module._own_segments().planned(x, taken, training=training)
+            segments = self.module._own_segments()
+            parts, outputs = segments.planned(x, taken, training=training, device=device)
         else:
             pipeline = self.module._own_pipeline()
-            parts = [pipeline.plan(x, *taken, training=training)]
+            parts = [pipeline.plan(x, *taken, training=training, device=device)]
             outputs = pipeline.outputs_like(x, *taken)
         if self.reason == OWN_FORWARD:
             outputs = _outputs_like(self.module, x, taken)

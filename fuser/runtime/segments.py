@@ -306,7 +306,12 @@ class Segments:
     # -- planning -------------------------------------------------------------
 
     def plan(
-        self, x: torch.Tensor, extra_inputs: Sequence[torch.Tensor], *, training: bool
+        self,
+        x: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor],
+        *,
+        training: bool,
+        device: str | None = None,
     ) -> FusionPlan:
         """One plan for all segments.
 
@@ -319,8 +324,8 @@ class Segments:
             raise InputError(f"This {self.name} holds no fusible op, so there is nothing to plan.")
         self._check_extra_inputs(len(extra_inputs))
         if self.only is not None:
-            return self.only.plan(x, *extra_inputs, training=training)
-        parts, _ = self.planned(x, extra_inputs, training=training)
+            return self.only.plan(x, *extra_inputs, training=training, device=device)
+        parts, _ = self.planned(x, extra_inputs, training=training, device=device)
         keys = [key for part in parts if isinstance(part, FusionPlan) for key in part.key.ops]
         channels = [
             Channel(
@@ -337,7 +342,12 @@ class Segments:
         return replace(plan, memory=plan.memory.with_inputs(t.nbytes for t in (x, *extra_inputs)))
 
     def planned(
-        self, x: torch.Tensor, extra_inputs: Sequence[torch.Tensor], *, training: bool
+        self,
+        x: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor],
+        *,
+        training: bool,
+        device: str | None = None,
     ) -> Planned:
         """The plan of each segment."""
         given = iter(extra_inputs)
@@ -349,7 +359,7 @@ class Segments:
                 next(given) if source.producer is None else carried[source.place]
                 for source in segment.inputs
             ]
-            plans, (x, *extras) = segment.planned(x, taken, training)
+            plans, (x, *extras) = segment.planned(x, taken, training, device)
             parts += plans
             for place, tensor in zip(segment.outputs, extras, strict=True):
                 carried[place] = tensor

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fuser.basic_ops import Dropout, MoeCombine, MoeDispatch
+from fuser.basic_ops import MoeCombine, MoeDispatch
 from fuser.communication import group_number
 from fuser.errors import InputError, StateError
 from fuser.functional.random_seeds import MOST_DROPOUT, MOST_ROUNDING
@@ -180,7 +180,7 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
         quantized.texts,
         distributed,
         summed,
-        tuple(i for i, op in enumerate(ops) if _drops(op)),
+        tuple(i for i, op in enumerate(ops) if op.draws_seed),
         tuple(i for i, op in enumerate(ops) if op in quantizers),
         pipeline.num_extra_inputs,
         1 + len(pipeline.returned),
@@ -197,10 +197,6 @@ def _summed_over(op: BasicOperation, name: str, parameter: Any) -> int | None:
     """The number of the group over which the gradient of a parameter is added."""
     group = check_placement(op, name, parameter) if is_distributed(parameter) else None
     return None if group is None else group_number(type(op).__name__, group)
-
-
-def _drops(op: BasicOperation) -> bool:
-    return isinstance(op, Dropout) and op.dropout_probability > 0
 
 
 # -- the traced call -------------------------------------------------------------------------

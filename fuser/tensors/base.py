@@ -113,6 +113,7 @@ class QuantizedTensor(WrapperTensor):
     _amaxes: torch.Tensor | None = None
     """Those of the values that it was quantized from, if its scales follow from them; the scales of
     groups under delayed scaling."""
+    _observation: Any = None  # in a pass that is observed: an Observation (tensors/observation.py)
     _sharding: Any = None  # of a shard of a parameter: a Sharding (tensors/sharding.py)
     _gathering: Any = None  # of a gathered parameter: a Gathering (tensors/gathering.py)
     fsdp_pre_all_gather: Callable[..., Any]  # set by tensors/gathering.py
@@ -127,7 +128,7 @@ class QuantizedTensor(WrapperTensor):
             cls.has_independent_blocks = layout.scope == "blocks"
             cls.multiple = layout.multiple
         names = ["_quantizer", "_view_of", "_is_read_only", "_is_param", "_source"]
-        names += ["_sharding", "_gathering", "_amaxes"]
+        names += ["_sharding", "_gathering", "_amaxes", "_observation"]
         cls._own_names = frozenset((*cls.buffer_names, *names))
 
     @staticmethod

@@ -19,6 +19,7 @@ from fuser.functional.amax import reduce_amaxes
 from fuser.functional.lazy import LazyTensor, materialize, matrix_of
 from fuser.recipe import Recipe
 from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.observation import keep_source, observing
 from fuser.wrapper_tensor import WrapperTensor
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -153,6 +154,8 @@ class Quantizer:
         made = self.tensor_class(buffers, *about)
         if AMAXES in buffers:
             made._amaxes = buffers[AMAXES]
+        if observing.now is not None:
+            keep_source(made, source)
         return made
 
     @property

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 
 from fuser.cuda import launch as launching
@@ -19,6 +20,7 @@ from fuser.cuda import normalization_backward as backward_launchers
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import Kernel, Launch
 from fuser.cuda.norm_common import DTYPE_PAIRS
+from fuser.errors import InputError
 from fuser.reference import normalization as reference
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -246,10 +248,13 @@ def backward(
     has_dx: bool = True,
     has_means: bool = False,
     has_rounded_dx: bool = False,
+    has_y: bool = False,
 ) -> Tensors:
     """What the kernel writes from the statistics of a forward; x is the forward's z."""
     x, dy, rstd = given["x"], given["dy"], statistics["rstd"]
     made = {"dx": empty(case, x.shape, case.x, x)} if has_dx else {}
+    if has_y:
+        made["y"] = empty(case, x.shape, case.y, x)
     if has_rounded_dx:
         made["rounded_dx"] = empty(case, x.shape, case.y, x)
     if has_means:
@@ -267,6 +272,7 @@ def backward(
         workspace = torch.full(shape, float("nan"), device=x.device)
         options |= {"zero_centered_gamma": case.is_zero_centered, "d_extra": given.get("d_extra")}
         options["rounded_dx"] = made.get("rounded_dx")
+        options["y"] = made.get("y", given.get("y"))
         if case.norm == "rmsnorm":
             backward_launchers.rmsnorm_backward(
                 *(dy, x, given["gamma"], rstd, made.get("dx"), made["dgamma"], workspace), **options
@@ -274,8 +280,9 @@ def backward(
         else:
             outputs = (made.get("dx"), made["dgamma"], made["dbeta"], workspace)
             statistic = (statistics["mean"], rstd)
+            beta = given["beta"] if options["y"] is not None else None
             backward_launchers.layernorm_backward(
-                dy, x, given["gamma"], *statistic, *outputs, **options
+                dy, x, given["gamma"], *statistic, *outputs, **options, beta=beta
             )
     return made
 
@@ -386,6 +393,26 @@ def check_dx_is_written_in_16_bits_too(case: Case, running: Running, device: str
     expected = backward(case, given, statistics, running)
     got = backward(case, given, statistics, running, has_rounded_dx=True)
     assert same_bits(got.pop("rounded_dx"), expected["dx"].to(case.y))
+    assert all(same_bits(got[name], expected[name]) for name in expected)
+
+
+def check_y_is_written_again(case: Case, running: Running, device: str = "cpu") -> None:
+    """With the bits of forward, in memory of its own and over dy; no other output changes."""
+    given = inputs_of(case, device)
+    statistics = forward(case, given, running)
+    given["x"] = placed(statistics.get("z", given["x"]), case.spacing, case.offset)
+    read = [given.get(name) for name in ("dy", "x", "gamma", "beta", "d_extra")]
+    with running(()):
+        can_write = backward_launchers.writes_output(*read)
+    if not can_write:
+        with pytest.raises(InputError, match="cannot write y too"):
+            backward(case, given, statistics, running, has_y=True)
+        return
+    expected = backward(case, given, statistics, running) | {"y": statistics["y"]}
+    got = backward(case, given, statistics, running, has_y=True)
+    assert all(same_bits(got[name], expected[name]) for name in expected)
+    over = placed(given["dy"], 0, case.offset)
+    got = backward(case, {**given, "dy": over, "y": over}, statistics, running) | {"y": over}
     assert all(same_bits(got[name], expected[name]) for name in expected)
 
 

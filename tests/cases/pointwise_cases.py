@@ -11,7 +11,7 @@ import oracles
 import torch
 
 from fuser.chain import ACTIVATIONS, Stage, Stages
-from fuser.cuda.pointwise import pointwise, pointwise_backward, workspace_size
+from fuser.cuda.pointwise import pointwise, pointwise_backward, workspace_size, writes_output
 from fuser.cuda.pointwise_instantiations import (
     BIAS_GELU,
     EVERYTHING,
@@ -164,11 +164,26 @@ def tensors_of(case: Case, seed: int = 0, device: str = "cpu") -> Tensors:
 
 def run_kernels(case: Case, t: Tensors, emulated: Emulated = no_emulator) -> dict[str, Any]:
     """Output and gradients by the kernels."""
-    saved = reference.forward(case.stages[: case.saved], t.x, t.operands[: case.saved])
-    has_activation = any(stage.is_activation for stage in case.stages)
     with emulated(written=(t.y,)):
         pointwise(case.stages, t.x, t.operands, t.y)
-    written = (t.dx, *(grad for grad in t.grads if grad is not None))
+    run_backward(case, t, emulated)
+    return named(t.y, t.dx, t.grads)
+
+
+def run_backward(
+    case: Case,
+    t: Tensors,
+    emulated: Emulated = no_emulator,
+    y: torch.Tensor | None = None,
+    *,
+    overwrites_dy: bool = False,
+) -> None:
+    """The gradients by the kernel, which also writes ``y``; that is dy if it ``overwrites_dy``."""
+    saved = reference.forward(case.stages[: case.saved], t.x, t.operands[: case.saved])
+    has_activation = any(stage.is_activation for stage in case.stages)
+    written = [tensor for tensor in (t.dx, *t.grads) if tensor is not None]
+    if y is not None and not overwrites_dy:
+        written.append(y)
     operands = [None if i < case.saved else operand for i, operand in enumerate(t.operands)]
     with emulated(written=written):
         pointwise_backward(
@@ -180,8 +195,27 @@ def run_kernels(case: Case, t: Tensors, emulated: Emulated = no_emulator) -> dic
             t.grads,
             t.workspace,
             saved=case.saved,
+            y=y,
         )
-    return named(t.y, t.dx, t.grads)
+
+
+def check_stored_output(
+    case: Case, t: Tensors, expected: dict[str, Any], emulated: Emulated = no_emulator
+) -> None:
+    """The kernel for the gradients stores the output too, with the same bits, also over dy."""
+    if not writes_output(case.stages, case.dtype, t.operands, t.grads, case.saved):
+        return
+    for overwrites_dy in (True, False):
+        y = padded(t.dy if overwrites_dy else torch.zeros_like(t.dy), case.pads)
+        own = replace(
+            t,
+            dy=y if overwrites_dy else t.dy,
+            dx=padded(torch.full_like(t.dx, float("nan")), case.pads),
+            grads=[g if g is None else padded(torch.zeros_like(g), case.pads) for g in t.grads],
+        )
+        run_backward(case, own, emulated, y, overwrites_dy=overwrites_dy)
+        for name, value in named(y, own.dx, own.grads).items():
+            assert torch.equal(value, expected[name]), (name, overwrites_dy)
 
 
 def run_plain(case: Case, t: Tensors) -> dict[str, Any]:
@@ -240,6 +274,7 @@ def check(
     for seed in range(seeds):
         t = tensors_of(case, seed, device)
         actual = run_kernels(case, t, emulated)
+        check_stored_output(case, t, actual, emulated)
         draws.append(oracles.Draw(actual, run_plain(case, t), run_exact(case, t)))
     oracles.assert_no_worse_than_torch(*draws)
 

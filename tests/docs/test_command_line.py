@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from fuser.cuda import module
 from fuser.cuda.module import Installation, Obstacle
 from fuser.errors import KernelUnavailable
 from fuser.gemm import native as native_gemm
+from fuser.plan.transformers import PRESETS
 from fuser.precision.contexts import current_recipe
 from fuser.testing import doctor
 
@@ -59,6 +61,10 @@ def with_inputs():
 
 def plain():
     return torch.nn.Sequential(torch.nn.Linear(4, 4))
+
+
+def no_module():
+    return 3
 
 
 def refused():
@@ -229,17 +235,72 @@ def planned_inputs(
     return seen
 
 
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_a_model_is_planned_for_a_device_a_recipe_and_tokens(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--device", "h100", "--recipe", "current", "--tokens", "512", "--training")
+    text = printed(capsys, "plan", "command_line_models:mlp", *options)
+    x = torch.empty(512, 16, device="meta", requires_grad=True)
+    with fuser.autocast(recipe=recipes.Float8CurrentScaling()):
+        assert text.strip() == str(mlp().plan(x, device="h100"))
+    assert "512 tokens on H100 (nominal rates)" in text
+
+
+def test_any_module_is_planned_with_its_boxes(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, "plan", "command_line_models:plain")
+    x = torch.empty(8192, 4, device="meta")
+    assert text.strip() == str(
+        fuser.plan(torch.nn.Sequential(torch.nn.Linear(4, 4)), x, training=False)
+    )
+    assert "[Linear]" in text
+
+
+def test_a_model_of_a_public_size_is_planned_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("plan", "--device", "h200", "--recipe", "current", "--tokens", "8192", "llama3-8b")
+    text = printed(capsys, *argv)
+    assert text.startswith("Plan of llama3-8b, 8.0 G parameters: no grad\n")
+    assert re.search(r"layers\.0-31\.feed_forward +32 +pipeline 3 of Sequential", text)
+    data = json.loads(printed(capsys, *argv, "--json", "--training"))
+    assert (data["name"], data["device"]) == ("llama3-8b", "H200 (measured rates)")
+    # A step of 8192 tokens of 8 billion weights is 0.42 PFLOP: below the peak of FP8 and of bf16.
+    flops = sum(part["flops"] for part in data["parts"])
+    assert flops == pytest.approx(8192 * PRESETS["llama3-8b"].flops_per_token, rel=0.05)
+    assert 300e12 < flops / (data["microseconds"] / 1e6) < 1311e12
+    assert data["microseconds"] < data["baselines"]["torch.compile"]
+
+
+def test_a_plan_of_a_model_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    text = printed(capsys, "plan", "swiglu-blocks", "--device", "b200", "--draw", str(path))
+    assert f"Drawn into {path}." in text
+    assert ">8 \N{MULTIPLICATION SIGN}<" in path.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["command_line_models"], ["'command_line_models'", "MODULE:FACTORY"]),
+        (["command_line_models"], ["'command_line_models'", "MODULE:FACTORY", "llama3-8b"]),
+        (["llama4"], ["'llama4'", "llama3-8b", "qwen3-30b-a3b", "mixtral-8x22b"]),
+        (["llama3-8b", "--device", "tpu"], ["'tpu'", "h200, h100, a100, b200, rtx5090"]),
+        (["llama3-8b", "--recipe", "fp7"], ["'fp7'", "current", "mxfp8"]),
+        (["llama3-8b", "--tokens", "0"], ["--tokens is '0'", "1 or more"]),
+        (["llama3-8b", "--tokens", "many"], ["--tokens is 'many'"]),
+        (["llama3-8b", "--tokens", "8193"], ["8193 tokens", "8192", "llama3-8b"]),
+        (["llama3-8b", "--input", "4x16"], ["--tokens"]),
+        (["command_line_models:mlp", "--tokens", "4", "--input", "4x16"], ["--input 4x16"]),
         (["command_line_models:"], ["MODULE:FACTORY"]),
         (["nowhere_at_all:mlp"], ["no module 'nowhere_at_all'"]),
         (["fuser.nowhere:mlp"], ["no module 'fuser.nowhere'"]),
         (["nowhere.py:mlp"], ["no file 'nowhere.py'"]),
         (["command_line_models:nothing"], ["command_line_models has no 'nothing'"]),
         (["command_line_models:not_callable"], ["not_callable is of type int"]),
-        (["command_line_models:plain"], ["returned Sequential", "fuser.Sequential"]),
+        (["command_line_models:no_module"], ["returned int", "returns a module"]),
         (["command_line_models:refused"], ["in_features=0"]),
         (["command_line_models:broken"], ["broken raised KeyError: 'weights'"]),
         (["command_line_models:needs_an_argument"], ["raised TypeError", "size"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import io
 import re
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from emulator import emulated, why_unavailable
 from paths import ROOT
 
 import fuser
+from fuser.__main__ import main
 from fuser.chain import STAGES
 from fuser.cuda.launch import Kernel
 
@@ -29,13 +31,16 @@ DOCUMENTS = tuple(
 )
 # All Python blocks of these run in their order; those of CONTRIBUTING.md and of
 # docs/extending.md have tests of their own; that of docs/parallel.md runs on two ranks
-# (test_parallel_ops.py).
+# (test_parallel_ops.py), and docs/peft.md where PEFT is (tests/integrations).
 RUN = (
     "README.md",
+    "docs/convert.md",
     "docs/experts.md",
+    "docs/lora.md",
     "docs/low_precision.md",
     "docs/plans.md",
     "docs/sharded.md",
+    "docs/state_dicts.md",
 )
 LINES_OF_README = 120
 WIDTH_OF_README = 838  # pixels that GitHub gives a picture
@@ -107,7 +112,7 @@ def test_the_files_of_a_number_format_are_those_that_contributing_counts() -> No
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_document_with_python_is_run(document: str) -> None:
-    tested = (*RUN, "CONTRIBUTING.md", "docs/extending.md", "docs/parallel.md")
+    tested = (*RUN, "CONTRIBUTING.md", "docs/extending.md", "docs/parallel.md", "docs/peft.md")
     assert not python_blocks(read(document)) or document in tested
 
 
@@ -125,8 +130,9 @@ def test_the_code_of_a_document_runs_and_prints_the_plan_that_the_document_has(
         "docs/sharded.md": "model",
     }
     if document in trained:
-        assert not printed
         assert all(p.grad is not None for p in names[trained[document]].parameters())
+    if document in ("docs/experts.md", "docs/sharded.md"):
+        assert not printed
     else:
         assert f"```\n{printed}```\n" in read(document)
     if document == "README.md":
@@ -135,6 +141,22 @@ def test_the_code_of_a_document_runs_and_prints_the_plan_that_the_document_has(
         assert (ran(document).folder / "plan.svg").is_file()
         comment = f'"{names["plan"].forward[2].fusion}"'
         assert f"plan.forward[2].fusion  # step 2, of ops 2 to 4: {comment}" in read(document)
+
+
+def test_the_plan_of_a_named_model_is_the_one_that_the_document_prints(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document = read("docs/plans.md")
+    command, written = re.findall(
+        r"^```\n\$ python -m fuser (.*?)\n(.*?)\n```", document, re.M | re.S
+    )[0]
+    drawn = tmp_path / "plan.svg"
+    is_drawn = importlib.util.find_spec("matplotlib") is not None
+    assert main([*command.split(), *["--draw", str(drawn)] * is_drawn]) == 0
+    assert capsys.readouterr().out.startswith(f"{written}\n\npipeline 1")
+    if is_drawn:
+        texts = svg_texts(drawn.read_text(encoding="utf-8"))
+        assert texts == svg_texts(read("docs/plan_model.svg"))
 
 
 @pytest.mark.filterwarnings("ignore:.* is emulated")

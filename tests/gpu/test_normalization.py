@@ -20,6 +20,7 @@ from normalization_cases import (
     backward,
     check_dx_is_rounded_once,
     check_dx_is_written_in_16_bits_too,
+    check_y_is_written_again,
     exact,
     forward,
     inputs_of,
@@ -73,6 +74,13 @@ def test_a_gradient_that_is_added_is_rounded_with_the_sum(case: Case) -> None:
 )
 def test_dx_is_written_in_16_bits_too(case: Case) -> None:
     check_dx_is_written_in_16_bits_too(case, running, "cuda")
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES + GPU_CASES if case.norm != "l2norm"], ids=str
+)
+def test_y_is_written_again_beside_dx(case: Case) -> None:
+    check_y_is_written_again(case, running, "cuda")
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])

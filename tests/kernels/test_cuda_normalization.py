@@ -25,6 +25,7 @@ from normalization_cases import (
     backward,
     check_dx_is_rounded_once,
     check_dx_is_written_in_16_bits_too,
+    check_y_is_written_again,
     exact,
     forward,
     inputs_of,
@@ -155,6 +156,11 @@ def test_a_gradient_that_is_added_is_rounded_with_the_sum(case: Case) -> None:
 )
 def test_dx_is_written_in_16_bits_too(case: Case) -> None:
     check_dx_is_written_in_16_bits_too(case, running)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.norm != "l2norm"], ids=str)
+def test_y_is_written_again_beside_dx(case: Case) -> None:
+    check_y_is_written_again(case, running)
 
 
 def test_a_gradient_that_is_added_changes_no_bit_in_fp32_nor_of_the_parameters() -> None:
@@ -597,6 +603,9 @@ def test_a_forward_with_other_tensors_is_refused(changes: dict[str, Any], words:
             },
             "it got no dx",
         ),
+        ({"y": torch.zeros(4, 16).half()}, "y in float32, .* got float16"),
+        ({"y": torch.zeros(4, 16), "dx": None}, "writes y beside dx, .* it got gamma"),
+        ({"y": torch.zeros(4, 16)}, "from gamma and, of a LayerNorm, beta; .* it got dx, gamma"),
     ],
 )
 def test_a_backward_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:

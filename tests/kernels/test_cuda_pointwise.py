@@ -262,6 +262,19 @@ def test_writing_nothing_is_refused() -> None:
         pointwise(SWIGLU, BF16[:, :15], [None], None, torch.zeros(1))
 
 
+def test_an_output_that_the_gradients_do_not_need_is_refused() -> None:
+    t = tensors_of(Case(LINEAR, 4, 8))
+    for stages, saved, operands in ((LINEAR, 0, t.operands), (LINEAR[:1], 0, t.operands[:1])):
+        with pytest.raises(InputError, match="does not read what y needs"):
+            pointwise_backward(
+                *(stages, t.dy, None, operands, t.dx, [None] * len(stages)), saved=saved, y=t.y
+            )
+    t = tensors_of(Case(SWIGLU, 4, 8))
+    for y in (t.x, t.y[:2], t.y.float(), t.y.T.contiguous().T):
+        with pytest.raises(InputError, match="y is torch"):
+            pointwise_backward(SWIGLU, t.dy, t.x, [None], t.dx, [None], y=y)
+
+
 # -- layouts ------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ tests that should notice, and says which did. ``tests/repository/test_mutants.py
 up to date with the sources.
 """
 
+from mutants.adapters import ADAPTERS, STATE_DICTS
 from mutants.compiling import COMPILING
 from mutants.experts import EXPERTS
 from mutants.extending import EXTENDING
@@ -12,6 +13,7 @@ from mutants.graphs import GRAPHS
 from mutants.grouped_gemm import GROUPED_GEMM
 from mutants.grouped_linears import GROUPED_LINEARS
 from mutants.groups import GROUPS
+from mutants.inspecting import INSPECTION
 from mutants.kernels import ARITHMETIC, BARRIERS, EDGES
 from mutants.launching import LAUNCH_CACHE
 from mutants.mutant import Mutant
@@ -31,12 +33,15 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "delayed scaling": DELAYED_SCALING,
     "recomputation": RECOMPUTATION,
     "state": STATE,
+    "state dicts": STATE_DICTS,
+    "adapters of low rank": ADAPTERS,
     "channels and extra outputs": CHANNELS,
     "tensors computed again": REBUILT,
     "planner": PLANNER,
     "autograd nodes": NODES,
     "recipes and plan keys": PLAN_KEYS,
     "quantized tensors": QUANTIZED_TENSORS,
+    "inspection": INSPECTION,
     "sharding": SHARDING,
     "number formats": NUMBER_FORMATS,
     "matrix products": MATRIX_PRODUCTS,

@@ -13,11 +13,11 @@ import torch
 
 import fuser
 from fuser import recipe as recipes
-from fuser.plan.cost import DEVICE_COSTS
 from fuser.plan.memory import BudgetCost
 from fuser.tensors import QuantizedTensor
 
 T, H, F = 128, 128, 256
+SIDES = ("forward", "backward")
 BF16 = torch.bfloat16
 RECIPES: dict[str, Any] = {
     "none": None,
@@ -148,33 +148,29 @@ def test_hooks_of_parameters_make_a_pipeline_keep_what_the_plan_then_states() ->
     assert plan.memory.every[1].nbytes == pytest.approx(measured, rel=0.01)
 
 
-def test_times_are_those_of_the_steps_and_of_products_that_take_longer_than_their_bytes() -> None:
-    model = fuser.Sequential(fuser.Linear(H, F, bias=False), fuser.GELU(), fuser.Linear(F, H))
-    model = model.to(BF16)
-    device, tokens = DEVICE_COSTS["cpu"], 8192
-    plan = model.plan(leaf())
-    weight = H * F * 2
-    of_linear = tokens * (H + F) * 2
-    forward = max(
-        0.0, 2 * tokens * H * F / device.products - (of_linear + weight) / device.bandwidth
-    )
-    # dgrad and wgrad read the gradient once; x, dx, the weight and its gradient.
-    moved = of_linear + tokens * H * 2 + 2 * weight
-    first = max(0.0, 4 * tokens * H * F / device.products - moved / device.bandwidth)
-    moved = of_linear + tokens * F * 2 + 2 * weight
-    second = max(0.0, 4 * tokens * H * F / device.products - moved / device.bandwidth)
+def test_times_are_those_of_the_steps_and_of_a_forward_that_runs_again() -> None:
+    model = fuser.Sequential(fuser.Linear(H, F), fuser.GELU(), fuser.Linear(F, H)).to(BF16)
+    with fuser.activation_memory_budget(None):
+        plan = model.plan(leaf())
+    forward, backward = (sum(step.microseconds for step in plan.steps(side)) for side in SIDES)
     everything, default, _, repeated = plan.memory.every
-    steps = {
-        side: sum(s.microseconds for s in plan.steps(side)) for side in ("forward", "backward")
-    }
-    of_forward = steps["forward"] + 2e6 * forward
-    assert default.microseconds == pytest.approx(
-        of_forward + steps["backward"] + 1e6 * (first + second)
-    )
-    assert repeated.microseconds == pytest.approx(everything.microseconds + of_forward)
-    # GELU reads its input and writes its output once more.
-    again = (tokens * 2 * F * 2) / device.bandwidth + device.launch
+    assert everything.microseconds == pytest.approx(forward + backward)
+    assert repeated.microseconds == pytest.approx(2 * forward + backward)
+    # GELU reads its input and writes its output once more, in a launch of its own.
+    device = plan.device
+    again = plan.nominal_tokens * 2 * F * 2 / device.bandwidth + device.launch
     assert default.microseconds - everything.microseconds == pytest.approx(1e6 * again)
+
+
+def test_a_curve_for_another_device_has_its_times_for_the_planned_rows() -> None:
+    model, x = swiglu().to(BF16), leaf()
+    plan = model.plan(x, device="h200")
+    assert plan.memory.nominal_tokens == plan.memory.tokens == T
+    steps = sum(step.microseconds for side in SIDES for step in plan.steps(side))
+    assert plan.memory.every[1].microseconds == pytest.approx(steps)
+    assert plan.memory.every[1].microseconds < model.plan(x).memory.every[1].microseconds
+    kept = [cost.nbytes for cost in plan.memory.every]
+    assert kept == [cost.nbytes for cost in model.plan(x).memory.every]
 
 
 def test_a_curve_is_a_table_of_the_budgets_that_differ() -> None:

@@ -19,7 +19,7 @@ import fuser
 from fuser.basic_ops.grouped_products import quantizes_groups_of
 from fuser.formats import GROUP_TILE, tile_count
 from fuser.op import FusedOperation
-from fuser.plan.plan import Channel
+from fuser.plan.plan import Channel, ModuleCall
 from fuser.specs import TensorSpec
 
 
@@ -283,10 +283,10 @@ def assert_a_line_holds(lines: list[str], *words: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* is emulated")
-def test_text_says_of_emulated_products_what_is_not_counted() -> None:
+def test_text_says_what_is_before_emulated_products() -> None:
     x = torch.empty(32, 64, requires_grad=True)
     model = fuser.Sequential(fuser.Linear(64, 64))
-    said = "An emulated product also dequantizes its operands, which is not counted."
+    said = "An emulated product dequantizes its operands before it."
     assert said not in str(model.plan(x))
     with fuser.autocast(recipe=fuser.recipe.MXFP8BlockScaling()):
         assert str(model.plan(x)).endswith(said)
@@ -414,7 +414,7 @@ def test_a_note_says_what_the_bits_of_a_row_depend_on(recipe: Any, said: str) ->
 def test_a_long_list_of_kernels_has_several_lines(at_once: None) -> None:
     plan = experts(fuser.recipe.MXFP8BlockScaling())
     lines = str(plan).split("\nnotes")[0].splitlines()
-    assert max(map(len, lines)) < 130
+    assert max(map(len, lines)) < 140
     assert max(len(step.kernel) for step in plan.backward) > 160
     printed = " ".join(" ".join(lines).split())
     words = [word for step in plan.forward for word in step.kernel.split(", ")]
@@ -663,7 +663,7 @@ def test_a_plan_shows_modules_between_pipelines_and_channels_across_them() -> No
     assert "channel 'residual': op 0 to op 5" in text
     assert "Modules in brackets are not counted." in text
     data = json.loads(json.dumps(plan.to_dict()))
-    found = (fuser.plan.plan.ModuleCall(**{**m, "ops": tuple(m["ops"])}) for m in data["modules"])
+    found = (ModuleCall(**{**m, "ops": tuple(m["ops"])}) for m in data["modules"])
     assert tuple(found) == plan.modules
 
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 import fuser
 from fuser.op import BasicOperation, FusedOperation, OperationContext
-from fuser.plan.cost import DEVICE_COSTS, NOMINAL_TOKENS
+from fuser.plan.cost import NOMINAL_TOKENS
 from fuser.plan.cover import Candidate, cheapest_cover
+from fuser.plan.devices import CPU
 from fuser.plan.graph import OpGraph, extra_input_sources
 from fuser.plan.window import Many, OneOf, Optional, matches
 from fuser.specs import TensorSpec
@@ -561,8 +562,7 @@ def test_a_step_costs_the_bytes_and_the_launches_of_its_kernels() -> None:
     assert (step.fusion, step.kernel) == ("ForwardLinearBiasActivation", "addmm, gelu")
     tokens, params = (X + Y) + (Y + Y), WEIGHT + BIAS
     assert step.bytes_per_token == tokens / T + params / NOMINAL_TOKENS
-    costs = DEVICE_COSTS["cpu"]
-    seconds = (tokens / T * NOMINAL_TOKENS + params) / costs.bandwidth + 2 * costs.launch
+    seconds = (tokens / T * NOMINAL_TOKENS + params) / CPU.bandwidth + 2 * CPU.launch
     assert step.microseconds == pytest.approx(seconds * 1e6)
     assert plan.activation_bytes == (16, 24, 24, 24)
 
@@ -613,8 +613,7 @@ def test_a_fusions_kernels_cost_what_the_ops_that_each_finishes_move(
     assert step.fusion == "Split"
     assert step.kernel == ", ".join(f"kernel {i}" for i in range(len(split)))
     assert step.bytes_per_token == 4 * moved
-    costs = DEVICE_COSTS["cpu"]
-    seconds = 4 * moved * NOMINAL_TOKENS / costs.bandwidth + len(split) * costs.launch
+    seconds = 4 * moved * NOMINAL_TOKENS / CPU.bandwidth + len(split) * CPU.launch
     assert step.microseconds == pytest.approx(seconds * 1e6)
 
 

@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fuser
 from fuser import recipe as recipes
+from fuser.basic_ops.linear_parallel import Parallelism
 from fuser.cuda.launch import Kernel, Launch
 from fuser.errors import KernelUnavailable
+from fuser.functional import normalization, pointwise
 from fuser.tensors import QuantizedTensor
 
 T, H, F = 128, 128, 256
@@ -194,24 +196,169 @@ def test_random_pipelines_have_the_bits_of_plans_that_keep_everything(seed: int)
 PAIRED = ["current", "delayed", "block", "mxfp8"]
 
 
-@within_budget
-@pytest.mark.parametrize("recipe", PAIRED)
-def test_one_launch_quantizes_an_activation_again_and_its_gradient(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    symbols: list[str] = []
+@pytest.fixture
+def symbols(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The symbols of the kernels that are launched."""
+    launched: list[str] = []
     call = Kernel.__call__
 
     def noted(kernel: Kernel, launch: Launch, *args: Any) -> None:
-        symbols.append(kernel.symbol)
+        launched.append(kernel.symbol)
         call(kernel, launch, *args)
 
     monkeypatch.setattr(Kernel, "__call__", noted)
+    return launched
+
+
+@within_budget
+@pytest.mark.parametrize("recipe", PAIRED)
+def test_one_launch_quantizes_an_activation_again_and_its_gradient(
+    recipe: str, symbols: list[str]
+) -> None:
     with on_kernels():
         results(swiglu, RECIPES[recipe], BF16, steps=1)
     (pair,) = [symbol for symbol in symbols if symbol.startswith("fuser_tiled_pair<")]
     assert "PointwiseBackwardProducer" in pair
     assert "PointwiseProducer" in pair
+
+
+def scaled() -> fuser.Sequential:
+    return fuser.Sequential(fuser.Linear(H, 2 * F), fuser.ScaledSwiGLU(), fuser.Linear(F, H))
+
+
+STORING: dict[str, tuple[Callable[[], fuser.Sequential], int]] = {
+    "swiglu": (swiglu, 2),
+    "layernorm": (lambda: swiglu(fuser.LayerNorm), 2),
+    "gelu": (gelu, 1),
+    "dropout": (with_dropout, 2),
+    "scaled": (scaled, 1),
+    "two": (lambda: fuser.Sequential(*gelu(), fuser.SiLU(), fuser.Linear(H, F)), 2),
+}
+"""Models, and how many inputs of their linears are computed again."""
+
+
+@pytest.mark.parametrize("name", STORING)
+@pytest.mark.parametrize("override", [None, "high_precision"])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_no_launch_computes_an_unquantized_input_again_alone(
+    name: str, override: str | None, dtype: torch.dtype, symbols: list[str]
+) -> None:
+    """Backward has the launches of a plan that keeps everything, and some store one more tensor."""
+    make, count = STORING[name]
+    recipe = override and recipes.Float8CurrentScaling(backward_override=override)
+    launched, found = [], []
+    for budget in (EVERYTHING, fuser.activation_memory_budget(1)):
+        torch.manual_seed(0)
+        model = make().to(dtype)
+        x = oracles.leaf(oracles.random_tensor((T, H), dtype, 1))
+        with budget, on_kernels(), under(recipe):
+            y = model(x, *[x[:, 0].detach().contiguous()] * (make is scaled))
+            symbols.clear()
+            found.append(torch.autograd.grad(y.square().sum(), (x, *model.parameters())))
+        launched.append([symbol.rpartition(", ") for symbol in symbols])
+    kept, again = launched
+    assert [symbol for symbol, *_ in again] == [symbol for symbol, *_ in kept]
+    stored = [one for one, other in zip(again, kept, strict=True) if one != other]
+    assert [last for *_, last in stored] == ["true>"] * count
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("refused", ["true>", "fuser_sum_parts", "fuser_norm_parameter"])
+@pytest.mark.parametrize("make", [gelu, swiglu, MODELS["layernorm"]])
+def test_without_a_kernel_torch_goes_on_from_what_is_left(
+    refused: str, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether nothing of the gradient was computed yet, or dy was overwritten already."""
+    call = Kernel.__call__
+
+    def refusing(kernel: Kernel, launch: Launch, *args: Any) -> None:
+        if "backward" in kernel.symbol and kernel.symbol.endswith(refused):
+            raise KernelUnavailable("there is none")
+        if kernel.symbol.startswith(refused):
+            raise KernelUnavailable("there is none")
+        call(kernel, launch, *args)
+
+    with on_kernels():
+        expected = results(make, None, F32, steps=2)
+        monkeypatch.setattr(Kernel, "__call__", refusing)
+        found = results(make, None, F32, steps=2)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def outputs_of_others() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
+    """An output, the output it must be, and a backward that reads other tensors."""
+    x, other = (oracles.random_tensor((T, 2 * F), F32, seed) for seed in (1, 2))
+    scales, others = torch.rand(T), torch.rand(T)
+    gain, gains = torch.rand(2 * F), torch.rand(2 * F)
+    rstd = torch.rand(T, 1)
+    stage, dy = fuser.SwiGLU().function, oracles.random_tensor((T, F), F32, 3)
+
+    def activation(output: Any) -> Any:
+        return pointwise.activation_backward(stage, dy.clone(), x, output=output)
+
+    def scaled(output: Any) -> Any:
+        return pointwise.scaled_activation_backward(
+            *(stage, dy.clone(), x, scales), output=output, wants_dscales=False
+        )[0]
+
+    def norm(output: Any) -> Any:
+        given = (x.clone(), x, gain, rstd, (True, True))
+        return normalization.rmsnorm_backward(*given, output=output)[0]
+
+    def normalized(
+        z: torch.Tensor, gamma: torch.Tensor, zero_centered: bool = False, of: Any = rstd
+    ) -> Any:
+        y, *_ = normalization.rmsnorm(z, gamma, 1e-5, F32, zero_centered=zero_centered)
+        return normalization.with_statistics(y, [of])
+
+    glu = fuser.GLU().function
+    for make, backward in (
+        (lambda: pointwise.activation(stage, other), activation),
+        (lambda: pointwise.activation(glu, x), activation),
+        (lambda: pointwise.scaled_activation(stage, x, others), scaled),
+        (lambda: pointwise.activation(stage, x), scaled),
+        (lambda: normalized(other, gain), norm),
+        (lambda: normalized(x, gains), norm),
+        (lambda: normalized(x, gain, zero_centered=True), norm),
+        (lambda: normalized(x, gain, of=rstd.clone()), norm),
+    ):
+        yield make(), make().tensor(), backward
+
+
+def test_an_output_of_other_tensors_is_computed_from_those() -> None:
+    with on_kernels():
+        for output, expected, backward in outputs_of_others():
+            backward(output).tensor()
+            assert torch.equal(output.tensor(), expected)
+
+
+def test_a_linear_of_several_ranks_computes_its_gradients_at_once() -> None:
+    linear = fuser.BasicLinear(F, H)
+    assert linear.can_defer_wgrad
+    linear._parallel = Parallelism("row", 2, has_shards=False)
+    assert not linear.can_defer_wgrad
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_gradients_of_weights_that_come_later_go_into_main_grads(dtype: torch.dtype) -> None:
+    found = []
+    for budget in (EVERYTHING, LEAST):
+        torch.manual_seed(0)
+        linear = functools.partial(fuser.Linear, accumulate_into_main_grad=True, dtype=dtype)
+        model = fuser.Sequential(fuser.RMSNorm(H), linear(H, F), fuser.GELU(), linear(F, H))
+        model.to(dtype)
+        for parameter in model.parameters():
+            parameter.main_grad = torch.ones_like(parameter, dtype=F32)
+        with budget, on_kernels():
+            for step in range(2):
+                x = oracles.leaf(oracles.random_tensor((T, H), dtype, step))
+                model(x).square().sum().backward()
+        found.append([parameter.main_grad for parameter in model.parameters()])
+    assert all((grad != 1).any() for grad in found[0] if grad.dim() == 2)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.sampled
@@ -764,6 +911,7 @@ BEFORE: dict[str, Callable[[], torch.nn.Module]] = {
     "l2": fuser.L2Normalization,
     "gelu": fuser.GELU,
     "dropout": lambda: fuser.Sequential(fuser.RMSNorm(H), fuser.Dropout(0.2)),
+    "linear and gelu": lambda: fuser.Sequential(fuser.BasicLinear(H, H), fuser.GELU()),
 }
 
 

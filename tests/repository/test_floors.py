@@ -46,8 +46,11 @@ PACKAGES = (
     "modules",
     "moe",
     "distributed",
+    "conversion",
+    "inspection",
     "testing",
     "te",
+    "integrations",
     "ops",
     "fuser",
 )

@@ -122,7 +122,8 @@ def test_a_thread_that_comes_while_another_groups_waits_for_it() -> None:
     def call() -> None:
         results.append(model(x_of(3, 8)))
 
-    fuser.runtime.segments.extra_input_sources = slow
+    replacement: Any = slow
+    fuser.runtime.segments.extra_input_sources = replacement
     try:
         first = threading.Thread(target=call)
         first.start()
@@ -202,6 +203,8 @@ def test_the_ops_of_a_composite_cannot_be_exchanged_one_by_one() -> None:
     linear = fuser.Linear(8, 4)
     with pytest.raises(fuser.StateError, match="replace the whole"):
         linear.basic_ops[1] = fuser.Bias(4)
+    with pytest.raises(fuser.StateError, match="replace the whole"):
+        setattr(linear.basic_ops, "1", fuser.Bias(4))
     twin = copy.deepcopy(linear)
     assert torch.equal(twin.weight, linear.weight)
 

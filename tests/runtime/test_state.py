@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import pickle
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,12 +50,10 @@ PARAMETERS = [
     "1.basic_ops.1.bias",
     "3.basic_ops.0.weight",
 ]
-EXTRA_STATES = [
-    "0._extra_state",
-    "1.basic_ops.0._extra_state",
-    "1.basic_ops.1._extra_state",
-    "2._extra_state",
-    "3.basic_ops.0._extra_state",
+EXTRA_STATES = ["1.basic_ops.0._extra_state", "3.basic_ops.0._extra_state"]
+OLD_EXTRA_STATES = [
+    *EXTRA_STATES,
+    *("0._extra_state", "1.basic_ops.1._extra_state", "2._extra_state"),
 ]
 
 
@@ -67,7 +65,6 @@ def test_state_dict_has_the_keys_that_checkpoints_have() -> None:
         "basic_ops.0.weight",
         "basic_ops.0._extra_state",
         "basic_ops.1.bias",
-        "basic_ops.1._extra_state",
     ]
     assert set(fuser.Linear(N, N, bias=False).state_dict()) == {
         "basic_ops.0.weight",
@@ -167,14 +164,14 @@ def _as_bytes_tensor(data: bytes) -> torch.Tensor:
 def test_extra_state_of_another_library_is_accepted_and_never_unpickled(wrap: Any) -> None:
     source, target = randomize(mlp()), mlp()
     state = source.state_dict()
-    for key in EXTRA_STATES:
+    for key in OLD_EXTRA_STATES:
         state[key] = wrap(pickle.dumps({"recipe": Bomb()}))
     result = target.load_state_dict(state, strict=True)
     assert not result.missing_keys
     assert not result.unexpected_keys
     assert not Bomb.exploded
     assert same_output(source, target)
-    assert target.state_dict()["2._extra_state"].numel() == 0
+    assert target.state_dict()[EXTRA_STATES[0]].numel() == 0
 
 
 @pytest.mark.parametrize("missing", PARAMETERS)
@@ -193,23 +190,195 @@ def test_an_unexpected_key_and_a_wrong_shape_are_still_errors() -> None:
         mlp().load_state_dict({**state, "0.weight": torch.ones(N + 1)})
 
 
-def test_a_state_of_torchs_linears_is_refused_with_the_names_of_its_keys_here() -> None:
-    linears = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)
-    state = torch.nn.Sequential(*linears).state_dict()
-    model = fuser.Sequential(fuser.Linear(4, 4), fuser.Linear(4, 4, bias=False))
-    with pytest.raises(RuntimeError, match="Missing key") as caught:
-        model.load_state_dict(state)
-    assert str(caught.value).endswith(
-        'Rename "0.weight" to "0.basic_ops.0.weight", "0.bias" to "0.basic_ops.1.bias", "1.weight" '
-        'to "1.basic_ops.0.weight": a fuser.Linear has the keys of te.ops.Linear, and not those of '
-        "torch.nn.Linear."
+def test_an_old_checkpoint_with_an_empty_state_of_every_op_loads_strictly() -> None:
+    source, target = randomize(mlp()), mlp()
+    empty = torch.empty(0, dtype=torch.uint8)
+    target.load_state_dict({**source.state_dict(), **dict.fromkeys(OLD_EXTRA_STATES, empty)})
+    assert same_output(source, target)
+    with pytest.raises(RuntimeError, match=r'Unexpected.*"4._extra_state"'):
+        target.load_state_dict({**source.state_dict(), "4._extra_state": empty})
+
+
+# -- plain keys --------------------------------------------------------------------
+
+
+def torchs_mlp() -> torch.nn.Sequential:
+    return torch.nn.Sequential(
+        torch.nn.LayerNorm(N),
+        torch.nn.Linear(N, 16),
+        torch.nn.GELU(approximate="tanh"),
+        torch.nn.Linear(16, N, bias=False),
     )
-    before = [parameter.clone() for parameter in model.parameters()]
-    model.load_state_dict(state, strict=False)
-    assert all(map(torch.equal, model.parameters(), before))
-    renames = re.findall(r'"(\S+)" to "(\S+)"', str(caught.value))
-    model.load_state_dict({new: state[old] for old, new in renames})
-    assert all(map(torch.equal, model.parameters(), state.values()))
+
+
+def our_mlp(**kwargs: Any) -> fuser.Sequential:
+    return fuser.Sequential(
+        fuser.LayerNorm(N, **kwargs),
+        fuser.Linear(N, 16, **kwargs),
+        fuser.GELU(),
+        fuser.Linear(16, N, bias=False, **kwargs),
+    )
+
+
+class Block(torch.nn.Module):
+    """A user's module, whose state dict torch's own method loads."""
+
+    def __init__(self, layers: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([layers])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers[0](x)
+        return y
+
+
+WRAPPERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+    "alone": lambda layers: layers,
+    "in a module": Block,
+}
+
+
+@pytest.mark.parametrize("where", WRAPPERS)
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_a_state_of_torchs_layers_loads_strictly(where: str, assign: bool) -> None:
+    wrap = WRAPPERS[where]
+    source, target = wrap(randomize(torchs_mlp())), wrap(our_mlp())
+    state = source.state_dict()
+    before = dict(state)
+    result = target.load_state_dict(state, assign=assign)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert list(state) == list(before)
+    assert all(map(torch.equal, target.parameters(), source.parameters()))
+    torch.testing.assert_close(target(tensor()), source(tensor()))
+
+
+def test_a_state_of_torchs_linear_loads_into_a_linear_alone() -> None:
+    source, target = torch.nn.Linear(N, 5), fuser.Linear(N, 5)
+    target.load_state_dict(source.state_dict())
+    assert torch.equal(target(tensor()), source(tensor()))
+
+
+def test_a_plain_state_dict_loads_strictly_into_torchs_layers_and_into_these() -> None:
+    source, plain, other = randomize(our_mlp()), torchs_mlp(), our_mlp()
+    state = source.plain_state_dict()
+    assert list(state) == list(plain.state_dict())
+    plain.load_state_dict(state)
+    other.load_state_dict(state)
+    assert all(map(torch.equal, plain.parameters(), source.parameters()))
+    assert same_output(source, other)
+    assert state["1.weight"].data_ptr() == source[1].weight.data_ptr()
+    assert list(source.state_dict()) != list(state)  # on request alone
+
+
+@pytest.mark.parametrize("where", WRAPPERS)
+def test_the_hook_makes_every_state_dict_of_a_module_plain(where: str) -> None:
+    wrap = WRAPPERS[where]
+    source, plain = wrap(randomize(our_mlp())), wrap(torchs_mlp())
+    source.register_state_dict_post_hook(fuser.plain_keys)
+    plain.load_state_dict(source.state_dict())
+    assert all(map(torch.equal, plain.parameters(), source.parameters()))
+
+
+def test_a_hook_below_leaves_the_other_keys_of_a_module_as_they_are() -> None:
+    model = fuser.Sequential(fuser.Linear(N, N), our_mlp())
+    model[1].register_state_dict_post_hook(fuser.plain_keys)
+    keys = {"0.basic_ops.0.weight", "0.basic_ops.1.bias", "0.basic_ops.0._extra_state"}
+    assert set(model.state_dict()) == keys | {f"1.{key}" for key in torchs_mlp().state_dict()}
+
+
+@pytest.mark.parametrize("make", [our_mlp, lambda: fuser.modules.LayerNormMLP(N, 16)])
+def test_a_plain_state_dict_has_neither_quantized_tensors_nor_scales(make: Any) -> None:
+    recipe = fuser.recipe.DelayedScaling()
+    with fuser.quantized_model_init(recipe=recipe):
+        model = make()
+    with fuser.autocast(recipe=recipe):
+        model(tensor()).sum().backward()
+    assert any(v.numel() for k, v in model.state_dict().items() if k.endswith("_extra_state"))
+    state = model.plain_state_dict()
+    assert not any("_extra_state" in key or "basic_ops" in key for key in state)
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    for value, parameter in zip(state.values(), model.parameters(), strict=True):
+        is_quantized = isinstance(parameter, fuser.QuantizedTensor)
+        assert torch.equal(value, parameter.dequantize() if is_quantized else parameter)
+
+
+def test_keys_of_both_kinds_for_one_parameter_are_refused() -> None:
+    model = our_mlp()
+    state = {**model.state_dict(), "1.weight": torch.zeros(16, N)}
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "1.weight"'):
+        model.load_state_dict(state)
+
+
+def scaled(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k: v.clone() if k.endswith("_extra_state") else v * 2 for k, v in state.items()}
+
+
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "sequential": our_mlp,
+    "linear": lambda: fuser.Linear(N, N),
+    "norm": lambda: fuser.RMSNorm(N),
+    "layer": lambda: fuser.modules.LayerNormMLP(N, 16),
+    "batch-norm": lambda: fuser.Sequential(fuser.Linear(N, N), torch.nn.BatchNorm1d(N)),
+}
+WRONG: dict[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
+    r"Missing key\(s\)": lambda s, last: {k: v for k, v in s.items() if k != last},
+    r"Unexpected key\(s\) in state_dict: \"9.x\"": lambda s, last: {**s, "9.x": torch.ones(1)},
+    "size mismatch for": lambda s, last: {**s, last: torch.ones(3, 5)},
+    "expected torch.Tensor": lambda s, last: {**s, last: None},
+    "numbers for": lambda s, last: {
+        k: v[:-3] if k.endswith("_extra_state") else v for k, v in s.items()
+    },
+}
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize(
+    ("model", "wrong"),
+    # A norm has no state of delayed scaling.
+    [(m, w) for m in MODELS for w in WRONG if (m, w) != ("norm", "numbers for")],
+)
+def test_a_state_that_is_refused_changes_nothing(model: Any, wrong: str, assign: bool) -> None:
+    model, recipe = randomize(MODELS[model]()), fuser.recipe.DelayedScaling()
+    with fuser.autocast(recipe=recipe):
+        model(tensor()).sum().backward()
+    given = copy.deepcopy(model.state_dict())
+    with fuser.autocast(recipe=recipe):  # amaxes that the given state does not have
+        model(9 * tensor()).sum().backward()
+    state = model.state_dict()
+    before = {key: (value.clone(), value._version) for key, value in state.items()}
+    parameters = list(model.parameters())
+    last = [key for key, _ in model.named_parameters()][-1]
+    given = WRONG[wrong](scaled(given), last)
+    grads = {key: value.requires_grad for key, value in given.items() if value is not None}
+    with pytest.raises((RuntimeError, fuser.InputError), match=wrong):
+        model.load_state_dict(given, assign=assign)
+    after = model.state_dict(keep_vars=True)
+    assert list(after) == list(before)
+    assert all(torch.equal(after[key], value) for key, (value, _) in before.items())
+    assert all(after[k]._version == n for k, (_, n) in before.items() if "extra" not in k)
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert {k: v.requires_grad for k, v in given.items() if v is not None} == grads
+    model.load_state_dict(scaled(state), assign=assign)
+    assert all(torch.equal(p, 2 * before[k][0]) for k, p in model.named_parameters())
+
+
+def test_a_state_that_is_refused_leaves_references_of_other_modules_as_they_are() -> None:
+    model = fuser.Sequential(torch.nn.RNN(N, N, batch_first=True))
+    expected = model(tensor())[0]
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        model.load_state_dict({**scaled(model.state_dict()), "x": torch.ones(1)})
+    assert torch.equal(model(tensor())[0], expected)
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_a_hook_of_a_user_runs_once_in_a_load(kind: str) -> None:
+    calls = []
+    model = our_mlp()
+    register = getattr(model[0], f"register_load_state_dict_{kind}_hook")
+    register(lambda *args: calls.append(args))
+    model.load_state_dict(model.state_dict())
+    assert len(calls) == 1
 
 
 def test_an_assigned_state_is_used_by_a_model_that_was_made_on_meta() -> None:

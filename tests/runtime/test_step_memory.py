@@ -89,13 +89,13 @@ def swiglu_block() -> fuser.Sequential:
     )
 
 
-# In each the peak is in the backward of the activation: its input, dy and dx, the gradient of the
-# second weight, and y, which the caller holds. What the norm wrote is computed again later. In FP8
-# dx has two copies, and there is one of the first weight. The GELU's output is quantized again in
-# the launch that quantizes dx: at this time there is one copy of it and of dy, and not yet the
-# gradient of the second weight.
-GELU = BF16 * (3 * T * F + F * H + T * H)
-SWIGLU = BF16 * (5 * T * F + F * H + T * H)
+# In each the peak is in the backward of the activation: its input, dy and dx, and y, which the
+# caller holds. In bf16 the output, which is computed again, takes the place of dy. What the norm
+# wrote is computed again later. In FP8 dx has two copies, and there is one of the first weight; for
+# SwiGLU there is also the gradient of the second weight. The GELU's output is quantized again in
+# the launch that quantizes dx: at this time there is one copy of it and of dy.
+GELU = BF16 * (3 * T * F + T * H)
+SWIGLU = BF16 * (5 * T * F + T * H)
 GELU_IN_FP8 = BF16 * (2 * T * F + T * H) + 3 * T * F + H * F + 2 * T * H
 SWIGLU_IN_FP8 = BF16 * (3 * T * F + F * H + T * H) + 4 * T * F + 2 * H * F + T * H
 # Statistics and scales; parts of the gradient of a bias, which at T 8192 and F 14336 are 1%.

@@ -11,11 +11,13 @@ struct Backward {
     const Dy* dy;
     const T* x;
     const void* gamma;
+    const void* beta;  // only LayerNorm has it, and only y needs it
     const float* mean;  // only LayerNorm has it
     const float* rstd;
     const T* d_extra;  // null: nothing is added
     T* dx;  // null: not written; so are all below
     Dy* rounded_dx;  // dx in fewer bits, beside it; null if T and Dy are one type
+    Dy* y;  // the output of forward; its memory may be that of dy
     float* partials;  // [1, or 2 for LayerNorm][blocks][columns]
     float* means;  // [rows][1, or 2 for LayerNorm]: the means that dx needs
     unsigned* amax;  // of dx, the bits of a float
@@ -170,7 +172,7 @@ struct PrefetchedRows {
 
 // The columns of a thread in all rows of its block. A block of at most kThreads threads has 65536 /
 // kThreads registers for each.
-template <class Norm, class T, class Dy, int kVectors, int kThreads>
+template <class Norm, class T, class Dy, int kVectors, int kThreads, bool kOutput>
 struct BackwardColumns {
     static constexpr int kCount = kWidest<T>;
     using Vector = RowVector<Norm, kCount>;
@@ -237,7 +239,7 @@ struct BackwardColumns {
         }
     }
 
-    // Computes dx and, if a.dx is not null, stores it. Returns the bits of its largest magnitude if
+    // Computes dx and, if a.dx is not null, stores it; with kOutput also y. Returns the bits of its largest magnitude if
     // a.amax is not null.
     __device__ __forceinline__ unsigned write(int slot, int row, const Statistics<Norm>& statistics,
                                               const float (&means)[kSums]) {
@@ -270,8 +272,29 @@ struct BackwardColumns {
             if (a.amax != nullptr) {
                 largest = max(largest, largest_magnitude(dx, kCount));
             }
+            if constexpr (kOutput) {
+                store_output(slot, v, row, statistics);
+            }
         }
         return largest;
+    }
+
+    // Stores y, over a dy that no other thread reads.
+    __device__ __forceinline__ void store_output(int slot, int v, int row,
+                                                 const Statistics<Norm>& statistics) const {
+        const Columns<kCount, kVectors> columns(0, sizes.columns);
+        const int column = columns.first + v * columns.step;
+        const Packed<T, kCount> x = read_packed<T, kCount>(prefetched.x(slot, v));
+        float shift[kCount] = {}, values[kCount];
+        if constexpr (Norm::kCentered) {
+            load_parameters(a.beta, sizes.parameter_type, column, columns.left(v), true, shift);
+        }
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            values[i] = y_of<Norm>(x[i], statistics.mean, statistics.rstd,
+                                   gain[kKeepsGain ? v : 0][i], shift[i]);
+        }
+        store_packed(start_of(a.y, row, sizes.columns) + column, packed<Dy>(values));
     }
 
     // Writes the block's sums of the gradients of the parameters: over the rows that it processes
@@ -311,12 +334,12 @@ struct BackwardColumns {
 
 // d_hat = dy * gain; dx = (d_hat - mean(d_hat) - x_hat * mean(d_hat * x_hat)) * rstd + d_extra,
 // rounded once; an RMSNorm has no mean(d_hat). Also the partial sums of dy * x_hat and of dy, over
-// the rows of each block.
-template <class Norm, class T, class Dy, int kVectors, int kThreads>
+// the rows of each block. With kOutput, also y, as forward writes it.
+template <class Norm, class T, class Dy, int kVectors, int kThreads, bool kOutput>
 __global__ void __launch_bounds__(kThreads, 1)
     fuser_norm_backward(const fuser::Backward<T, Dy> a, const fuser::Sizes sizes) {
     using namespace fuser;
-    using ThisColumns = BackwardColumns<Norm, T, Dy, kVectors, kThreads>;
+    using ThisColumns = BackwardColumns<Norm, T, Dy, kVectors, kThreads, kOutput>;
     constexpr int kSums = ThisColumns::kSums;
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ float scratch[RowSums<kSums>::kScratch];

@@ -302,9 +302,12 @@ struct Vector {
     Packed<T, N> dy;
     typename Chain::template Fetched<N> fetched;
 
+    // With kOverwritesDy, the kernel may write to dy after that.
+    template <bool kOverwritesDy = false>
     __device__ __forceinline__ void fetch(const Inputs<Chain>& inputs, const ChainCoord& coord) {
         if constexpr (kBackward) {
-            dy = load_packed<N>(inputs.dy + coord.row * inputs.dy_stride + coord.column);
+            const T* source = inputs.dy + coord.row * inputs.dy_stride + coord.column;
+            dy = kOverwritesDy ? load_packed_to_overwrite<N>(source) : load_packed<N>(source);
         }
         if constexpr (kReadsInput) {
             const T* row = inputs.x + coord.row * inputs.x_stride;

@@ -170,7 +170,25 @@ __device__ __forceinline__ Packed<T, kCount> load_packed(const T* p) {
     return result;
 }
 
-// The same for data that other blocks read too.
+// The same for memory that the thread overwrites after that.
+template <int kCount, class T>
+__device__ __forceinline__ Packed<T, kCount> load_packed_to_overwrite(const T* p) {
+    using Result = Packed<T, kCount>;
+    Result result;
+    if constexpr (kCount == 1) {
+        result.element = *p;
+    } else {
+#pragma unroll
+        for (int i = 0; i < Result::kWords / Result::kStep; ++i) {
+            using Access = typename Result::Access;
+            const Access part = reinterpret_cast<const Access*>(p)[i];
+            memcpy(result.words + i * Result::kStep, &part, sizeof(Access));
+        }
+    }
+    return result;
+}
+
+// As load_packed, for data that other blocks read too.
 template <int kCount, class T>
 __device__ __forceinline__ Packed<T, kCount> load_packed_cached(const T* p) {
     using Result = Packed<T, kCount>;

@@ -1,4 +1,4 @@
-"""Sizes of transformers, and those of some public models."""
+"""Sizes of transformers, and those of some public models, for plans and forecasts."""
 
 from __future__ import annotations
 
@@ -106,6 +106,8 @@ PRESETS = {
         _preset("swiglu-blocks", 8, 4096, 14336, 0, 0, 0, sequence=1),
         # config.json of mistralai/Mixtral-8x22B-v0.1.
         _preset("mixtral-8x22b", 56, 6144, 16384, 48, 8, 32000, experts=8, top_k=2),
+        # config.json of Qwen/Qwen3-8B.
+        _preset("qwen3-8b", 36, 4096, 12288, 32, 8, 151936),
         # config.json of Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
         _preset("qwen3-30b-a3b", 48, 2048, 768, 32, 4, 151936, experts=128, top_k=8),
         _preset("qwen3-235b-a22b", 94, 4096, 1536, 64, 4, 151936, experts=128, top_k=8),

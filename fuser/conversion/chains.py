@@ -1,0 +1,305 @@
+"""Chains of linears, norms and activations in the graph of a forward."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.conversion.leaves import (
+    activation_like,
+    activation_part,
+    is_identity,
+    linear_part,
+    norm_part,
+)
+from fuser.conversion.parts import (
+    AddPart,
+    ForkPart,
+    Function,
+    LinearPart,
+    ModulePart,
+    NormPart,
+    Part,
+    hooks_of,
+    original_class,
+)
+
+ADDITIONS = (operator.add, torch.add, "add")
+PRODUCTS = (operator.mul, torch.mul, "mul")
+HALVES = (torch.chunk, "chunk")
+
+
+@dataclass
+class Link:
+    """A part, and the node whose value it computes."""
+
+    node: fx.Node
+    part: Part
+
+
+@dataclass
+class FoundChain:
+    """A chain in a graph.
+
+    Parameters
+    ----------
+    inputs
+        The nodes that it reads: the main input, and one for each ``AddPart(None)``.
+    links
+        From the input to the output.
+    nodes
+        All nodes that it replaces.
+    """
+
+    inputs: list[fx.Node]
+    links: list[Link]
+    nodes: set[fx.Node]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(link.part for link in self.links)
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether a pipeline has anything to fuse: two linears, or one and something else."""
+        linears = sum(isinstance(part, LinearPart) for part in self.parts)
+        return linears > 0 and linears + sum(not isinstance(p, LinearPart) for p in self.parts) > 1
+
+
+class Chains:
+    """Finds the chains in the graph of ``owner``'s forward."""
+
+    def __init__(self, owner: torch.nn.Module, graph: fx.Graph) -> None:
+        self._owner = owner
+        self._graph = graph
+
+    def ending_at(self, node: fx.Node) -> FoundChain | None:
+        """The longest chain whose output is ``node``, and of whose values nothing else is read."""
+        stops: set[fx.Node] = set()
+        while True:
+            found = self._chain(node, stops)
+            if found is None:
+                return None
+            inner = found.nodes - {node}
+            read = {n for n in inner if not set(n.users) <= found.nodes}
+            if not read:
+                return found
+            stops |= read
+
+    def replaced(self, found: FoundChain) -> tuple[tuple[str, type], ...]:
+        """The modules that the chain replaces, also those around its own: paths and classes."""
+        kept = {part.name for part in found.parts if isinstance(part, ModulePart)}
+        paths = dict.fromkeys(
+            prefix
+            for node in sorted(found.nodes, key=lambda n: n.name)
+            if node.op == "call_module" and node.target not in kept
+            for prefix in _prefixes(str(node.target))
+        )
+        return tuple((path, original_class(self._owner.get_submodule(path))) for path in paths)
+
+    # -- following a node's inputs ------------------------------------------------
+
+    def _chain(self, node: fx.Node, stops: Collection[fx.Node]) -> FoundChain | None:
+        if node in stops:
+            return None
+        if node.op == "call_module":
+            return self._module(node, stops)
+        if node.op not in ("call_function", "call_method"):
+            return None
+        if node.target in ADDITIONS and len(node.all_input_nodes) == 2 and not node.kwargs:
+            return self._sum(node, stops)
+        return self._activation(node, stops)
+
+    def _below(self, node: fx.Node, stops: Collection[fx.Node]) -> FoundChain:
+        """The chain up to ``node``: one without links if it starts there."""
+        return self._chain(node, stops) or FoundChain([node], [], set())
+
+    def _module(self, node: fx.Node, stops: Collection[fx.Node]) -> FoundChain | None:
+        if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], fx.Node):
+            return None
+        module = self._owner.get_submodule(str(node.target))
+        if hooks_of(module):
+            return None
+        part = self._part(module, str(node.target))
+        if part is None:
+            return self._activation(node, stops)
+        found = self._below(node.args[0], stops)
+        found.links.append(Link(node, part))
+        found.nodes.add(node)
+        return found
+
+    def _part(self, module: torch.nn.Module, path: str) -> Part | None:
+        if isinstance(module, torch.nn.Dropout) and module.p:
+            return ModulePart(path)
+        part: LinearPart | NormPart | None = linear_part(module, path)
+        return part if part is not None else norm_part(module, path)
+
+    def _sum(self, node: fx.Node, stops: Collection[fx.Node]) -> FoundChain | None:
+        """A residual connection; the sum with another input if it is none."""
+        operands = [a for a in node.args if isinstance(a, fx.Node)]
+        if len(operands) != 2:
+            return None
+        chains = [self._below(operand, stops) for operand in operands]
+        for found, other in zip(chains, reversed(operands), strict=True):
+            places = {link.node: i for i, link in enumerate(found.links, 1)}
+            place = 0 if other is found.inputs[0] else places.get(other)
+            if place is None or not found.links:
+                continue
+            channel = f"residual {node.name}"
+            found.links.insert(place, Link(other, ForkPart(channel)))
+            found.links.append(Link(node, AddPart(channel)))
+            found.nodes.add(node)
+            return found
+        found = max(chains, key=lambda chain: len(chain.links))
+        other = operands[1 - chains.index(found)]
+        if other in found.nodes:
+            return None
+        found.links.append(Link(node, AddPart(None)))
+        found.inputs.append(other)
+        found.nodes.add(node)
+        return found
+
+    def _activation(self, node: fx.Node, stops: Collection[fx.Node]) -> FoundChain | None:
+        """An activation of one value, or the product of one with another half."""
+        base, inner = self._base(node)
+        if inner:
+            return self._plain_activation(node, base, inner, stops)
+        operands = [a for a in node.args if isinstance(a, fx.Node)]
+        if node.target not in PRODUCTS or len(operands) != 2 or node.kwargs:
+            return None
+        one, two = operands
+        return self._gate(node, one, two, stops) or self._gate(node, two, one, stops)
+
+    def _gate(
+        self, node: fx.Node, activation: fx.Node, up: fx.Node, stops: Collection[fx.Node]
+    ) -> FoundChain | None:
+        """The chain of a product, if it is that of an activation and ``up``."""
+        gate, inner = self._base(activation)
+        known = activation_like(self._function(activation, gate)) if inner else None
+        part = None if known is None else activation_part(known, is_gated=True)
+        if part is None:
+            return None
+        nodes = {node, gate, up, *inner}
+        packed, linears = self._packed(gate, up), [self._linear(n) for n in (gate, up)]
+        link = None
+        if packed is not None:
+            source = packed
+            nodes.update(n for n in gate.all_input_nodes if n is not packed)
+        elif gate.args == up.args and None not in linears:
+            (source,) = gate.all_input_nodes
+            link = self._joined(gate, [linear for linear in linears if linear is not None])
+        if (packed is None and link is None) or not nodes.isdisjoint(stops):
+            return None
+        found = self._below(source, stops)
+        found.links += [Link(node, part)] if link is None else [link, Link(node, part)]
+        found.nodes |= nodes
+        return found
+
+    def _plain_activation(
+        self, node: fx.Node, base: fx.Node, inner: set[fx.Node], stops: Collection[fx.Node]
+    ) -> FoundChain | None:
+        function = self._function(node, base)
+        is_nothing = is_identity(function)
+        known = None if is_nothing else activation_like(function)
+        part = None if known is None else activation_part(known, is_gated=False)
+        if (part is None and not is_nothing) or not inner.isdisjoint(stops):
+            return None
+        found = self._below(base, stops)
+        if part is not None:
+            found.links.append(Link(node, part))
+        elif not found.links:
+            return None
+        found.nodes |= inner
+        return found
+
+    # -- facts about nodes --------------------------------------------------------
+
+    def _linear(self, node: fx.Node) -> LinearPart | None:
+        """The linear that a node calls; None if it is anything else."""
+        if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+            return None
+        module = self._owner.get_submodule(str(node.target))
+        return None if hooks_of(module) else linear_part(module, str(node.target))
+
+    def _joined(self, node: fx.Node, linears: list[LinearPart]) -> Link | None:
+        """Linears with one input as one."""
+        first, second = linears
+        if first.is_transposed or second.is_transposed or first.has_bias != second.has_bias:
+            return None
+        if first.shape != second.shape or first.names == second.names:
+            return None
+        rows, columns = first.shape
+        part = LinearPart(first.names + second.names, (2 * rows, columns), first.has_bias)
+        return Link(node, part)
+
+    def _packed(self, gate: fx.Node, up: fx.Node) -> fx.Node | None:
+        """The node of which ``gate`` is the first half and ``up`` the second; None if it is not."""
+        sources: list[tuple[fx.Node, Any]] = []
+        for number, half in enumerate((gate, up)):
+            if half.op != "call_function" or half.target is not operator.getitem:
+                return None
+            halves, index = half.args
+            if not isinstance(halves, fx.Node) or halves.target not in HALVES or index != number:
+                return None
+            names = ("input", "chunks", "dim")
+            arguments: dict[str, Any] = dict(zip(names, halves.args, strict=False))
+            arguments |= halves.kwargs
+            if (arguments.get("chunks"), arguments.get("dim")) != (2, -1):
+                return None
+            sources.append((halves, arguments["input"]))
+        (one, source), (two, _) = sources
+        # Of an odd number of values chunk makes a first half that is larger.
+        linear = self._linear(source)
+        return source if one is two and linear is not None and linear.shape[0] % 2 == 0 else None
+
+    def _base(self, node: fx.Node) -> tuple[fx.Node, set[fx.Node]]:
+        """The one node of which ``node`` is a function of one value, and the nodes between."""
+        if node.op == "call_module":
+            module = self._owner.get_submodule(str(node.target))
+            stateless = not any(True for _ in module.parameters()) and not any(module.buffers())
+            is_active = isinstance(module, torch.nn.Dropout) and module.p
+            is_call = len(node.args) == 1 and not node.kwargs
+            if not stateless or is_active or not is_call or hooks_of(module):
+                return node, set()
+        elif node.op not in ("call_function", "call_method") or node.target in (
+            operator.getitem,
+            *HALVES,
+        ):
+            return node, set()
+        bases: set[fx.Node] = set()
+        nodes = {node}
+        for operand in node.all_input_nodes:
+            base, inner = self._base(operand)
+            bases.add(base)
+            nodes |= inner
+        if len(bases) != 1:
+            return node, set()
+        return bases.pop(), nodes
+
+    def _function(self, node: fx.Node, base: fx.Node) -> Function:
+        """``node`` as a function of ``base``."""
+
+        def value(n: fx.Node, x: torch.Tensor) -> Any:
+            if n is base:
+                return x
+            args = fx.map_arg(n.args, lambda a: value(a, x))
+            kwargs = fx.map_arg(n.kwargs, lambda a: value(a, x))
+            if n.op == "call_module":
+                return self._owner.get_submodule(str(n.target))(*args)
+            if n.op == "call_method":
+                return getattr(args[0], str(n.target))(*args[1:], **kwargs)
+            assert callable(n.target)
+            return n.target(*args, **kwargs)
+
+        return lambda x: value(node, x)
+
+
+def _prefixes(path: str) -> list[str]:
+    """A path and the paths of what it is in: ``a.b.c`` gives ``a``, ``a.b`` and ``a.b.c``."""
+    names = path.split(".")
+    return [".".join(names[: i + 1]) for i in range(len(names))]

@@ -1,0 +1,416 @@
+"""``fuser.convert``: the modules of a model run pipelines, and stay what they are."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args, get_type_hints
+
+import torch
+
+from fuser.conversion.converted import (
+    UNIT,
+    converted_modules,
+    is_converted,
+    set_conversion,
+    unset_conversion,
+)
+from fuser.conversion.experts import experts_unit
+from fuser.conversion.leaves import SMALLEST_LINEAR, is_fuser, linear_part, norm_part
+from fuser.conversion.parts import (
+    OWN_FORWARD,
+    Chain,
+    Part,
+    bare,
+    hooks_of,
+    original_class,
+)
+from fuser.conversion.trace import Untraceable
+from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit, unit_of
+from fuser.errors import InputError, InputTypeError
+from fuser.recipe import Recipe
+
+Filter = Callable[[str, torch.nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class ConversionRow:
+    """A module in the report of a conversion.
+
+    Parameters
+    ----------
+    path, cls
+        The module, and the name of its class.
+    is_converted
+        Whether it runs a pipeline now.
+    text
+        What the pipeline computes, or why there is none.
+    """
+
+    path: str
+    cls: str
+    is_converted: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What :func:`convert` did: printed, a table with a row for each kind of module."""
+
+    rows: tuple[ConversionRow, ...]
+
+    @property
+    def converted(self) -> tuple[ConversionRow, ...]:
+        """The modules that run a pipeline now."""
+        return tuple(row for row in self.rows if row.is_converted)
+
+    @property
+    def refused(self) -> tuple[ConversionRow, ...]:
+        """The modules that look as if they could, and do not."""
+        return tuple(row for row in self.rows if not row.is_converted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"fuser.convert: {len(self.converted)} modules run pipelines, "
+            f"{len(self.refused)} stay as they are"
+        ]
+        for title, rows in (("converted", self.converted), ("not converted", self.refused)):
+            kinds: dict[tuple[str, str], int] = {}
+            for row in rows:
+                path = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", row.path) or "the model"
+                kind = f"{path} ({row.cls})", row.text
+                kinds[kind] = kinds.get(kind, 0) + 1
+            width = max((len(name) for name, _ in kinds), default=0)
+            lines += [f"{title}:"] * bool(kinds)
+            lines += [f"{n:5d} x {name:{width}}  {text}" for (name, text), n in kinds.items()]
+        return "\n".join(lines)
+
+
+def convert(
+    model: torch.nn.Module,
+    *,
+    recipe: Recipe | None = None,
+    filter: Filter | None = None,
+    linears: Literal["recipe", "all", "none"] = "recipe",
+    norms: Literal["fused", "all", "none"] = "fused",
+    keep: Sequence[str] = ("first", "last"),
+    rounding: Literal["fused", "torch"] = "fused",
+    strict: bool = False,
+) -> ConversionReport:
+    """Let the modules of a model run pipelines, in place.
+
+    A module that computes a chain of linears, norms, activations and residual connections gets a
+    subclass of its class whose forward runs the chain as a pipeline. It keeps its children,
+    parameters, hooks and names, so state dicts, optimizers and wrappers see the same model. Modules
+    are found by their forward, traced with torch.fx, and one chain of each kind is compared with
+    the module's own values. The forward of the module itself runs as before whenever a child is no
+    longer what was converted: replaced by an adapter, quantized, pruned, or with hooks.
+
+    Converting again after modules were replaced or loaded converts what is new.
+
+    Parameters
+    ----------
+    model
+        Any module. Weights of two linears that run as one, such as gate and up, are moved into one
+        memory; the parameters stay the same objects.
+    recipe
+        Under which the model's forward runs; None leaves that to :class:`fuser.autocast`.
+    filter
+        Called with the path of a module and the module: False leaves it as it is, and with it
+        every chain that would replace it.
+    linears
+        Linears outside of chains: converted with a ``recipe`` (``"recipe"``), always (``"all"``) or
+        never (``"none"``). Those with fewer than 32 inputs or outputs stay: a router gains nothing.
+    norms
+        Norms: converted in chains (``"fused"``), also alone (``"all"``), or never (``"none"``).
+    keep
+        Linears that run unquantized, also inside of autocast: ``"first"`` and ``"last"`` of the
+        model in the order of its modules, or patterns of paths, e.g. ``"*.o_proj"``. A chain with
+        one of them runs unquantized as a whole.
+    rounding
+        In 16 bits. A pipeline computes from a product to the next one in fp32, and rounds once
+        (``"fused"``). torch rounds the activation, then its product with the second half, and in a
+        norm of transformers the row before its gain: ``"torch"`` does the same, with torch's
+        functions and norms between the linears, which fuse with nothing then.
+    strict
+        Whether a module that looks convertible and is not is an error.
+
+    Returns
+    -------
+    The report: which modules run which chains, and why others do not.
+
+    Raises
+    ------
+    InputTypeError
+        If ``model`` is no module or ``recipe`` no recipe.
+    InputError
+        On another value of ``linears``, ``norms`` or ``rounding``; if ``keep`` matches nothing;
+        with ``strict`` if a module was refused. The model is then as it was.
+    """
+    _check(model, recipe, linears=linears, norms=norms, rounding=rounding)
+    found = _Search(filter, linears if recipe is not None else linears.replace("recipe", "none"))
+    found.norms = norms if rounding == "fused" else "none"
+    with torch.device("cpu"):  # inside of a context of another one, as of from_pretrained
+        found.visit(model, "")
+    kept = _kept(found.linears, keep)
+    report = ConversionReport(tuple(found.rows))
+    if strict and report.refused:
+        raise InputError(
+            "fuser.convert(strict=True) has converted nothing, because of "
+            + "; ".join(f"{row.path} ({row.cls}): {row.text}" for row in report.refused[:4])
+            + "."
+        )
+    for path, module, unit in found.units:
+        if rounding == "torch":
+            unit = unit.as_torch()
+        prefix = f"{path}." if path else ""
+        names = {(prefix + name).rstrip(".") for name in unit.linears}
+        if names & kept:
+            unit = replace(unit, is_quantized=False)
+        set_conversion(module, unit, None)
+    if recipe is not None:
+        set_conversion(model, None, recipe)
+    return report
+
+
+def revert(model: torch.nn.Module) -> int:
+    """Give every converted module of a model its own class again; returns their number.
+
+    Parameters stay where they are: gate and up remain views of one memory.
+    """
+    modules = list(converted_modules(model))
+    for module in modules:
+        unset_conversion(module)
+    return len(modules)
+
+
+@contextlib.contextmanager
+def converted(model: torch.nn.Module, **options: Any) -> Iterator[ConversionReport]:
+    """A context in which a model is converted; its end reverts what it converted.
+
+    Takes the arguments of :func:`convert`, and gives its report.
+    """
+    before = set(converted_modules(model))
+    report = convert(model, **options)
+    try:
+        yield report
+    finally:
+        for module in converted_modules(model):
+            if module not in before:
+                unset_conversion(module)
+
+
+class _Search:
+    """Finds the units of a model; ``units`` has them with their modules, outermost first."""
+
+    def __init__(self, filter: Filter | None, linears: str) -> None:
+        self.norms = "fused"
+        self.units: list[tuple[str, torch.nn.Module, Unit]] = []
+        self.rows: list[ConversionRow] = []
+        self.linears: list[str] = []
+        self._filter = filter
+        self._linears = linears
+        self._seen: set[torch.nn.Module] = set()
+        self._known: dict[object, tuple[Unit | None, str | None]] = {}
+        self._chains: dict[torch.nn.Module, Unit] = {}
+
+    def visit(self, module: torch.nn.Module, path: str) -> None:
+        """Look at a module's children, and then at the module."""
+        if module in self._seen or is_fuser(module):
+            return
+        self._seen.add(module)
+        first_row = len(self.rows)
+        for name, child in module.named_children():
+            self.visit(child, f"{path}.{name}" if path else name)
+        if is_converted(module) and UNIT in module.__dict__:
+            return
+        stacked = any(p is not None and p.dim() == 3 for p in module._parameters.values())
+        if not module._modules and not stacked:
+            self._leaf(module, path)
+            return
+        unit, reason = self._unit(module, path)
+        if unit is not None:
+            self.units.append((path, module, unit))
+            # The rows of its parts: they run alone only where the whole does not.
+            inside = {f"{path}.{p}" if path else p for c in unit.chains for p, _ in c.replaced}
+            self.rows[first_row:] = [r for r in self.rows[first_row:] if r.path not in inside]
+        if unit is not None or reason is not None:
+            text = unit.text if unit is not None else str(reason)
+            self.rows.append(ConversionRow(path, _name(module), unit is not None, text))
+
+    def _accepts(self, path: str, module: torch.nn.Module) -> bool:
+        return self._filter is None or bool(self._filter(path, module))
+
+    def _leaf(self, module: torch.nn.Module, path: str) -> None:
+        part: Part | None = None
+        linear = linear_part(module, "")
+        if linear is not None:
+            self.linears.append(path)
+            if self._linears != "none" and min(linear.shape) >= SMALLEST_LINEAR:
+                part = linear
+        elif self.norms == "all":
+            part = norm_part(module, "")
+        if part is None or not self._accepts(path, module) or "forward" in module.__dict__:
+            return
+        unit = Unit((("input", REQUIRED),), (Step(Chain((part,), ()), (Ref(0),)),), Ref(1))
+        self.units.append((path, module, unit))
+        self.rows.append(ConversionRow(path, _name(module), True, part.text))
+
+    def _unit(self, module: torch.nn.Module, path: str) -> tuple[Unit | None, str | None]:
+        """The unit of a module, or why a module that looks like one has none."""
+        kind = _kind(module, self._chains)
+        if kind not in self._known:
+            self._known[kind] = _find_unit(
+                module, [m for m in module.modules() if m in self._chains]
+            )
+        unit, reason = self._known[kind]
+        if unit is None:
+            return None, reason
+        for name in ("", *(name for chain in unit.chains for name, _ in chain.replaced)):
+            inner = f"{path}.{name}".strip(".")
+            if not self._accepts(inner, module.get_submodule(name)):
+                return None, f"the filter leaves out {inner or 'the model'}"
+        if unit.is_one_chain and hooks_of(module) is None:
+            self._chains[module] = unit
+        return unit, None
+
+
+def _kind(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> object:
+    """What a module's unit depends on: equal for the layers of a model that are alike."""
+    own = [
+        (name, value if isinstance(value, (bool, int, float, str)) else id(value))
+        for name, value in module.__dict__.items()
+        if not name.startswith("_") and name != "training"
+    ]
+    parameters = [(n, None if p is None else (*p.shape,)) for n, p in module._parameters.items()]
+    children = [
+        (name, _kind(child, opened) if child in opened or not child._modules else type(child))
+        for name, child in module._modules.items()
+        if child is not None
+    ]
+    cls = type(module)
+    return cls, cls.forward, hooks_of(module), tuple(own), tuple(parameters), tuple(children)
+
+
+def _find_unit(
+    module: torch.nn.Module, opened: Sequence[torch.nn.Module]
+) -> tuple[Unit | None, str | None]:
+    experts = experts_unit(module)
+    if experts is not None:
+        return (None, experts) if isinstance(experts, str) else (experts, None)
+    linears = [part for c in module.children() if (part := linear_part(c, "")) is not None]
+    if not linears and not opened:
+        return None, None
+    looks_convertible = _look_like_a_feed_forward([part.shape for part in linears])
+    if hooks_of(module) == OWN_FORWARD:
+        return None, f"it has {OWN_FORWARD}" if looks_convertible else None
+    try:
+        unit = unit_of(module, opened)
+    except Untraceable as refusal:
+        return None, str(refusal) if looks_convertible else None
+    if unit is None:
+        reason = "its forward is no chain of linears, norms and activations that fuser has"
+        return None, reason if looks_convertible else None
+    if unit.is_one_chain and not is_proved(module, unit):
+        return None, "its values differ from those of " + unit.text
+    return unit, None
+
+
+def is_proved(module: torch.nn.Module, unit: Unit) -> bool:
+    """Whether a unit of one chain gives a module's values, small and large, on a CPU in fp32.
+
+    Both compute with random parameters, whose sizes are divided by what they have in common if the
+    module computes with such ones.
+    """
+    sizes = [size for p in module.parameters() for size in p.shape]
+    divisor = math.gcd(*sizes)
+    for scale in dict.fromkeys((max(divisor // 4, 1), 1)):
+        values = _random_parameters(module, scale)
+        outcome = _compared(module, unit, values)
+        if outcome is not None:
+            return outcome
+    return False
+
+
+def _random_parameters(module: torch.nn.Module, scale: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    values: dict[torch.Tensor, torch.Tensor] = {}
+    for p in module.parameters():
+        value = torch.randn([size // scale for size in p.shape], generator=generator)
+        values[p] = value / math.sqrt(value.shape[-1])
+    return {name: values[p] for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _compared(module: torch.nn.Module, unit: Unit, values: dict[str, torch.Tensor]) -> bool | None:
+    """Whether the values are the same; None if the module raises with such parameters."""
+    tried = bare(module, values)
+    chain = unit.chains[0].sized(tried)
+    pipeline = Pipeline(chain, tried)
+    columns = chain.values(tried)[0].shape[-1]
+    generator = torch.Generator().manual_seed(1)
+    for spread in (0.01, 1.0, 100.0, 1e4):
+        x = spread * torch.randn(5, columns, generator=generator)
+        with torch.no_grad():
+            try:
+                expected = tried(x)
+            except Exception:
+                return None
+            y = pipeline(tried, [x], is_quantized=False)
+        if not isinstance(expected, torch.Tensor) or y.shape != expected.shape:
+            return False
+        largest = float(expected.abs().max())
+        if not torch.allclose(y, expected, rtol=0, atol=1e-5 * largest):
+            return False
+    return True
+
+
+def _look_like_a_feed_forward(shapes: Sequence[tuple[int, int]]) -> bool:
+    """Whether one of two or three linears widens, and another one takes that, or half, back."""
+    pairs = ((one, two) for one in shapes for two in shapes if one[1] == two[0] != one[0])
+    return 1 < len(shapes) < 4 and any(one[0] in (two[1], 2 * two[1]) for one, two in pairs)
+
+
+def _kept(linears: Sequence[str], keep: Sequence[str]) -> set[str]:
+    """The paths of the linears that ``keep`` names."""
+    if isinstance(keep, str):
+        raise InputTypeError(f"keep is a sequence of patterns; got the string {keep!r}.")
+    kept: set[str] = set()
+    for pattern in keep:
+        if pattern in ("first", "last"):
+            kept.update(linears[:1] if pattern == "first" else linears[-1:])
+            continue
+        named = fnmatch.filter(linears, pattern)
+        if not named:
+            raise InputError(
+                f"keep has {pattern!r}, which matches no linear of the model; its linears are "
+                f"{', '.join(linears[:6])}{', ...' if len(linears) > 6 else ''}."
+            )
+        kept.update(named)
+    return kept
+
+
+def _check(model: object, recipe: object, **options: str) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise InputTypeError(f"fuser.convert takes a module; got a {type(model).__name__}.")
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise InputTypeError(
+            f"fuser.convert takes a recipe of fuser.recipe or None; got a {type(recipe).__name__}."
+        )
+    for name, value in options.items():
+        choices = get_args(get_type_hints(convert)[name])
+        if value not in choices:
+            raise InputError(
+                f"fuser.convert got {name}={value!r}; it is one of {', '.join(choices)}."
+            )
+
+
+def _name(module: torch.nn.Module) -> str:
+    return original_class(module).__name__

@@ -1,0 +1,128 @@
+"""The class of a converted module: its own as a base, and a forward that runs a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fuser.conversion.joined import join
+from fuser.conversion.parts import LinearPart, original_class
+from fuser.conversion.unit import Runner, Unit
+from fuser.precision.contexts import autocast
+from fuser.recipe import Recipe
+
+UNIT, RECIPE, RUNNER = "_fuser_unit", "_fuser_recipe", "_fuser_runner"
+
+
+class Converted:
+    """The mixin of converted modules."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != RUNNER}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        _prepare(self)  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made anew where a copy or a pickle is loaded.
+        return _blank, (original_class(self),), self.__getstate__()  # type: ignore[arg-type]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        join_weights(self)  # type: ignore[arg-type]
+        return result
+
+    def train(self, mode: bool = True) -> Any:
+        # What loads a model part by part, as from_pretrained does, ends with eval().
+        join_weights(self)  # type: ignore[arg-type]
+        return super().train(mode)  # type: ignore[misc]
+
+
+def _blank(cls: type) -> object:
+    converted = _converted_class(cls)
+    return object.__new__(converted)
+
+
+@functools.cache
+def _converted_class(cls: Any) -> Any:
+    """The subclass of a module's class; it has the same name."""
+
+    def forward(self: Any, *args: Any, **keywords: Any) -> Any:
+        recipe = self.__dict__.get(RECIPE)
+        if recipe is None:
+            return _run(self, cls, args, keywords)
+        with autocast(recipe=recipe):
+            return _run(self, cls, args, keywords)
+
+    # Trainer and PEFT look at the names of arguments, which inspect finds through __wrapped__.
+    functools.update_wrapper(forward, cls.forward)
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    members = {**names, "forward": forward, "_class_before_fuser": cls}
+    return type(cls.__name__, (Converted, cls), members)
+
+
+def _run(self: Any, cls: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    unit: Unit | None = self.__dict__.get(UNIT)
+    if unit is not None:
+        runner: Runner = self.__dict__[RUNNER]
+        if runner.refusal(self) is None and (bound := runner.bound(args, keywords)) is not None:
+            return runner.run(self, *bound)
+    return cls.forward(self, *args, **keywords)
+
+
+def set_conversion(module: torch.nn.Module, unit: Unit | None, recipe: Recipe | None) -> None:
+    """Convert a module: set its unit, and the recipe under which it and all it holds run."""
+    if not is_converted(module):
+        cls: Any = type(module)
+        module.__class__ = _converted_class(cls)
+    for name, value in ((UNIT, unit), (RECIPE, recipe)):
+        if value is not None:
+            module.__dict__[name] = value
+    _prepare(module)
+
+
+def _prepare(module: torch.nn.Module) -> None:
+    """Make the pipelines of a module's unit, before any graph is traced through its forward."""
+    unit: Unit | None = module.__dict__.get(UNIT)
+    if unit is not None:
+        module.__dict__[RUNNER] = Runner(unit, module)
+        join_weights(module)
+
+
+def is_converted(module: torch.nn.Module) -> bool:
+    """Whether a module has been converted."""
+    return isinstance(module, Converted)
+
+
+def unset_conversion(module: torch.nn.Module) -> None:
+    """Give a converted module its own class again."""
+    for name in (UNIT, RECIPE, RUNNER):
+        module.__dict__.pop(name, None)
+    if "_class_before_fuser" in type(module).__dict__:
+        module.__class__ = original_class(module)
+    # Else another library, such as FSDP2, has made a class of the converted one. It stays, and its
+    # forward is the module's own.
+
+
+def join_weights(module: torch.nn.Module) -> None:
+    """Move the weights that a pipeline uses as one into one memory, if they are not."""
+    unit: Unit | None = module.__dict__.get(UNIT)
+    for chain in () if unit is None else unit.chains:
+        for part in chain.parts:
+            if not isinstance(part, LinearPart) or len(part.names) == 1:
+                continue
+            with contextlib.suppress(AttributeError):  # the children were replaced
+                linears: list[Any] = [module.get_submodule(name) for name in part.names]
+                join([linear.weight for linear in linears])
+                if part.has_bias:
+                    join([linear.bias for linear in linears])
+
+
+def converted_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Every converted module of a model."""
+    return (module for module in model.modules() if is_converted(module))

@@ -1,0 +1,172 @@
+"""Recognition of linears, norms and activations by the values that they compute."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from fuser import basic_ops
+from fuser.conversion.parts import (
+    ACTIVATIONS,
+    ActivationPart,
+    Function,
+    KnownActivation,
+    LinearPart,
+    NormPart,
+    bare,
+)
+from fuser.op import FusibleOperation, HiddenOps
+
+SMALLEST_LINEAR = 32
+"""A linear alone with fewer inputs or outputs stays torch's: a router or a score."""
+
+
+def _probe() -> torch.Tensor:
+    """Inputs of an activation: a dense middle, and values that a clamp would change."""
+    large = torch.logspace(1, 30, 59, dtype=torch.float32)
+    return torch.cat([torch.linspace(-12, 12, 4802), large, -large])
+
+
+def activation_like(function: Function) -> KnownActivation | None:
+    """The activation with the values of ``function``, which is called on a CPU in fp32; or None."""
+    x = _probe()
+    order = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))
+    try:
+        with torch.no_grad():
+            y = function(x.clone())
+            # An activation is a function of each value alone, of any shape.
+            permuted = function(x[order].reshape(3, -1))
+    except Exception:
+        return None
+    if not isinstance(y, torch.Tensor) or y.shape != x.shape or y.dtype != x.dtype:
+        return None
+    expected = y[order].reshape(3, -1)
+    if permuted.shape != expected.shape or not _is_like(permuted, expected):
+        return None
+    return next((known for known in ACTIVATIONS if _is_like(y, known.function(x))), None)
+
+
+def _is_like(y: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(y, expected, rtol=1e-5, atol=2e-6, equal_nan=True)
+
+
+def is_identity(function: Function) -> bool:
+    """Whether a function returns what it gets."""
+    x = _probe()
+    try:
+        with torch.no_grad():
+            y = function(x.clone())
+    except Exception:
+        return False
+    return isinstance(y, torch.Tensor) and torch.equal(y, x)
+
+
+def activation_part(known: KnownActivation, *, is_gated: bool) -> ActivationPart | None:
+    """The part of an activation, or of one that is multiplied with a second half."""
+    op = known.gated_op if is_gated else known.op
+    if not op or not hasattr(basic_ops, op):
+        return None
+    return ActivationPart(op, known.options)
+
+
+def is_fuser(module: torch.nn.Module) -> bool:
+    """Whether a module is fuser's own, and needs no conversion."""
+    return isinstance(module, (FusibleOperation, HiddenOps))
+
+
+def linear_part(module: torch.nn.Module, name: str) -> LinearPart | None:
+    """The part of a module that is a linear, also with weights ``[in, out]``; else None."""
+    weight = _own_parameters(module, 2)
+    if weight is None:
+        return None
+    is_transposed = False if type(module) is torch.nn.Linear else _is_transposed(module)
+    if is_transposed is None:
+        return None
+    rows, columns = weight.shape
+    shape = (columns, rows) if is_transposed else (rows, columns)
+    return LinearPart((name,), shape, module._parameters.get("bias") is not None, is_transposed)
+
+
+def _is_transposed(module: torch.nn.Module) -> bool | None:
+    """Whether a linear's weights are ``[in, out]``; None if it is no linear."""
+    if isinstance(module, torch.nn.Embedding):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = module._parameters["weight"].shape  # type: ignore[union-attr]
+    for is_transposed in (False, True):
+        weight = torch.randn(rows, columns, generator=generator)
+        values = {"weight": weight}
+        if module._parameters.get("bias") is not None:
+            bias = torch.randn(columns if is_transposed else rows, generator=generator)
+            values["bias"] = bias
+        x = torch.randn(3, rows if is_transposed else columns, generator=generator)
+        y = _called(module, values, x)
+        expected = F.linear(x, weight.t() if is_transposed else weight, values.get("bias"))
+        if y is not None and _are_close(y, expected):
+            return is_transposed
+    return None
+
+
+def norm_part(module: torch.nn.Module, name: str) -> NormPart | None:
+    """The part of a module that is a layer norm or an RMS norm over its last dimension."""
+    weight = _own_parameters(module, 1)
+    if weight is None:
+        return None
+    has_bias = module._parameters.get("bias") is not None
+    (size,) = weight.shape
+    generator = torch.Generator().manual_seed(0)
+    values = {"weight": torch.randn(size, generator=generator)}
+    if has_bias:
+        values["bias"] = torch.randn(size, generator=generator)
+    # Rows so small that eps shows, and so large that a clamp would.
+    x = torch.randn(12, size, generator=generator) * torch.logspace(-5, 4, 12)[:, None] + 1e-4
+    y = _called(module, values, x)
+    if y is None:
+        return None
+    floats = {v for v in module.__dict__.values() if isinstance(v, float) and 0 < v < 1}
+    for eps in sorted(floats):
+        if has_bias:
+            expected = F.layer_norm(x, (size,), values["weight"], values["bias"], eps)
+            if _rows_are_close(y, expected):
+                return NormPart(name, "LayerNorm", size, eps)
+            continue
+        normalized = F.rms_norm(x, (size,), eps=eps)
+        for is_zero_centered in (False, True):
+            if _rows_are_close(y, normalized * (values["weight"] + is_zero_centered)):
+                return NormPart(name, "RMSNorm", size, eps, is_zero_centered)
+    return None
+
+
+def _own_parameters(module: torch.nn.Module, dim: int) -> torch.Tensor | None:
+    """The weight of a module with a weight of ``dim`` dimensions and no more than a bias."""
+    if is_fuser(module) or module._modules or module._buffers:
+        return None
+    present = {name: p for name, p in module._parameters.items() if p is not None}
+    weight = present.get("weight")
+    if weight is None or weight.dim() != dim or set(present) - {"weight", "bias"}:
+        return None
+    return weight
+
+
+def _called(
+    module: torch.nn.Module, values: dict[str, torch.Tensor], x: torch.Tensor
+) -> torch.Tensor | None:
+    """What a module's forward returns for ``x`` with other parameters; None if it raises."""
+    try:
+        with torch.no_grad():
+            y = bare(module, values)(x)
+    except Exception:
+        return None
+    return y if isinstance(y, torch.Tensor) else None
+
+
+def _are_close(y: torch.Tensor, expected: torch.Tensor) -> bool:
+    return y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+def _rows_are_close(y: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether each row is, to the largest value of the row."""
+    if y.shape != expected.shape or y.dtype != expected.dtype:
+        return False
+    largest = expected.abs().amax(-1, keepdim=True)
+    return bool(((y - expected).abs() <= 2e-6 * largest).all())

@@ -1,0 +1,396 @@
+"""The parts of a converted chain: the ops that compute a child's values, from its parameters."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from fuser import basic_ops, fused_ops, torch_private
+from fuser.conversion.joined import joined
+from fuser.op import FusedOperation, FusibleOperation
+
+PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
+"""The classes of a weight that fuser computes with; others are quantized or sharded by others."""
+
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+class KnownActivation(NamedTuple):
+    """An activation, its op, and the op that multiplies it with a second half; None for none."""
+
+    function: Function
+    op: str
+    gated_op: str | None
+    options: tuple[tuple[str, str], ...] = ()
+
+
+ACTIVATIONS = (
+    KnownActivation(F.silu, "SiLU", "SwiGLU"),
+    KnownActivation(
+        functools.partial(F.gelu, approximate="tanh"), "GELU", "GEGLU", (("approximate", "tanh"),)
+    ),
+    KnownActivation(F.gelu, "GELU", "GEGLU", (("approximate", "none"),)),
+    KnownActivation(F.relu, "ReLU", "ReGLU"),
+    KnownActivation(lambda x: F.relu(x).square(), "SReLU", "SReGLU"),
+    KnownActivation(lambda x: x * torch.sigmoid(1.702 * x), "QGELU", "QGEGLU"),
+    KnownActivation(torch.sigmoid, "", "GLU"),
+)
+
+
+OWN_FORWARD = "a forward of its own"
+
+
+@dataclass(frozen=True)
+class Part(ABC):
+    """A link of a chain. It holds names and numbers alone, so that it can be pickled."""
+
+    @abstractmethod
+    def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
+        """What the pipeline has in this place: ops on meta, or the owner's own module."""
+
+    def as_torch(self) -> Part:
+        """The part with torch's order of rounding in 16 bits."""
+        return self
+
+    def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
+        """The present values of the ops' parameters, in their order."""
+        return []
+
+    def inputs(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The inputs of a pipeline that starts with this part, from those of the forward."""
+        return inputs
+
+    def sized(self, owner: torch.nn.Module) -> Part:
+        """The part with the sizes of another owner's parameters."""
+        return self
+
+    def refusal(self, owner: torch.nn.Module) -> str | None:
+        """Why the owner's present children are no longer what was converted; None if they are."""
+        return None
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """The part in a report."""
+
+
+@dataclass(frozen=True)
+class LinearPart(Part):
+    """A linear, or several with one input, whose outputs follow one another.
+
+    Parameters
+    ----------
+    names
+        Paths of the linears from the owner.
+    shape
+        Of their weights together, as ``[out, in]``.
+    has_bias, is_transposed
+        Whether they have a bias; whether their weights are ``[in, out]``.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, int]
+    has_bias: bool
+    is_transposed: bool = False
+
+    def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
+        out_features, in_features = self.shape
+        dtype = _child(owner, self.names[0]).weight.dtype
+        return [
+            fused_ops.Linear(
+                in_features, out_features, bias=self.has_bias, device="meta", dtype=dtype
+            )
+        ]
+
+    def _linears(self, owner: torch.nn.Module) -> list[Any]:
+        return [_child(owner, name) for name in self.names]
+
+    def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
+        linears = self._linears(owner)
+        weight = joined([linear.weight for linear in linears])
+        values = [weight.t() if self.is_transposed else weight]
+        if self.has_bias:
+            values.append(joined([linear.bias for linear in linears]))
+        return values
+
+    def sized(self, owner: torch.nn.Module) -> Part:
+        rows, columns = self.values(owner)[0].shape
+        return replace(self, shape=(rows, columns))
+
+    def refusal(self, owner: torch.nn.Module) -> str | None:
+        rows = 0
+        for name, linear in zip(self.names, self._linears(owner), strict=True):
+            weight = linear._parameters.get("weight")
+            if type(weight) not in PLAIN_TENSORS:
+                return f"the weight of {name} is a {type(weight).__name__}"
+            if (linear._parameters.get("bias") is not None) != self.has_bias:
+                return f"the bias of {name} was added or removed"
+            rows += weight.shape[1 if self.is_transposed else 0]
+        if (rows, weight.shape[0 if self.is_transposed else 1]) != self.shape:
+            return f"the weight of {name} has another shape, {tuple(weight.shape)}"
+        return None
+
+    @property
+    def text(self) -> str:
+        return " and ".join(name.rpartition(".")[2] or "linear" for name in self.names)
+
+
+@dataclass(frozen=True)
+class ActivationPart(Part):
+    """An activation: a class of :mod:`fuser.basic_ops` and its arguments."""
+
+    op: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
+        return [getattr(basic_ops, self.op)(**dict(self.options))]
+
+    def as_torch(self) -> Part:
+        return TorchActivationPart(self.op, self.options)
+
+    @property
+    def text(self) -> str:
+        return self.op
+
+
+@dataclass(frozen=True)
+class TorchActivationPart(ActivationPart):
+    """The same with torch's functions: an activation is rounded before it is multiplied."""
+
+    def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
+        return [TorchActivation(self.op, self.options)]
+
+    def as_torch(self) -> Part:
+        return self
+
+
+class TorchActivation(torch.nn.Module):
+    """An activation, or the product of one of the first half with the second, by torch."""
+
+    def __init__(self, op: str, options: tuple[tuple[str, str], ...]) -> None:
+        super().__init__()
+        self.known = next(
+            known for known in ACTIVATIONS if op in known[1:3] and known.options == options
+        )
+        self.is_gated = op == self.known.gated_op
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_gated:
+            return self.known.function(x)
+        gate, up = x.chunk(2, dim=-1)
+        return self.known.function(gate) * up
+
+
+@dataclass(frozen=True)
+class NormPart(Part):
+    """A norm with the parameters of the child ``name``."""
+
+    name: str
+    op: str
+    size: int
+    eps: float
+    is_zero_centered: bool = False
+
+    def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
+        dtype = _child(owner, self.name).weight.dtype
+        cls = {"LayerNorm": basic_ops.LayerNorm, "RMSNorm": basic_ops.RMSNorm}[self.op]
+        centered = self.is_zero_centered
+        return [
+            cls(self.size, eps=self.eps, device="meta", dtype=dtype, zero_centered_gamma=centered)
+        ]
+
+    def as_torch(self) -> Part:
+        return ModulePart(self.name)
+
+    def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
+        norm: Any = _child(owner, self.name)
+        return [norm.weight, norm.bias] if self.op == "LayerNorm" else [norm.weight]
+
+    def sized(self, owner: torch.nn.Module) -> Part:
+        return replace(self, size=self.values(owner)[0].numel())
+
+    def refusal(self, owner: torch.nn.Module) -> str | None:
+        norm = _child(owner, self.name)
+        present = [type(value) for value in norm._parameters.values() if value is not None]
+        if len(present) != 1 + (self.op == "LayerNorm") or set(present) - set(PLAIN_TENSORS):
+            return f"the parameters of {self.name} were changed"
+        return None
+
+    @property
+    def text(self) -> str:
+        return self.op + " (1 + weight)" * self.is_zero_centered
+
+
+@dataclass(frozen=True)
+class ModulePart(Part):
+    """A child that runs as itself, such as a dropout, whose random numbers are torch's."""
+
+    name: str
+
+    def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
+        return [_child(owner, self.name)]
+
+    @property
+    def text(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class ForkPart(Part):
+    """The start of a residual connection."""
+
+    channel: str
+
+    def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
+        fork = basic_ops.MakeExtraOutput()
+        fork.set_extra_output_channel(0, self.channel, output_to_caller=False)
+        return [fork]
+
+    @property
+    def text(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class AddPart(Part):
+    """The end of a residual connection, or the sum with another input if ``channel`` is None."""
+
+    channel: str | None
+    is_rounded_before: bool = False
+
+    def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
+        add = basic_ops.AddExtraInput()
+        if self.channel is not None:
+            add.set_extra_input_channel(0, self.channel)
+        # A module between ends a pipeline, whose output is rounded.
+        return [torch.nn.Identity(), add] if self.is_rounded_before else [add]
+
+    def as_torch(self) -> Part:
+        return replace(self, is_rounded_before=True)
+
+    @property
+    def text(self) -> str:
+        return "residual" if self.channel is not None else "add"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Parts that follow one another, and what they stand for.
+
+    Parameters
+    ----------
+    parts
+        From the input to the output.
+    replaced
+        Every module that is not called any more: its path from the owner, and its class.
+    """
+
+    parts: tuple[Part, ...]
+    replaced: tuple[tuple[str, type], ...] = field(repr=False)
+
+    def pipeline_modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
+        """The modules of the chain's pipeline."""
+        return [module for part in self.parts for module in part.modules(owner)]
+
+    def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
+        """The present parameters, in the order of :func:`slots_of`."""
+        return [value for part in self.parts for value in part.values(owner)]
+
+    def refusal(self, owner: torch.nn.Module) -> str | None:
+        """Why the owner is no longer what was converted; None if it is."""
+        for path, cls in self.replaced:
+            module = _child(owner, path)
+            if module is None or cls not in (type(module), original_class(module)):
+                return f"{path} is a {type(module).__name__} and was a {cls.__name__}"
+            if path and (hooks := hooks_of(module)):
+                return f"{path} has {hooks}"
+        for part in self.parts:
+            if (refusal := part.refusal(owner)) is not None:
+                return refusal
+        return None
+
+    def as_torch(self) -> Chain:
+        """The chain with torch's order of rounding in 16 bits."""
+        parts = tuple(part.as_torch() for part in self.parts)
+        kept = {part.name for part in parts if isinstance(part, ModulePart)}
+        return Chain(parts, tuple(pair for pair in self.replaced if pair[0] not in kept))
+
+    def sized(self, owner: torch.nn.Module) -> Chain:
+        """The chain with the sizes of another owner's parameters."""
+        return replace(self, parts=tuple(part.sized(owner) for part in self.parts))
+
+    @property
+    def linears(self) -> list[str]:
+        """The paths of all linears."""
+        linears = (part for part in self.parts if isinstance(part, LinearPart))
+        return [name for part in linears for name in part.names]
+
+    @property
+    def text(self) -> str:
+        return ", ".join(part.text for part in self.parts if part.text)
+
+
+def slots_of(modules: Sequence[torch.nn.Module]) -> list[tuple[dict[str, Any], str]]:
+    """The places of the parameters of all ops in ``modules``."""
+    ops: list[Any] = []
+    for module in modules:
+        if isinstance(module, FusedOperation):
+            ops += module.members
+        elif isinstance(module, FusibleOperation):
+            ops.append(module)
+    return [
+        (op._parameters, name)
+        for op in ops
+        for name, value in op._parameters.items()
+        if value is not None
+    ]
+
+
+def original_class(module: torch.nn.Module) -> type:
+    """The class of a module before it was converted."""
+    cls: type = getattr(type(module), "_class_before_fuser", type(module))
+    return cls
+
+
+def hooks_of(module: torch.nn.Module) -> str | None:
+    """What a call of the module would run beside its class's forward; None if nothing."""
+    if "forward" in module.__dict__:
+        return OWN_FORWARD
+    return "hooks" if any(torch_private.hooks_of(module)) else None
+
+
+def bare(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """A module in evaluation with other parameters and without hooks, to be tried.
+
+    ``values`` has a value for every parameter, by its path. Everything else is the module's own.
+    """
+    cls: Any = original_class(module)
+    copy: torch.nn.Module = object.__new__(cls)
+    torch.nn.Module.__init__(copy)
+    own = {name: value for name, value in module.__dict__.items() if name not in copy.__dict__}
+    copy.__dict__.update(own, training=False)
+    copy._buffers.update(module._buffers)
+    for name, parameter in module._parameters.items():
+        value = None if parameter is None else torch.nn.Parameter(values[name], requires_grad=False)
+        copy._parameters[name] = value
+    for name, child in module._modules.items():
+        start = name + "."
+        inner = {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
+        copy._modules[name] = None if child is None else bare(child, inner)
+    return copy
+
+
+def _child(owner: torch.nn.Module, path: str) -> Any:
+    module: Any = owner
+    for name in path.split(".") if path else ():
+        module = module._modules.get(name)
+        if module is None:
+            return None
+    return module

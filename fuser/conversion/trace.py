@@ -1,0 +1,97 @@
+"""The forward of a module as a torch.fx graph that holds for all its calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+OTHER_KEYWORDS = "other_keywords"
+"""The input of a graph that stands for everything that a ``**kwargs`` takes."""
+
+
+class Untraceable(Exception):
+    """A forward has no graph that holds for all its calls; the message says why."""
+
+
+class _Tracer(fx.Tracer):
+    """Traces a call with ``inputs``; submodules are calls, but for those in ``opened``."""
+
+    def __init__(self, opened: Collection[torch.nn.Module], inputs: Collection[str]) -> None:
+        super().__init__()
+        self._opened, self._inputs = opened, inputs
+
+    def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
+        return m not in self._opened
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[[torch.nn.Module], Any], list[Any]]:
+        inputs: dict[str, Any] = {
+            name: self.create_proxy("placeholder", name, (), {}) for name in self._inputs
+        }
+        return lambda root: type(root).forward(root, **inputs), [self.root]
+
+
+def parameters_of(module: torch.nn.Module) -> list[inspect.Parameter]:
+    """The parameters of a module's forward, without ``self``."""
+    return list(inspect.signature(type(module).forward).parameters.values())[1:]
+
+
+def traced(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> fx.Graph:
+    """The graph of a module's forward; submodules in ``opened`` are part of it, others are calls.
+
+    Every argument is an input of the graph, and :data:`OTHER_KEYWORDS` one more if there is a
+    ``**kwargs``. The module is traced with and without its optional arguments, in training and not;
+    all these graphs must be the same.
+
+    Raises
+    ------
+    Untraceable
+        If torch.fx cannot trace the forward, or its graphs differ.
+    """
+    parameters = parameters_of(module)
+    if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
+        raise Untraceable("its forward takes arguments without names")
+    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    defaults = {p.name: p.default for p in named if p.default is not p.empty}
+    required = [p.name for p in named if p.name not in defaults]
+    everything = [p.name for p in named] + [OTHER_KEYWORDS] * (len(named) < len(parameters))
+    modes = [(m, m.training) for m in module.modules()]
+    graphs = []
+    try:
+        for training in (True, False):
+            for m, _ in modes:
+                m.training = training
+            graphs += [_Tracer([module, *opened], i).trace(module) for i in (everything, required)]
+    except Exception as error:
+        sentence = str(error).partition("\n")[0] or type(error).__name__
+        raise Untraceable(f"torch.fx cannot trace its forward: {sentence:.150}") from None
+    finally:
+        for m, was_training in modes:
+            m.training = was_training
+    steps, *others = (_steps(graph, defaults) for graph in graphs)
+    if any(other != steps for other in others):
+        raise Untraceable("its forward depends on its mode, or on which arguments it gets")
+    return graphs[0]
+
+
+def _steps(graph: fx.Graph, defaults: Mapping[str, Any]) -> list[Any]:
+    """The steps of a graph, to be compared. An optional argument is written as its default."""
+    names: dict[Any, str] = {}
+    steps: list[Any] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            names[node] = repr(defaults.get(node.target, node.target))
+            continue
+        names[node] = f"step {len(steps)}"
+        keywords = {name: v for name, v in node.kwargs.items() if name != OTHER_KEYWORDS}
+        arguments: Any = map_aggregate(
+            (node.args, keywords), lambda leaf: names.get(leaf) or repr(leaf)
+        )
+        steps.append((node.op, node.target, repr(arguments)))
+    return steps

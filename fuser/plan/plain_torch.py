@@ -1,0 +1,229 @@
+"""Baselines: the ops of a pipeline in plain torch, as a script without fuser has them.
+
+They run on meta tensors, forward and backward, so that nothing is computed; the calls that torch
+makes have the modelled times of torch_calls.py. Groups of rows are taken to be equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fuser.basic_ops.activation import Activation
+from fuser.basic_ops.adaptive_layer_norm import AdaptiveLayerNorm
+from fuser.basic_ops.add_extra_input import AddExtraInput
+from fuser.basic_ops.basic_linear import BasicLinear
+from fuser.basic_ops.bias import Bias
+from fuser.basic_ops.constant_scale import ConstantScale
+from fuser.basic_ops.dropout import Dropout
+from fuser.basic_ops.grouped_linear import GroupedLinear
+from fuser.basic_ops.identity import Identity
+from fuser.basic_ops.make_extra_output import MakeExtraOutput
+from fuser.basic_ops.moe import MoeCombine, MoeDispatch
+from fuser.basic_ops.normalization import L2Normalization, LayerNorm, RMSNorm
+from fuser.basic_ops.quantize import Quantize
+from fuser.basic_ops.reshape import Reshape
+from fuser.basic_ops.scaled_activation import ScaledActivation
+from fuser.op import BasicOperation
+from fuser.plan.devices import Device
+from fuser.plan.graph import OpGraph
+from fuser.plan.torch_calls import TorchCall, TorchCalls, compiled_seconds, eager_seconds
+from fuser.reference.activation import step_by_step
+from fuser.specs import TensorSpec
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Modelled microseconds of the ops of a plan in plain torch; ``backward`` is 0 without one."""
+
+    name: str
+    forward: float
+    backward: float
+
+    @property
+    def microseconds(self) -> float:
+        """Both sides."""
+        return self.forward + self.backward
+
+
+EAGER, COMPILED = "torch eager", "torch.compile"
+
+
+def _layer_norm(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
+    weight, bias = params
+    return F.layer_norm(x, op.normalized_shape, weight, bias, op.eps)
+
+
+def _rms_norm(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
+    (weight,) = params
+    return F.rms_norm(x, op.normalized_shape, weight, op.eps)
+
+
+def _linear(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
+    return F.linear(x, *params)
+
+
+def _grouped_linear(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
+    """Batched products of groups of equal sizes; of one group if the rows cannot be divided."""
+    rows = math.prod(x.shape[:-1])
+    groups = op.num_groups if rows % op.num_groups == 0 else 1
+    weight = x.new_empty(groups, op.in_features, op.out_features, requires_grad=True)
+    y = torch.bmm(x.reshape(groups, -1, x.shape[-1]), weight)
+    return y.reshape(*x.shape[:-1], op.out_features)
+
+
+def _adaptive(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
+    gain, shift = (extra.expand(x.shape[-1]) if extra.dim() == 0 else extra for extra in extras)
+    if gain.dim() != x.dim():  # [batch, features]
+        sizes = [1] * (x.dim() - 1)
+        sizes[op.batch_dim] = gain.shape[0]
+        gain, shift = gain.view(*sizes, -1), shift.view(*sizes, -1)
+    return F.layer_norm(x, (op.hidden_size,), eps=op.eps) * (1 + gain) + shift
+
+
+def _dispatch(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
+    """Rows by an index; as many of each token."""
+    places = torch.zeros(op._rows(extras[0]), dtype=torch.int64, device="meta")
+    return x.reshape(-1, x.shape[-1]).index_select(0, places)
+
+
+def _combine(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
+    places = torch.zeros(x.shape[0], dtype=torch.int64, device="meta")
+    return x.new_zeros(extras[0].shape[0], x.shape[-1]).index_add(0, places, x)
+
+
+# The main output, from the op, its main input, its extra inputs and its parameters.
+PLAIN: dict[type[BasicOperation], Callable[[Any, torch.Tensor, Tensors, Tensors], torch.Tensor]] = {
+    Activation: lambda op, x, extras, params: step_by_step(op.function, x),
+    AdaptiveLayerNorm: _adaptive,
+    AddExtraInput: lambda op, x, extras, params: x + extras[0],
+    BasicLinear: _linear,
+    Bias: lambda op, x, extras, params: x + params[0],
+    ConstantScale: lambda op, x, extras, params: x * op.scale,
+    Dropout: lambda op, x, extras, params: F.dropout(
+        x, op.dropout_probability, training=op.training
+    ),
+    GroupedLinear: _grouped_linear,
+    Identity: lambda op, x, extras, params: x,
+    L2Normalization: lambda op, x, extras, params: F.normalize(x, dim=-1, eps=op.eps),
+    LayerNorm: _layer_norm,
+    MakeExtraOutput: lambda op, x, extras, params: x,
+    MoeCombine: _combine,
+    MoeDispatch: _dispatch,
+    Quantize: lambda op, x, extras, params: x,
+    Reshape: lambda op, x, extras, params: x.reshape(op.shape),
+    RMSNorm: _rms_norm,
+    ScaledActivation: lambda op, x, extras, params: (
+        step_by_step(op.function, x) * extras[0].to(x.dtype).unsqueeze(-1)
+    ),
+}
+
+
+def baselines_of(graph: OpGraph, device: Device) -> tuple[Baseline, ...]:
+    """Plain torch, eager and compiled, on ``device``, for the rows of ``graph``.
+
+    None for pipelines with ops that this table lacks, such as users' and those of several ranks.
+    """
+    written = [_plain(op) for op in graph.ops]
+    if None in written or any(op.process_groups for op in graph.ops):
+        return ()
+    calls: dict[str, list[TorchCall]] = {"forward": [], "backward": []}
+    mode = TorchCalls(calls["forward"].append)
+    # No autocast changes meta tensors; it is in the dtypes of the graph.
+    with torch.inference_mode(False), torch.enable_grad():
+        run = _Run(graph)
+        with mode:
+            outputs = run.forward()
+        places = [place for output in outputs for place in mode._parts(output)]
+        wanted = [t for t in run.leaves if t.requires_grad]
+        ends = [output for output in outputs if output.requires_grad]
+        if graph.key.requires_grad and wanted and ends:
+            grads = [torch.empty_like(end) for end in ends]
+            mode._listed = calls["backward"].append
+            with mode:
+                torch.autograd.grad(ends, wanted, grads, allow_unused=True)
+    eager = [eager_seconds(calls[side], device, side) for side in calls]
+    compiled = compiled_seconds(calls["forward"], calls["backward"], places, device)
+    return (
+        Baseline(EAGER, eager[0] * 1e6, eager[1] * 1e6),
+        Baseline(COMPILED, compiled[0] * 1e6, compiled[1] * 1e6),
+    )
+
+
+def _plain(op: BasicOperation) -> Any:
+    return next((PLAIN[cls] for cls in type(op).__mro__ if cls in PLAIN), None)
+
+
+class _Run:
+    """A forward of the ops of a graph in plain torch; ``leaves`` are its tensors from outside."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self.leaves: list[torch.Tensor] = []
+        key = graph.key
+        self.x = self._leaf(graph.main_specs[0], key.ops[0].input_requires_grad)
+        self.params = [
+            [
+                self._leaf(
+                    TensorSpec(tuple(p.shape), graph.main_specs[i + 1].dtype), k.requires_grad
+                )
+                for p, k in zip(graph.params[i], key.ops[i].params, strict=True)
+            ]
+            for i in range(len(graph.ops))
+        ]
+        self.given: dict[int, torch.Tensor] = {}
+        for i, row in enumerate(graph.sources):
+            for k, source in enumerate(row):
+                if source.caller_index is not None and source.caller_index not in self.given:
+                    needs_grad = key.ops[i].extra_inputs[k].requires_grad
+                    spec = graph.extra_inputs[i][k]
+                    self.given[source.caller_index] = self._leaf(spec, needs_grad)
+
+    def _leaf(self, spec: TensorSpec, requires_grad: bool) -> torch.Tensor:
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        self.leaves.append(tensor.requires_grad_(requires_grad and spec.dtype.is_floating_point))
+        return tensor
+
+    def forward(self) -> list[torch.Tensor]:
+        """The main output, and the extra outputs for the caller."""
+        graph, x = self.graph, self.x
+        made: dict[tuple[int, int], torch.Tensor] = {}
+        ops: Sequence[BasicOperation] = graph.ops
+        for i, op in enumerate(ops):
+            extras = tuple(
+                self.given[source.caller_index]
+                if source.caller_index is not None
+                else made[source.place]
+                for source in graph.sources[i]
+            )
+            params = tuple(self.params[i])
+            dtype = graph.main_specs[i + 1].dtype
+            if isinstance(op, Bias) and i and isinstance(ops[i - 1], BasicLinear):
+                pass  # the linear before it has added it
+            else:
+                if params:
+                    x = x.to(dtype)
+                has_bias = i + 1 < len(ops) and isinstance(ops[i + 1], Bias)
+                if isinstance(op, BasicLinear) and has_bias:
+                    params += tuple(self.params[i + 1])
+                x = _plain(op)(op, x, extras, params)
+            for k, spec in enumerate(graph.extra_outputs[i]):
+                made[i, k] = self._extra_output(op, x, extras, spec)
+        return [x, *(made[place] for place in graph.returned)]
+
+    def _extra_output(
+        self, op: BasicOperation, x: torch.Tensor, extras: Tensors, spec: TensorSpec
+    ) -> torch.Tensor:
+        if isinstance(op, MakeExtraOutput):
+            return x
+        if isinstance(op, MoeDispatch) and spec.dtype.is_floating_point:
+            places = torch.zeros(spec.shape, dtype=torch.int64, device="meta")
+            return extras[1].flatten().index_select(0, places)
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")

@@ -1,0 +1,245 @@
+"""Plans of any module: its forward runs on fake tensors, and plans each pipeline that it calls.
+
+Nothing is computed and the model is not touched: parameters stay where they are and no hook is set.
+A pipeline answers the call with fake outputs. What other modules call of torch is listed, each call
+for the innermost module on the Python stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fuser.errors import FuserError, InputError, InputTypeError
+from fuser.op.structure import REFUSED, structure_of
+from fuser.plan.devices import Device, device_named, device_of
+from fuser.plan.model import Box, ModelPlan, Part, grouped
+from fuser.plan.plain_torch import COMPILED, EAGER, Baseline
+from fuser.plan.plan import FusionPlan
+from fuser.plan.rebuilt import budget
+from fuser.plan.torch_calls import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    TorchCall,
+    TorchCalls,
+    compiled_seconds,
+)
+from fuser.precision.contexts import current_recipe
+from fuser.runtime.observed import observing
+from fuser.runtime.pipeline import OperationFuser
+from fuser.torch_private import FakeTensorMode, calling_module, outside_fake_mode, pytree
+
+
+def plan(
+    model: torch.nn.Module,
+    *inputs: Any,
+    training: bool = True,
+    device: str | None = None,
+    **keywords: Any,
+) -> ModelPlan:
+    """What a call ``model(*inputs, **keywords)`` runs; nothing is computed, nothing is changed.
+
+    Pipelines of fuser are planned as ``Sequential.plan`` does, anywhere in any module, and all
+    others are boxes with their calls of torch. Model and inputs may be on the meta device.
+
+    Parameters
+    ----------
+    training
+        Whether to plan backward too. False plans as under ``torch.no_grad``.
+    device
+        A GPU that need not be here: ``"h200"``, ``"h100"``, ``"a100"``, ``"b200"`` or
+        ``"rtx5090"``. Without it, that of the parameters.
+
+    Raises
+    ------
+    InputTypeError
+        If ``model`` is not a module.
+    InputError
+        If there is no such device, or the forward raises, as one that reads values of tensors does.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InputTypeError(f"fuser.plan plans a torch.nn.Module; got {model!r:.60}.")
+    target = None if device is None else device_named(device)
+    return _Observation(model, training, target).plan(inputs, keywords)
+
+
+class _Call:
+    """A call of a module that lists its calls of torch; the frame tells it from another call."""
+
+    def __init__(self, frame: FrameType | None, module: int) -> None:
+        self.frame = frame
+        self.module = module
+        self.calls: list[TorchCall] = []
+
+
+class _Observation:
+    """One forward of ``model`` on fake tensors."""
+
+    def __init__(self, model: torch.nn.Module, training: bool, target: Device | None) -> None:
+        self.model = model
+        self.training = training
+        self.elsewhere = target
+        tensors = (*model.parameters(), *model.buffers())
+        self.place = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        self.target = target or device_of(self.place.type)
+        self.paths: dict[int, str] = {}
+        self.modules: dict[int, torch.nn.Module] = {}
+        for path, module in model.named_modules():
+            self.paths[id(module)] = path
+            self.modules[id(module)] = module
+        self.made: list[_Call | Part] = []
+        self.known: dict[Any, FusionPlan] = {}
+
+    def plan(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> ModelPlan:
+        """The plan of a call with these arguments."""
+        name = type(self.model).__name__
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(self.training))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(observing(self._pipeline))
+            stack.enter_context(fakes)
+            stack.enter_context(self.place)
+            inputs, keywords = pytree.tree_map_only(
+                torch.Tensor, self._fake, (inputs, dict(keywords))
+            )
+            try:
+                with TorchCalls(self._listed):
+                    self.model(*inputs, **keywords)
+            except FuserError:
+                raise
+            except Exception as error:
+                raise InputError(
+                    f"{name} cannot be planned with these inputs: its forward, on tensors without "
+                    f"values, raised {type(error).__name__}: {str(error).splitlines()[0]:.300}"
+                ) from error
+        return ModelPlan(
+            name,
+            tuple(
+                f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+                for tensor in pytree.tree_leaves((inputs, keywords))
+                if isinstance(tensor, torch.Tensor)
+            ),
+            sum(parameter.numel() for parameter in self.model.parameters()),
+            self.training,
+            self.target,
+            grouped(
+                made if isinstance(made, Part) else self._box(made)
+                for made in self.made
+                if isinstance(made, Part) or made.calls
+            ),
+        )
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor like an input, on the device of the model."""
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.place)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    # -- pipelines --------------------------------------------------------------
+
+    def _pipeline(
+        self, pipeline: OperationFuser, x: torch.Tensor, extras: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Plan a pipeline that the forward calls; its outputs, on fake tensors."""
+        _, module = calling_module(self.paths)
+        with outside_fake_mode():
+            inputs = [_on_meta(tensor) for tensor in (x, *extras)]
+            plan = self._planned(pipeline, inputs)
+            outputs = pipeline.outputs_like(*inputs)
+        name = type(self.modules[module]).__name__ if module else type(self.model).__name__
+        self.made.append(Part((self.paths.get(module, ""),), name, plan))
+        fakes = tuple(
+            torch.empty(t.shape, dtype=t.dtype, device=x.device).requires_grad_(t.requires_grad)
+            for t in outputs
+        )
+        return fakes if len(fakes) > 1 else fakes[0]
+
+    def _planned(self, pipeline: OperationFuser, inputs: list[torch.Tensor]) -> FusionPlan:
+        """The plan; of layers that are alike it is made once."""
+        structures = tuple(map(structure_of, pipeline.basic_ops))
+        tensors = [*inputs, *(p for op in pipeline.basic_ops for p in op._parameters.values())]
+        key = (
+            structures,
+            tuple(pipeline.sources),
+            pipeline.fusions,
+            tuple(
+                None if t is None else (type(t), tuple(t.shape), t.dtype, t.requires_grad)
+                for t in tensors
+            ),
+            current_recipe(),
+            budget.limit,
+            torch.is_grad_enabled(),
+            *(
+                (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in ("cuda", "cpu")
+            ),
+        )
+        is_known = not any(structure.startswith(REFUSED) for structure in structures)
+        found = self.known.get(key) if is_known else None
+        if found is None:
+            found = pipeline.plan_on(self.elsewhere, *inputs, training=torch.is_grad_enabled())
+            if is_known:
+                self.known[key] = found
+        return found
+
+    # -- other modules ----------------------------------------------------------
+
+    def _listed(self, call: TorchCall) -> None:
+        frame, module = calling_module(self.paths)
+        for made in reversed(self.made):
+            if isinstance(made, _Call) and made.frame is frame and made.module == module:
+                made.calls.append(call)
+                return
+        made = _Call(frame, module)
+        made.calls.append(call)
+        self.made.append(made)
+
+    def _sides(self, call: TorchCall) -> float:
+        return 1 + _times(call) * self.training
+
+    def _box(self, made: _Call) -> Part:
+        """The box of a module's own calls. Backward is twice forward, of attention 2.5 times."""
+        calls, device = made.calls, self.target
+        forward = sum(call.seconds(device, "forward") for call in calls)
+        backward, compiled_backward = 0.0, 0.0
+        fused, _ = compiled_seconds(calls, (), _last(calls), device)
+        if self.training:
+            products = [call for call in calls if call.is_product]
+            backward = sum(_backward(call, device) for call in calls)
+            of_products = sum(_backward(call, device) for call in products)
+            alone = sum(call.seconds(device, "forward") for call in products)
+            compiled_backward = of_products + 2 * (fused - alone)
+        path, module = self.paths.get(made.module, ""), self.modules.get(made.module, self.model)
+        box = Box(
+            sum(call.flops * self._sides(call) for call in calls),
+            sum(call.nbytes * self._sides(call) for call in calls),
+            tuple(Counter(call.name for call in calls).items()),
+            Baseline(EAGER, forward * 1e6, backward * 1e6),
+            Baseline(COMPILED, fused * 1e6, compiled_backward * 1e6),
+        )
+        return Part((path,), type(module).__name__, box)
+
+
+def _times(call: TorchCall) -> float:
+    """How many times the work of forward backward has."""
+    return ATTENTION_BACKWARD if call.name == ATTENTION else 2.0
+
+
+def _backward(call: TorchCall, device: Device) -> float:
+    return _times(call) * call.seconds(device, "backward")
+
+
+def _last(calls: list[TorchCall]) -> list[tuple[int, int]]:
+    """What the last call writes: the output of a module."""
+    return list(calls[-1].writes) if calls else []
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return like.requires_grad_(tensor.requires_grad)

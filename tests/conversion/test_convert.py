@@ -1,0 +1,690 @@
+"""fuser.convert on modules of torch alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import titan_like
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+import fuser
+
+HIDDEN, WIDTH = 64, 96
+CURRENT = fuser.recipe.Float8CurrentScaling()
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, WIDTH, bias=bias)
+        self.up = nn.Linear(HIDDEN, WIDTH, bias=bias)
+        self.down = nn.Linear(WIDTH, HIDDEN, bias=bias)
+        self.act = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.act(self.gate(x)) * self.up(x))
+        return y
+
+
+class PackedMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(HIDDEN, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        y: torch.Tensor = self.down(F.silu(gate) * up)
+        return y
+
+
+class TwoLinears(nn.Module):
+    """Two linears, and a function of the first one's output between."""
+
+    def __init__(self, function: Callable[..., Any], widen: int = 1) -> None:
+        super().__init__()
+        self.one = nn.Linear(HIDDEN, widen * WIDTH)
+        self.two = nn.Linear(WIDTH, HIDDEN)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.two(self.function(self.one(x)))
+        return y
+
+
+class PreNorm(nn.Module):
+    """x + dropout(mlp(norm(x)))."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.mlp = GatedMLP()
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.dropout(self.mlp(self.norm(x)))
+        return y
+
+
+def made(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return factory()
+
+
+def data(seed: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 5, HIDDEN, generator=generator).requires_grad_()
+
+
+def results(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The output, and the gradients of the input and of all parameters that need one."""
+    model.zero_grad()
+    leaf = x.detach().clone()
+    leaf.requires_grad_(x.is_floating_point())
+    y = model(leaf)
+    y.float().square().mean().backward()
+    found = {"y": y.detach(), **({"dx": leaf.grad} if leaf.grad is not None else {})}
+    return found | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, bits: bool = True
+) -> None:
+    """Outputs to the last bit, unless ``bits`` is False; gradients within 1e-6 of the largest."""
+    assert actual.keys() == expected.keys()
+    assert torch.equal(actual["y"], expected["y"]) or not bits
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            actual[name], value, rtol=0, atol=1e-6 * float(value.abs().max()), msg=name
+        )
+
+
+def pipelines_run(model: nn.Module, x: torch.Tensor) -> int:
+    """How many pipelines a call of the model runs."""
+    count = 0
+    call = fuser.Sequential.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return call(self, *args, **kwargs)
+
+    fuser.Sequential.forward = counted  # type: ignore[method-assign]
+    try:
+        with torch.no_grad():
+            model(x)
+    finally:
+        fuser.Sequential.forward = call  # type: ignore[method-assign]
+    return count
+
+
+FEED_FORWARDS: dict[str, Callable[[], nn.Module]] = {
+    "gated": GatedMLP,
+    "gated with biases": lambda: GatedMLP(bias=True),
+    "packed": PackedMLP,
+    "gelu": lambda: TwoLinears(nn.GELU()),
+    "gelu tanh": lambda: TwoLinears(nn.GELU(approximate="tanh")),
+    "relu function": lambda: TwoLinears(torch.relu),
+    "silu written out": lambda: TwoLinears(lambda h: h * torch.sigmoid(h)),
+    "squared relu": lambda: TwoLinears(lambda h: F.relu(h).square()),
+    "nn.Sequential": lambda: nn.Sequential(
+        nn.Linear(HIDDEN, WIDTH), nn.ReLU(), nn.Linear(WIDTH, HIDDEN)
+    ),
+    "identity between": lambda: TwoLinears(nn.Sequential(nn.Identity(), nn.SiLU())),
+    "pre-norm": PreNorm,
+    "two layers": lambda: nn.Sequential(PreNorm(), PreNorm()),
+}
+
+
+@pytest.mark.parametrize("name", FEED_FORWARDS)
+def test_a_converted_feed_forward_has_the_values_of_its_own_forward(name: str) -> None:
+    model, x = made(FEED_FORWARDS[name]), data()
+    keys, expected = list(model.state_dict()), results(model, x)
+    report = fuser.convert(model)
+    assert report.converted, str(report)
+    assert not report.refused, str(report)
+    assert pipelines_run(model, x) == len(report.converted)
+    assert_same(results(model, x), expected, bits="written out" not in name)
+    assert list(model.state_dict()) == keys
+    assert fuser.revert(model) >= 1
+    assert pipelines_run(model, x) == 0
+    assert_same(results(model, x), expected)
+
+
+class LookAlike(nn.Module):
+    """A gated feed-forward whose product is ``combine(gate, up)``."""
+
+    def __init__(self, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, WIDTH)
+        self.up = nn.Linear(HIDDEN, WIDTH)
+        self.down = nn.Linear(WIDTH, HIDDEN)
+        self.combine = combine
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.combine(self.gate(x), self.up(x)))
+        return y
+
+
+class SwappedHalves(PackedMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, gate = self.gate_up(x).chunk(2, dim=-1)
+        y: torch.Tensor = self.down(F.silu(gate) * up)
+        return y
+
+
+class Interleaved(PackedMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.gate_up(x)
+        y: torch.Tensor = self.down(F.silu(h[..., ::2]) * h[..., 1::2])
+        return y
+
+
+class InTrainingOnly(GatedMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if self.training else y * 2
+
+
+class WithAnOption(GatedMLP):
+    def forward(self, x: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        y = super().forward(x)
+        return y if scale is None else y * scale
+
+
+class Counting(GatedMLP):
+    """Keeps what it has seen: an effect besides its output."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.gate(x)
+        y: torch.Tensor = self.down(self.act(self.seen) * self.up(x))
+        return y
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 0.5
+
+
+def with_scaled_linear() -> nn.Module:
+    mlp = GatedMLP()
+    mlp.down = ScaledLinear(WIDTH, HIDDEN, bias=False)
+    return mlp
+
+
+def patched() -> nn.Module:
+    mlp = GatedMLP()
+    mlp.forward = lambda x: 3 * x  # type: ignore[method-assign]
+    return mlp
+
+
+def patched_child() -> nn.Module:
+    mlp = GatedMLP()
+    mlp.down.forward = lambda x: x[..., :HIDDEN]  # type: ignore[method-assign,assignment]
+    return mlp
+
+
+def hooked_child() -> nn.Module:
+    mlp = GatedMLP()
+    mlp.up.register_forward_hook(lambda module, args, output: 2 * output)
+    return mlp
+
+
+LOOK_ALIKES: dict[str, Callable[[], nn.Module]] = {
+    "clamped gate": lambda: LookAlike(lambda g, u: F.silu(g.clamp(max=7.0)) * u),
+    "clamped up": lambda: LookAlike(lambda g, u: F.silu(g) * u.clamp(-7.0, 7.0)),
+    "gate clamped at a large value": lambda: LookAlike(lambda g, u: F.silu(g.clamp(max=1e5)) * u),
+    "scaled product": lambda: LookAlike(lambda g, u: F.silu(g) * u * 0.5),
+    "up + 1": lambda: LookAlike(lambda g, u: F.silu(g) * (u + 1)),
+    "both activated": lambda: LookAlike(lambda g, u: F.silu(g) * F.silu(u)),
+    "sum": lambda: LookAlike(lambda g, u: F.silu(g) + u),
+    "gate of itself": lambda: LookAlike(lambda g, u: F.silu(g) * g),
+    "softmax": lambda: LookAlike(lambda g, u: F.softmax(g, -1) * u),
+    "tanh": lambda: LookAlike(lambda g, u: torch.tanh(g) * u),
+    "dropout in between": lambda: LookAlike(lambda g, u: F.silu(F.dropout(g, 0.5)) * u),
+    "rounded": lambda: LookAlike(lambda g, u: F.silu(g).half().float() * u),
+    "swapped halves": SwappedHalves,
+    "interleaved halves": Interleaved,
+    "other values in evaluation": InTrainingOnly,
+    "a branch on an argument": WithAnOption,
+    "a scaled linear": with_scaled_linear,
+    "a patched forward": patched,
+    "a patched child": patched_child,
+    "a hooked child": hooked_child,
+    "a softmax between": lambda: TwoLinears(nn.Softmax(-1)),
+    "a sum between": lambda: TwoLinears(lambda h: h + h.mean()),
+    "a learned slope": lambda: TwoLinears(nn.PReLU()),
+    "a random slope": lambda: TwoLinears(nn.RReLU()),
+    "a scaled gelu": lambda: TwoLinears(lambda h: 1.01 * F.gelu(h)),
+    "half of a gate": lambda: TwoLinears(lambda h: F.silu(h[..., :WIDTH]), widen=2),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_a_look_alike_computes_as_before(name: str, training: bool) -> None:
+    model, x = made(LOOK_ALIKES[name]).train(training), data()
+    torch.manual_seed(1)
+    expected = results(model, x)
+    fuser.convert(model)
+    torch.manual_seed(1)
+    actual = results(model, x)
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(actual[key], value, rtol=1e-5, atol=1e-6, msg=key)
+
+
+def test_a_look_alike_is_in_the_report_with_the_reason() -> None:
+    report = fuser.convert(nn.Sequential(made(LOOK_ALIKES["clamped gate"])))
+    assert [(row.path, row.cls) for row in report.refused] == [("0", "LookAlike")]
+    assert "no chain of linears" in report.refused[0].text
+    assert "LookAlike" in str(report)
+
+
+def change_lora(mlp: nn.Module) -> None:
+    base = mlp.get_submodule("gate")
+    lora = nn.Sequential(base, nn.Linear(WIDTH, WIDTH))
+    mlp.gate = lora
+
+
+def change_hook(mlp: nn.Module) -> None:
+    mlp.get_submodule("up").register_forward_hook(lambda module, args, output: output * 2)
+
+
+def change_forward(mlp: nn.Module) -> None:
+    mlp.get_submodule("up").forward = lambda x: x.repeat(1, 1, 2)[..., :WIDTH]
+
+
+def change_prune(mlp: nn.Module) -> None:
+    prune.random_unstructured(mlp.get_submodule("down"), "weight", amount=0.5)
+
+
+def change_weight_norm(mlp: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(mlp.get_submodule("gate"))
+
+
+def change_activation(mlp: nn.Module) -> None:
+    mlp.act = nn.Tanh()
+
+
+def change_parameter(mlp: nn.Module) -> None:
+    mlp.get_submodule("up").weight = nn.Parameter(torch.randn(WIDTH, HIDDEN))
+
+
+def change_data(mlp: nn.Module) -> None:
+    weight = mlp.get_submodule("up").weight
+    assert isinstance(weight, nn.Parameter)
+    weight.data = torch.randn(WIDTH, HIDDEN)
+
+
+def change_size(mlp: nn.Module) -> None:
+    mlp.gate, mlp.up = nn.Linear(HIDDEN, 8), nn.Linear(HIDDEN, 8)
+    mlp.down = nn.Linear(8, HIDDEN)
+
+
+def change_bias(mlp: nn.Module) -> None:
+    mlp.get_submodule("down").bias = nn.Parameter(torch.randn(HIDDEN))
+
+
+CHANGES = (
+    *(change_lora, change_hook, change_forward, change_prune, change_weight_norm),
+    *(change_activation, change_parameter, change_data, change_size, change_bias),
+)
+
+
+@pytest.mark.parametrize("when", ["after a call", "before any call"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_child_that_was_changed_is_what_runs(
+    change: Callable[[nn.Module], None], when: str
+) -> None:
+    plain, model, x = made(GatedMLP), made(GatedMLP), data()
+    fuser.convert(model)
+    if when == "after a call":
+        model(x)
+    for mlp in (plain, model):
+        torch.manual_seed(7)
+        change(mlp)
+    assert_same(results(model, x), results(plain, x))
+
+
+def test_hooks_for_every_module_see_the_children() -> None:
+    model, x = made(GatedMLP), data()
+    fuser.convert(model)
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: seen.append(type(module).__name__)
+    )
+    try:
+        model(x)
+    finally:
+        handle.remove()
+    assert seen == ["Linear", "SiLU", "Linear", "Linear", "GatedMLP"]
+    model(x)
+    assert len(seen) == 5
+
+
+def test_gate_and_up_are_one_memory_and_stay_the_same_parameters() -> None:
+    model = made(GatedMLP)
+    gate, up = model.get_submodule("gate").weight, model.get_submodule("up").weight
+    assert isinstance(gate, nn.Parameter)
+    assert isinstance(up, nn.Parameter)
+    values = gate.clone(), up.clone()
+    fuser.convert(model)
+    assert model.get_submodule("gate").weight is gate
+    assert torch.equal(gate, values[0])
+    assert torch.equal(up, values[1])
+
+    def is_one() -> bool:
+        one, two = (model.get_submodule(n).weight for n in ("gate", "up"))
+        assert isinstance(one, nn.Parameter)
+        assert isinstance(two, nn.Parameter)
+        return two.data_ptr() == one.data_ptr() + one.nbytes
+
+    assert is_one()
+    model.to(torch.bfloat16)
+    assert is_one()
+    model = copy.deepcopy(model)
+    assert is_one()
+
+
+def test_a_weight_written_to_between_forward_and_backward_is_an_error() -> None:
+    model, x = made(GatedMLP), data()
+    fuser.convert(model)
+    for name in ("gate", "up", "down"):
+        y = model(x).sum()
+        with torch.no_grad():
+            weight = model.get_submodule(name).weight
+            assert isinstance(weight, nn.Parameter)
+            weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+    model(x).sum().backward()
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, saved_and_loaded, lambda m: pickle.loads(pickle.dumps(m))]
+)
+@pytest.mark.parametrize("has_run", [True, False])
+def test_copies_are_converted_and_their_own(
+    copied: Callable[[nn.Module], nn.Module], has_run: bool
+) -> None:
+    model, x = made(titan_like.TitanLike), titan_like.tokens()
+    expected = results(model, x)
+    fuser.convert(model, recipe=CURRENT)
+    if has_run:
+        model(x)
+    quantized = results(model, x)
+    assert not torch.equal(quantized["y"], expected["y"])
+    other = copied(model)
+    assert type(other).__name__ == "TitanLike"
+    assert isinstance(other, titan_like.TitanLike)
+    assert pipelines_run(other, x) == pipelines_run(model, x) > 4
+    assert_same(results(other, x), quantized)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    assert_same(results(model, x), quantized)
+    fuser.revert(model)
+    assert_same(results(model, x), expected)
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT, fuser.recipe.DelayedScaling()], ids=str)
+def test_both_checkpointings_give_the_same_gradients(recipe: Any) -> None:
+    found = []
+    for way in (None, True, False):
+        model, x = made(lambda: nn.Sequential(PreNorm(), PreNorm())), data()
+        fuser.convert(model, recipe=recipe)
+
+        def forward(x: torch.Tensor, model: nn.Module = model, way: Any = way) -> Any:
+            return model(x) if way is None else checkpoint(model, x, use_reentrant=way)
+
+        y = forward(x)
+        y.square().mean().backward()
+        found.append({"y": y.detach(), "dx": x.grad}
+                     | {n: p.grad for n, p in model.named_parameters()})  # fmt: skip
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, value in found[0].items():
+            assert torch.equal(other[name], value), name
+
+
+def test_a_dropout_in_training_has_torchs_random_numbers() -> None:
+    plain, model, x = made(lambda: PreNorm(0.5)), made(lambda: PreNorm(0.5)), data()
+    fuser.convert(model)
+    for m in (plain, model):
+        torch.manual_seed(11)
+        m(x)
+    torch.manual_seed(11)
+    expected = results(plain, x)
+    torch.manual_seed(11)
+    assert_same(results(model, x), expected)
+    for m in (plain, model):
+        m.eval()
+    assert_same(results(model, x), results(plain, x))
+
+
+def test_a_recipe_is_that_of_the_whole_model_and_keep_leaves_linears_out() -> None:
+    x = titan_like.tokens()
+    plain = results(made(titan_like.TitanLike), x)
+    found = {}
+    every = ("layers.*.*",)
+    for name, options in {
+        "first and last kept": {},
+        "nothing kept": {"keep": ()},
+        "all kept": {"keep": ("*",)},
+        "layers kept": {"keep": every, "linears": "none"},
+    }.items():
+        model = made(titan_like.TitanLike)
+        fuser.convert(model, recipe=CURRENT, **options)
+        found[name] = results(model, x)
+    assert not torch.equal(found["first and last kept"]["y"], plain["y"])
+    assert not torch.equal(found["nothing kept"]["y"], found["first and last kept"]["y"])
+    assert_same(found["all kept"], plain)
+    # Kept linears are unquantized inside of any autocast.
+    model = made(titan_like.TitanLike)
+    fuser.convert(model, keep=("*",))
+    with fuser.autocast(recipe=CURRENT):
+        assert_same(results(model, x), plain)
+    model = made(titan_like.TitanLike)
+    fuser.convert(model)
+    with fuser.autocast(recipe=CURRENT):
+        assert not torch.equal(results(model, x)["y"], plain["y"])
+
+
+def test_delayed_scaling_is_one_step_a_model() -> None:
+    """Two calls under one autocast, and a model whose forward enters it, have the same scales."""
+    recipe = fuser.recipe.DelayedScaling(amax_history_len=4)
+    x = data()
+    inner, outer = made(lambda: nn.Sequential(PreNorm(), PreNorm())), None
+    outer = copy.deepcopy(inner)
+    fuser.convert(inner, recipe=recipe, keep=())
+    fuser.convert(outer, keep=())
+    for _ in range(3):
+        actual = results(inner, x)
+        with fuser.autocast(recipe=recipe):
+            y = outer(x)
+        outer.zero_grad()
+        y.square().mean().backward()
+    assert torch.equal(actual["y"], y)
+    for name, p in outer.named_parameters():
+        assert p.grad is not None
+        assert torch.equal(p.grad, actual[name])
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT], ids=["no recipe", "current"])
+def test_a_compiled_model_is_one_graph_with_the_same_bits(recipe: Any) -> None:
+    model, x = made(titan_like.TitanLike), titan_like.tokens()
+    plain = results(model, x)
+    fuser.convert(model, recipe=recipe)
+    expected = results(model, x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    actual = results(compiled, x)
+    for name, value in expected.items():
+        key = name if name in ("y", "dx") else f"_orig_mod.{name}"
+        assert torch.equal(actual[key], value), name
+    assert torch.equal(actual["y"], plain["y"]) == (recipe is None)
+
+
+def test_a_model_on_meta_is_converted_and_filled_later() -> None:
+    expected = made(titan_like.TitanLike)
+    with torch.device("meta"):
+        model = titan_like.TitanLike()
+    report = fuser.convert(model, recipe=CURRENT)
+    assert str(report) == str(fuser.convert(copy.deepcopy(expected), recipe=CURRENT))
+    model.to_empty(device="cpu")
+    model.load_state_dict(expected.state_dict())
+    fuser.convert(expected, recipe=CURRENT)
+    x = titan_like.tokens()
+    assert_same(results(model, x), results(expected, x))
+
+
+def test_loading_with_assign_gives_the_loaded_values() -> None:
+    model, other, x = made(GatedMLP), made(GatedMLP, seed=5), data()
+    fuser.convert(model)
+    model.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
+    assert_same(results(model, x), results(other, x))
+
+
+def test_training_follows_the_plain_model() -> None:
+    losses = []
+    for is_converted in (False, True):
+        model, x = made(titan_like.TitanLike), titan_like.tokens()
+        if is_converted:
+            fuser.convert(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        rows = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            rows.append(float(loss.detach()))
+        losses.append(rows)
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-4, atol=0)
+    assert losses[0][-1] < 0.5 * losses[0][0]
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    model, x = made(PreNorm), data()
+    model.get_submodule("mlp.gate").requires_grad_(False)
+    expected = results(model, x)
+    fuser.convert(model)
+    assert_same(results(model, x), expected)
+    assert "mlp.gate.weight" not in expected
+
+
+def test_a_context_reverts_what_it_converted_alone() -> None:
+    model, x = made(titan_like.TitanLike), titan_like.tokens()
+    fuser.convert(model.get_submodule("layers.0"))
+    with fuser.converted(model) as report:
+        assert [row.path for row in report.converted] == ["layers.1", ""]
+        assert pipelines_run(model, x) == 3
+    assert pipelines_run(model, x) == 1
+    with pytest.raises(ValueError, match="stop"), fuser.converted(model):
+        raise ValueError("stop")
+    assert pipelines_run(model, x) == 1
+
+
+def test_the_filter_leaves_out_a_module_and_every_chain_with_it() -> None:
+    model = made(titan_like.TitanLike)
+    report = fuser.convert(model, filter=lambda path, module: path != "layers.0.feed_forward.w3")
+    converted = [row.path for row in report.converted]
+    assert "layers.0" not in converted
+    assert "layers.0.feed_forward" not in converted
+    assert "layers.1" in converted
+    refused = {row.path: row.text for row in report.refused}
+    assert refused["layers.0.feed_forward"] == "the filter leaves out layers.0.feed_forward.w3"
+
+
+def test_norms_alone_and_linears_alone_are_asked_for() -> None:
+    counts = {}
+    for norms in ("fused", "all"):
+        for linears in ("none", "all"):
+            model = made(titan_like.TitanLike)
+            report = fuser.convert(model, norms=norms, linears=linears)
+            counts[norms, linears] = len(report.converted)
+            assert torch.equal(model(titan_like.tokens()),
+                               made(titan_like.TitanLike)(titan_like.tokens()))  # fmt: skip
+    one = counts["fused", "none"]
+    # Each of two layers has a norm and four linears outside of its chain.
+    assert counts == {
+        ("fused", "none"): one,
+        ("fused", "all"): one + 8,
+        ("all", "none"): one + 2,
+        ("all", "all"): one + 10,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_torchs_order_of_rounding_gives_torchs_bits(dtype: torch.dtype) -> None:
+    x = titan_like.tokens()
+    expected = results(made(titan_like.TitanLike).to(dtype), x)
+    distances = {}
+    for rounding in ("fused", "torch"):
+        model = made(titan_like.TitanLike).to(dtype)
+        report = fuser.convert(model, rounding=rounding)
+        assert report.converted
+        found = results(model, x)
+        distances[rounding] = float((found["y"] - expected["y"]).abs().max())
+    assert distances["torch"] == 0 < distances["fused"]
+
+
+def test_other_arguments_and_modules_are_refused_in_a_sentence_and_nothing_changes() -> None:
+    model, x = made(PreNorm), data()
+    refusals: list[tuple[Any, dict[str, Any], str]] = [
+        (x, {}, "takes a module; got a Tensor"),
+        (model, {"recipe": "fp8"}, "takes a recipe of fuser.recipe or None; got a str"),
+        (model, {"linears": "some"}, "linears='some'; it is one of recipe, all, none"),
+        (model, {"norms": True}, "norms=True; it is one of fused, all, none"),
+        (model, {"rounding": "exact"}, "rounding='exact'; it is one of fused, torch"),
+        (model, {"keep": "first"}, "keep is a sequence of patterns; got the string 'first'"),
+        (
+            model,
+            {"keep": ("*.q_proj",)},
+            r"matches no linear of the model; its linears are mlp.gate",
+        ),
+        (
+            nn.Sequential(model, made(LOOK_ALIKES["tanh"])),
+            {"strict": True},
+            r"because of 1 \(LookAl",
+        ),
+    ]
+    for module, options, sentence in refusals:
+        with pytest.raises(fuser.FuserError, match=sentence):
+            fuser.convert(module, **options)
+        assert pipelines_run(model, x) == 0
+        assert type(model) is PreNorm
+    assert fuser.convert(model, strict=True).converted
+
+
+def test_other_calls_of_a_converted_forward_are_those_of_the_class() -> None:
+    model, x = made(GatedMLP), data()
+    expected = model(x)
+    fuser.convert(model)
+    assert torch.equal(model(x=x), expected)
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+        model(x, x)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        model()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
+        model(x, scale=2)
+    assert torch.equal(model(x), expected)

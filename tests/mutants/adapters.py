@@ -1,0 +1,160 @@
+"""Mistakes in adapters of low rank, and in state dicts with the keys of torch's layers."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+LORA = "basic_ops/lora_linear.py"
+STATES = "op/state.py"
+
+ADAPTERS = (
+    Mutant(
+        "the gradient of B is without the scale",
+        LORA,
+        "grad_b = gemm.wgrad(dy, saved.hidden, state.scale)",
+        "grad_b = gemm.wgrad(dy, saved.hidden)",
+        "test_lora_linear.py::test_output_and_gradients_are_those_of_the_formula",
+    ),
+    Mutant(
+        "the gradient of A reads the input without its mask",
+        LORA,
+        "x = materialize(pointwise.dropout(x, saved.seed, state.dropout_probability))",
+        "pass",
+        "test_lora_linear.py::test_dropout_is_of_the_adapters_input_alone",
+    ),
+    Mutant(
+        "the adapters' gradient of the input is without the mask",
+        LORA,
+        "                added = materialize(dropped)\n",
+        "                pass\n",
+        "test_lora_linear.py::test_dropout_is_of_the_adapters_input_alone",
+    ),
+    Mutant(
+        "a bias in fp32 is left out beside a quantized product",
+        LORA,
+        "            y = y + bias\n",
+        "            pass\n",
+        "test_lora_linear.py::test_a_recipe_quantizes_the_weights_product_and_not_the_adapters",
+    ),
+    Mutant(
+        "the op takes an input that the op before has quantized",
+        LORA,
+        '        """None: the adapters read the values too, and the op quantizes for itself."""\n'
+        "        return None\n",
+        "        return super().input_quantization(key)\n",
+        "test_lora_linear.py::test_on_kernels_an_activation_before_it_is_computed_again",
+    ),
+    Mutant(
+        "the adapters' gradients wait for an input that is stored later",
+        LORA,
+        "        return False\n\n    def op_backward(",
+        "        return True\n\n    def op_backward(",
+        "test_lora_linear.py::test_on_kernels_an_activation_before_it_is_computed_again",
+    ),
+    Mutant(
+        "a frozen quantized weight is held twice",
+        LORA,
+        "        weight.update_usage(columnwise_usage=False)\n",
+        "        pass\n",
+        "test_lora_linear.py::"
+        "test_a_quantized_weight_is_held_once_and_so_between_forward_and_backward",
+    ),
+    Mutant(
+        "the other copy of a frozen quantized weight lives from forward to backward",
+        LORA,
+        "        if qw is weight and is_made and ctx.backward_override is None:\n",
+        "        if False:\n",
+        "test_lora_linear.py::"
+        "test_a_quantized_weight_is_held_once_and_so_between_forward_and_backward",
+    ),
+    Mutant(
+        "plans do not follow merging",
+        LORA,
+        "        module_calls.change()  # plans depend on it\n",
+        "",
+        "test_lora_linear.py::test_the_plan_of_frozen_adapters_follows_merging",
+    ),
+    Mutant(
+        "a merged op saves its adapters too",
+        LORA,
+        '            del destination[f"{prefix}lora_A"], destination[f"{prefix}lora_B"]\n',
+        "            pass\n",
+        "test_lora_linear.py::"
+        "test_the_state_of_a_merged_op_is_that_of_a_linear_and_none_is_loaded_into_it",
+    ),
+    Mutant(
+        "a quantized weight is merged",
+        LORA,
+        "        if isinstance(self.weight, QuantizedTensor):\n",
+        "        if False:\n",
+        "test_lora_linear.py::test_what_cannot_be_merged_is_refused_and_stays_as_it_is",
+    ),
+)
+
+STATE_DICTS = (
+    Mutant(
+        "keys of torch's linear are not found",
+        "op/fused.py",
+        "        self._take_plain_names(state_dict, prefix)\n",
+        "",
+        "test_state.py::test_a_state_of_torchs_layers_loads_strictly",
+    ),
+    Mutant(
+        "a plain key replaces one of te.ops",
+        STATES,
+        " and prefix + key not in state_dict:",
+        ":",
+        "test_state.py::test_keys_of_both_kinds_for_one_parameter_are_refused",
+    ),
+    Mutant(
+        "a refused state is half loaded",
+        STATES,
+        "            _try(self, state_dict)\n",
+        "            pass\n",
+        "test_state.py::test_a_state_that_is_refused_changes_nothing",
+        select="sequential",
+    ),
+    Mutant(
+        "the state of delayed scaling changes before a state is refused",
+        "op/basic.py",
+        "        if is_tried():\n            return\n",
+        "",
+        "test_state.py::test_a_state_that_is_refused_changes_nothing",
+        select="sequential or layer",
+    ),
+    Mutant(
+        "a module that refers to its own parameters keeps the stand-ins",
+        STATES,
+        "setattr(each, name, tensor)",
+        "(each._parameters if name in each._parameters else each._buffers)[name] = tensor",
+        "test_state.py::test_a_state_that_is_refused_leaves_references_of_other_modules_as_they_are",
+    ),
+    Mutant(
+        "hooks of users run twice",
+        STATES,
+        "        not has_loading_hooks(each)\n        and",
+        "       ",
+        "test_state.py::test_a_hook_of_a_user_runs_once_in_a_load",
+    ),
+    Mutant(
+        "a plain state has quantized weights",
+        STATES,
+        "value.detach().dequantize() if is_quantized else value",
+        "value",
+        "test_state.py::test_a_plain_state_dict_has_neither_quantized_tensors_nor_scales",
+    ),
+    Mutant(
+        "an op of a composite is exchanged by its name",
+        "op/fused.py",
+        "            self._refuse()\n        super().__setattr__(name, value)\n",
+        "            pass\n        super().__setattr__(name, value)\n",
+        "test_robustness.py::test_the_ops_of_a_composite_cannot_be_exchanged_one_by_one",
+    ),
+    Mutant(
+        "ops that have no quantizers save an empty state",
+        "op/basic.py",
+        '                del destination[f"{prefix}_extra_state"]\n',
+        "                pass\n",
+        "test_state.py::test_state_dict_has_the_keys_that_checkpoints_have",
+    ),
+)

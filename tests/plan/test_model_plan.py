@@ -1,0 +1,418 @@
+"""Plans of whole models: which pipelines and boxes, once or repeated, and that nothing changes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fuser
+from fuser.modules.decoder import Decoder
+from fuser.plan.devices import CPU, DEVICES, H200
+from fuser.plan.model import Box, ModelPlan, Part, joined_paths
+from fuser.plan.transformers import PRESETS, Transformer
+from fuser.precision.contexts import current_recipe
+from fuser.recipe import DelayedScaling, Float8CurrentScaling
+from fuser.runtime import observed
+
+HIDDEN, HEADS = 64, 4
+
+
+class Attention(torch.nn.Module):
+    def __init__(this) -> None:  # another name than self
+        super().__init__()
+        this.qkv = torch.nn.Linear(HIDDEN, 3 * HIDDEN)
+        this.out = torch.nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(this, x: torch.Tensor) -> torch.Tensor:
+        heads = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in this.qkv(x).chunk(3, -1)
+        )
+        query, key, value = heads
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        output: torch.Tensor = this.out(y.transpose(1, 2).flatten(2))
+        return output
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = fuser.RMSNorm(HIDDEN)
+        self.attention = Attention()
+        self.mlp = fuser.Sequential(
+            fuser.RMSNorm(HIDDEN),
+            fuser.Linear(HIDDEN, 4 * HIDDEN),
+            torch.nn.Dropout(0.1),
+            fuser.SwiGLU(),
+            fuser.Linear(2 * HIDDEN, HIDDEN),
+        )
+        self.last = fuser.modules.LayerNormMLP(HIDDEN, 2 * HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm(x))
+        y: torch.Tensor = self.last(x + self.mlp(x))
+        return y
+
+
+class Model(torch.nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(100, HIDDEN)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+TOKENS = torch.zeros(2, 32, dtype=torch.int64)
+
+
+def model_on(device: str, layers: int = 3) -> Model:
+    with torch.device(device):
+        return Model(layers)
+
+
+def part(plan: ModelPlan, place: str) -> Part:
+    (found,) = (one for one in plan.parts if one.place == place)
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_every_pipeline_is_found_and_repeated_layers_are_one_part(device: str) -> None:
+    plan = fuser.plan(model_on(device), TOKENS)
+    assert [(one.place, one.count, one.name) for one in plan.parts] == [
+        ("embedding", 1, "Embedding"),
+        ("layers.0-2.norm", 3, "RMSNorm"),
+        ("layers.0-2.attention.qkv", 3, "Linear"),
+        ("layers.0-2.attention", 3, "Attention"),
+        ("layers.0-2.attention.out", 3, "Linear"),
+        ("layers.0-2", 3, "Layer"),
+        ("layers.0-2.mlp", 3, "Sequential"),
+        ("layers.0-2.mlp.2", 3, "Dropout"),
+        ("layers.0-2.mlp", 3, "Sequential"),
+        ("layers.0-2.last", 3, "LayerNormMLP"),
+    ]
+    assert set(plan.plans) == {
+        f"layers.{i}.{name}" for i in range(3) for name in ("norm", "mlp", "last")
+    }
+    assert plan.device is (CPU if device == "cpu" else H200)
+
+
+def test_boxes_have_the_operations_of_their_own_calls() -> None:
+    plan = fuser.plan(model_on("meta", 1), TOKENS)
+    rows, width = TOKENS.numel(), HIDDEN
+    qkv, attention = part(plan, "layers.0.attention.qkv"), part(plan, "layers.0.attention")
+    assert qkv.flops == 3 * 2 * rows * width * 3 * width
+    pairs = TOKENS.shape[0] * TOKENS.shape[1] ** 2 / 2  # the others are masked
+    assert attention.flops == (1 + 2.5) * 4 * pairs * width
+    assert isinstance(attention.content, Box)
+    assert dict(attention.content.calls)["scaled_dot_product_attention"] == 1
+    assert part(plan, "layers.0.attention.out").flops == 3 * 2 * rows * width * width
+    add = part(plan, "layers.0").content
+    assert isinstance(add, Box)
+    assert add.calls == (("add", 2),)
+    assert add.nbytes == 3 * 2 * 3 * 4 * rows * width  # both sides; two reads and a write
+
+
+def test_without_gradients_there_is_one_side() -> None:
+    plan = fuser.plan(model_on("meta", 1), TOKENS, training=False)
+    assert plan.sides == ("forward",)
+    assert all(one.microseconds("backward") == 0 for one in plan.parts)
+    assert not any(content.backward for content in plan.plans.values())
+    assert part(plan, "layers.0.attention.qkv").flops == 2 * TOKENS.numel() * 3 * HIDDEN**2
+
+
+def test_a_pipeline_is_planned_as_its_sequential_plans_itself() -> None:
+    model = model_on("meta", 1)
+    x = torch.empty(2, 32, HIDDEN, device="meta", requires_grad=True)
+    with fuser.autocast(recipe=Float8CurrentScaling()):
+        whole = fuser.plan(model, TOKENS, device="h200")
+        alone = model.layers[0].last.plan(x, device="h200")
+    assert whole.plans["layers.0.last"] == alone
+    assert whole.device is DEVICES["h200"]
+
+
+def test_each_layer_has_the_recipe_of_its_own_call() -> None:
+    class Mixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(
+                fuser.Sequential(fuser.Linear(HIDDEN, HIDDEN, device="meta")) for _ in range(4)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i, layer in enumerate(self.layers):
+                with fuser.autocast(enabled=i in (1, 2), recipe=Float8CurrentScaling()):
+                    x = layer(x)
+            return x
+
+    plan = fuser.plan(Mixed(), torch.empty(32, HIDDEN, device="meta"), device="h200")
+    recipes = {one.place: one.content.key.recipe for one in plan.parts}
+    # The first input needs no gradient.
+    assert recipes == {
+        "layers.0": None,
+        "layers.1-2": Float8CurrentScaling(),
+        "layers.3": None,
+    }
+
+
+def test_layers_of_other_sizes_are_other_parts() -> None:
+    layers = [fuser.Sequential(fuser.Linear(64, 64, device="meta")) for _ in range(4)]
+    layers[2] = fuser.Sequential(fuser.Linear(64, 64, bias=False, device="meta"))
+    model = torch.nn.Sequential(*layers)
+    plan = fuser.plan(model, torch.empty(8, 64, device="meta", requires_grad=True))
+    assert [one.place for one in plan.parts] == ["0-1,3", "2"]
+
+
+def test_totals_are_the_sums_of_the_parts() -> None:
+    plan = fuser.plan(model_on("meta"), TOKENS, device="h200")
+    sums = [part.microseconds(side) for part in plan.parts for side in plan.sides]
+    assert plan.microseconds == pytest.approx(sum(sums))
+    three, one = plan, fuser.plan(model_on("meta", 1), TOKENS, device="h200")
+    layers = [sum(p.baseline("torch eager") for p in m.parts[1:]) for m in (three, one)]
+    assert layers[0] == pytest.approx(3 * layers[1])
+    assert plan.compiled_microseconds < plan.microseconds
+    data = json.loads(json.dumps(plan.to_dict()))
+    assert data["microseconds"] == pytest.approx(plan.microseconds)
+    assert sum(entry["count"] for entry in data["parts"]) == 28
+
+
+# -- nothing changes ----------------------------------------------------------------------------
+
+
+def state_of(model: torch.nn.Module) -> dict[str, Any]:
+    """What a plan might change: parameters, hooks, attributes and cached plans.
+
+    A container divides its modules into pipelines at its first plan or call, and notes that in ops.
+    """
+    notes = ("_segments", "_segments_lock", "_pipeline", "_changes", "_captured")
+    result: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in notes:
+                result[f"{name}.{key}"] = dict(value) if isinstance(value, dict) else value
+        if isinstance(module, fuser.Sequential):
+            result[f"{name} plans"] = module.plans
+    return result
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling()])
+def test_planning_changes_nothing_and_the_model_runs_as_before(recipe: Any) -> None:
+    torch.manual_seed(0)
+    model = model_on("cpu", 1).eval()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    before, random = state_of(model), torch.get_rng_state()
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        fuser.plan(model, TOKENS)
+        fuser.plan(model, TOKENS, device="h200")
+    assert torch.equal(torch.get_rng_state(), random)
+    after = state_of(model)
+    assert before.keys() == after.keys()
+    assert all(before[name] is after[name] or before[name] == after[name] for name in before)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[name]), name
+    assert model(TOKENS).shape == (2, 32, HIDDEN)
+    assert observed.observer() is None
+    assert observed.observing_threads == 0
+
+
+def test_other_threads_run_their_models_meanwhile() -> None:
+    model = fuser.Sequential(fuser.Linear(4, 4, device="cpu"))
+    x = torch.ones(2, 4, device="cpu")
+    expected = model(x)
+    results: list[torch.Tensor] = []
+
+    class Waits(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            thread = threading.Thread(target=lambda: results.append(model(REAL)))
+            thread.start()
+            thread.join()
+            return x
+
+    global REAL
+    REAL = x
+    fuser.plan(Waits(), x)
+    (result,) = results
+    torch.testing.assert_close(result, expected)
+
+
+REAL = torch.empty(0)
+
+
+def test_layers_on_meta_stay_there() -> None:
+    layer = fuser.modules.LayerNormMLP(16, 32, device="meta")
+    fuser.plan(layer, torch.empty(4, 16))
+    assert all(parameter.is_meta for parameter in layer.parameters())
+    assert not layer._has_run
+
+
+# -- models of all kinds --------------------------------------------------------------------------
+
+
+def test_a_model_without_pipelines_is_boxes() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.GELU())
+    plan = fuser.plan(model, torch.empty(4, 8))
+    assert [one.name for one in plan.parts] == ["Linear", "LayerNorm", "GELU"]
+    assert not plan.plans
+    assert plan.baseline("torch eager") == pytest.approx(plan.microseconds)
+    assert "1.00x this plan" in str(plan)
+
+
+def test_a_pipeline_alone_and_an_op_alone_are_models() -> None:
+    x = torch.empty(4, 8)
+    for model in (fuser.Sequential(fuser.GELU()), fuser.GELU(), fuser.Linear(8, 8, device="cpu")):
+        plan = fuser.plan(model, x)
+        assert [one.paths for one in plan.parts] == [("",)]
+        assert "(the model)" in str(plan)
+
+
+def test_compiled_and_checkpointed_modules_and_budgets_are_planned() -> None:
+    class Checkpointed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = fuser.Sequential(
+                fuser.Linear(8, 8, device="cpu"), fuser.GELU(), memory_budget=0
+            )
+            self.other = torch.compile(fuser.Sequential(fuser.Linear(8, 8, device="cpu")))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.utils.checkpoint.checkpoint(self.block, self.block(x), use_reentrant=False)
+            result: torch.Tensor = self.other(y)
+            return result
+
+    plan = fuser.plan(Checkpointed(), torch.empty(4, 8, requires_grad=True))
+    assert sum(one.count for one in plan.parts if not isinstance(one.content, Box)) == 3
+
+
+def test_keyword_arguments_and_nested_inputs_are_the_models() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, pair: Any, *, scale: torch.Tensor, times: int) -> torch.Tensor:
+            result: torch.Tensor = (pair["a"] + pair["b"]) * scale * times
+            return result
+
+    x = torch.empty(4, 8)
+    plan = fuser.plan(Model(), {"a": x, "b": x}, scale=torch.empty(8), times=3)
+    assert plan.inputs == ("[4, 8] float32", "[4, 8] float32", "[8] float32")
+    (box,) = plan.parts
+    assert isinstance(box.content, Box)
+    assert box.content.calls == (("add", 1), ("mul", 2))
+
+
+TINY = Transformer("tiny", 2, 256, 512, 8, 4, 1000, head_dim=32, sequence=64)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        TINY,
+        Transformer("moe", 2, 256, 128, 8, 4, 1000, 32, 64, experts=8, top_k=2),
+        Transformer("blocks", 2, 256, 512, 0, 0, 0, sequence=64),
+    ],
+    ids=lambda sizes: sizes.name,
+)
+def test_decoders_have_the_operations_that_their_sizes_say(sizes: Transformer) -> None:
+    model = Decoder(sizes, device="meta", dtype=torch.bfloat16)
+    tokens = 128
+    plan = fuser.plan(model, model.example(tokens), device="h200")
+    flops = sum(one.flops for one in plan.parts)
+    router = 6 * sizes.layers * tokens * sizes.hidden * sizes.experts
+    # Backward of attention is 2.5 times forward here, and twice in `flops_per_token`.
+    attention = sizes.layers * 2 * sizes.sequence * sizes.attention_features * tokens
+    assert flops == pytest.approx(tokens * sizes.flops_per_token + router + 0.5 * attention)
+
+
+def test_decoders_run() -> None:
+    torch.manual_seed(0)
+    model = Decoder(TINY, device="cpu", dtype=torch.float32)
+    tokens = torch.randint(0, 1000, (2, 16))
+    y = model(tokens)
+    assert y.shape == (2, 16, 1000)
+    # Causal: logits do not depend on later tokens.
+    changed = torch.cat([tokens[:, :8], torch.randint(0, 1000, (2, 8))], 1)
+    torch.testing.assert_close(model(changed)[:, :8], y[:, :8])
+    y.square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_more_tokens_than_a_sequence_are_whole_sequences() -> None:
+    model = Decoder(TINY, device="meta")
+    assert model.example(192).shape == (3, 64)
+    assert model.example(10).shape == (1, 10)
+    with pytest.raises(fuser.InputError, match="100 tokens are no whole sequences of 64"):
+        model.example(100)
+
+
+def test_the_named_models_have_the_parameters_of_their_names() -> None:
+    for name, billions in (("llama3-8b", 8.03), ("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.5)):
+        assert PRESETS[name].parameters / 1e9 == pytest.approx(billions, rel=2e-3), name
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_what_is_not_a_module_is_refused() -> None:
+    with pytest.raises(fuser.InputTypeError, match=r"plans a torch.nn.Module; got 3"):
+        fuser.plan(3, torch.empty(2, 2))
+
+
+def test_a_forward_that_reads_values_is_refused_in_a_sentence_and_the_next_call_works() -> None:
+    class Reads(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if x.sum() > 0 else x
+
+    with pytest.raises(fuser.InputError, match=r"Reads cannot be planned .* without values"):
+        fuser.plan(Reads(), torch.empty(2, 2))
+    assert observed.observer() is None
+    assert observed.observing_threads == 0
+    assert current_recipe() is None
+    assert fuser.plan(torch.nn.GELU(), torch.empty(2, 2)).parts
+
+
+def test_a_wrong_input_of_a_pipeline_is_its_own_error() -> None:
+    model = torch.nn.Sequential(fuser.Sequential(fuser.Linear(8, 8, device="cpu")))
+    with pytest.raises(fuser.InputError, match="16"):
+        fuser.plan(model, torch.empty(4, 16))
+
+
+# -- text and picture -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("paths", "joined"),
+    [
+        (["a.0.b", "a.1.b", "a.2.b", "a.5.b"], "a.0-2,5.b"),
+        (["a.b"], "a.b"),
+        (["a.b", "a.b"], "a.b"),
+        (["a.0.b.1", "a.1.b.0"], "a.0.b.1 ..."),
+        (["3", "4"], "3-4"),
+    ],
+)
+def test_paths_that_differ_in_one_number_are_one(paths: list[str], joined: str) -> None:
+    assert joined_paths(paths) == joined
+
+
+def test_a_picture_shows_each_part_once_with_its_count(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan = fuser.plan(model_on("meta"), TOKENS, device="h200")
+    text = plan.draw(tmp_path / "plan.svg").read_text(encoding="utf-8")
+    for one in plan.parts:
+        assert f">{one.place}<" in text
+    assert text.count(">layers.0-2.norm<") == 1
+    assert ">3 \N{MULTIPLICATION SIGN}<" in text
+    assert ">Attention, not of fuser<" in text
+    assert ">1.00x<" in text
+    assert ">Linear<" in text
+    assert ">64 \N{RIGHTWARDS ARROW} 256<" in text
+    page = plan.draw(tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "<title>Plan of Model</title>" in page
+    assert plan.draw(tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(fuser.InputError, match="pdf"):
+        plan.draw(tmp_path / "plan.pdf")
