@@ -561,6 +561,20 @@ REBUILT = (
         "test_rebuilt.py::test_with_a_users_fusion_everything_is_kept",
     ),
     Mutant(
+        "a plan states that nodes compute again what another node kept",
+        "plan/kept.py",
+        "return next((cut for cut in cuts if path.start < cut <= reader), None)",
+        "return None",
+        "test_memory_curve.py::test_hooks_of_parameters_make_a_pipeline_keep_what_the_plan_then_states",
+    ),
+    Mutant(
+        "a forward that runs again takes no time",
+        "plan/memory_curve.py",
+        "microseconds=times[0] + sum(times),",
+        "microseconds=sum(times),",
+        "test_memory_curve.py::test_times_are_those_of_the_steps_and_of_a_forward_that_runs_again",
+    ),
+    Mutant(
         "checkpoints save less where they save for a recomputation",
         "runtime/pipeline.py",
         "is_free = self.basic_ops[0].runs_in_graph or not is_in_checkpoint()",
