@@ -346,10 +346,10 @@ class NumberFormat(NamedTuple):
             0
         ]
         scales = layout.buffers[name]
-        if self.block_size:
-            return ceil_div(math.prod(shape), self.block_size) * scales.dtype.itemsize
         m, k = math.prod(shape[:-1]), shape[-1]
-        return math.prod(scales.shape(m, k)) * scales.dtype.itemsize
+        # Square blocks of MXFP8 and NVFP4 store their scale once for each row.
+        counts = (ceil_div(m if of == "M" else k, unit) for of, unit, _ in scales.sizes)
+        return math.prod(counts) * scales.dtype.itemsize
 
     def pads(self, shape: tuple[int, ...]) -> bool:
         """Whether quantizing pads a tensor ``[..., K]`` of this shape."""

@@ -6,13 +6,14 @@ import html
 import os
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fuser.cuda.launch import off_cuda
 from fuser.plan.devices import Device, device_of
+from fuser.plan.memory import MemoryCurve
 from fuser.plan.plain_torch import Baseline
 from fuser.report.draw import draw
 from fuser.report.text import (
@@ -28,6 +29,7 @@ from fuser.report.text import (
 from fuser.specs import PlanKey, QuantSpec
 
 KERNELS_WIDTH = 50  # of the column of kernels in a printed plan
+PIPELINE_INPUT = "the pipeline's input"  # the reason to keep it; of a later pipeline, the module
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class Kept:
 
     ``name`` is ``"input"``, ``"statistics"`` or ``"weight"``. It is kept, with ``bytes_per_token``
     or, for a quantized copy of a weight, ``nbytes``, or else ``rebuilt_by`` these ops in backward,
-    or from the parameter. It has no bytes if an earlier entry is the same memory.
+    or from the parameter. It has no bytes if an earlier entry is the same memory. ``reason`` is why
+    it is kept.
     """
 
     ops: tuple[int, ...]
@@ -100,6 +103,7 @@ class Kept:
     bytes_per_token: float
     nbytes: int = 0
     rebuilt_by: tuple[int, ...] = ()
+    reason: str = ""
 
     @property
     def is_rebuilt(self) -> bool:
@@ -163,7 +167,9 @@ class FusionPlan:
     are the autograd nodes into which ``plan`` says that the pipeline is cut if
     somebody waits for single gradients, and ``waiting`` who waits now; both are
     empty if it cannot be cut, and ``waiting`` if it runs as one node. ``extra_outputs`` are the
-    numbers of extra outputs of the ops. ``kept`` is what backward reads of forward. ``target`` is
+    numbers of extra outputs of the ops. ``kept`` is what backward reads of forward, and ``memory``
+    what each memory budget would keep and cost, in a plan from ``plan``; plans are compared without
+    it, since it belongs to a shape. ``target`` is
     the device that the plan was asked for; None for this machine's. ``features`` are the columns
     of the main input of each op, and at the end those of the output. ``wholes`` has for each
     op the class that users write for it and its neighbours, such as ``Linear``; empty if that is
@@ -190,6 +196,7 @@ class FusionPlan:
     waiting: str = ""
     extra_outputs: tuple[int, ...] = ()
     kept: tuple[Kept, ...] = ()
+    memory: MemoryCurve = field(default_factory=MemoryCurve, compare=False)
     target: Device | None = None
     features: tuple[int, ...] = ()
     wholes: tuple[str, ...] = ()
@@ -339,7 +346,9 @@ class FusionPlan:
                 text = f"{kept.name} computed again by {span(kept.rebuilt_by)}"
             else:
                 nbytes = kept.nbytes or kept.bytes_per_token
-                text = f"{kept.name} {format_bytes(nbytes)}" if nbytes else f"{kept.name} as above"
+                why = f" ({kept.reason})" if kept.reason else ""
+                size = f"{format_bytes(nbytes)}{why}" if nbytes else "as above"
+                text = f"{kept.name} {size}"
             texts.setdefault(kept.ops[0], []).append(text)
         return {i: ", ".join(of_op) for i, of_op in texts.items()}
 
@@ -355,12 +364,17 @@ class FusionPlan:
             spans.setdefault((notes[0].title(self.ops), text), []).append(span(notes[0].ops))
         return [f"{name} over {', '.join(over)}: {text}" for (name, text), over in spans.items()]
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The ops before which the pipeline is cut into autograd nodes."""
+        return tuple(node.ops[0] for node in self.nodes if node.is_cut)
+
     def node_lines(self) -> list[str]:
         """Sentences about the autograd nodes: how many, for whom, and where the cuts are."""
-        cuts = [node for node in self.nodes if node.is_cut]
+        cuts = self.cuts
         if not cuts:
             return []
-        where = listed([str(node.ops[0]) for node in cuts])
+        where = listed(list(map(str, cuts)))
         cut = f"cut before op{'s' * (len(cuts) > 1)} {where}"
         if self.waiting:
             lines = [f"runs as {len(self.nodes)} autograd nodes, {cut}: {self.waiting}"]
@@ -370,7 +384,7 @@ class FusionPlan:
                 f"{one} autograd node{'s' * (one > 1)}; {len(self.nodes)} with hooks of "
                 f"parameters, {cut}; inside DDP about one a bucket"
             ]
-        quantized = listed([str(node.ops[0]) for node in cuts if node.takes_quantized])
+        quantized = listed([str(node.ops[0]) for node in self.nodes if node.takes_quantized])
         if quantized and self.waiting:
             lines.append(
                 f"a quantized tensor passes the cut before {quantized}: the nodes beside it run "
@@ -429,6 +443,7 @@ class FusionPlan:
             "kept": [
                 {**vars(k), "ops": list(k.ops), "rebuilt_by": list(k.rebuilt_by)} for k in self.kept
             ],
+            "memory": self.memory.to_dict(),
             "input_requires_grad": self.key.ops[0].input_requires_grad,
             "extra_inputs": [[e.requires_grad for e in op.extra_inputs] for op in self.key.ops],
             "extra_outputs": list(self.extra_outputs),
@@ -520,12 +535,19 @@ def merged(parts: Iterable[FusionPlan | ModuleCall], channels: Sequence[Channel]
         if isinstance(part, ModuleCall):
             modules.append(replace(part, ops=_shifted(part.ops, count), before=count))
         else:
-            plans.append(part)
+            plans.append(_after(modules[-1], part) if modules else part)
             count += len(part.ops)
     result = plans[0]
     for plan in plans[1:]:
         result = _joined(result, plan)
     return replace(result, channels=tuple(channels), modules=tuple(modules))
+
+
+def _after(call: ModuleCall, plan: FusionPlan) -> FusionPlan:
+    """``plan`` of a pipeline that is one because a module before it, or all of it, is called."""
+    why = f"input of a pipeline: {call.name} is called as a module, {call.reason}"
+    kept = (replace(k, reason=why) if k.reason == PIPELINE_INPUT else k for k in plan.kept)
+    return replace(plan, kept=tuple(kept))
 
 
 def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
@@ -541,6 +563,7 @@ def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
     return replace(
         first,
         kept=first.kept + kept,
+        memory=first.memory.followed_by(second.memory, by),
         key=replace(first.key, ops=first.key.ops + second.key.ops),
         ops=first.ops + second.ops,
         forward=first.forward + moved(second.forward),

@@ -111,7 +111,7 @@ def with_rebuilt_tensors(ops: Sequence[BasicOperation], key: PlanKey, limit: Lim
     keys = list(key.ops)
     for i, op in enumerate(ops):
         narrowed = key.window(i, i + 1)
-        if not _is_own(op):
+        if not is_own(op):
             continue
         path = rebuilding(ops, key, i) if op.takes_rebuilt_input(narrowed) else ()
         if path:
@@ -131,7 +131,7 @@ def rebuilding(ops: Sequence[BasicOperation], key: PlanKey, reader: int) -> rang
     """
     first = reader
     for i in reversed(range(reader)):
-        if not (key.ops[i].requires_grad and ops[i].rebuilds_output and _is_own(ops[i])):
+        if not (key.ops[i].requires_grad and ops[i].rebuilds_output and is_own(ops[i])):
             break
         if ops[i].saves_input:
             return range(i, reader)
@@ -140,6 +140,6 @@ def rebuilding(ops: Sequence[BasicOperation], key: PlanKey, reader: int) -> rang
     return range(first, reader)
 
 
-def _is_own(op: BasicOperation) -> bool:
+def is_own(op: BasicOperation) -> bool:
     """Whether this library's code alone runs in the op's passes."""
     return not op.is_external and op.__dict__.keys().isdisjoint(METHODS)

@@ -16,6 +16,7 @@ import torch
 from fuser.op import BasicOperation
 from fuser.plan.cuts import Cuts, Sizes, default_buckets, joined_ops, nodes
 from fuser.plan.graph import OpGraph, Source
+from fuser.plan.kept import kept_tensors
 from fuser.plan.plan import FusionPlan, Node
 from fuser.plan.planner import Planned
 from fuser.plan.rebuilt import rebuilding
@@ -140,9 +141,16 @@ class CuttablePlan(CompiledPlan):
         return cuts
 
     def with_nodes(
-        self, plan: FusionPlan, input_: torch.Tensor, params: Tensors, extra_inputs: Tensors
+        self,
+        plan: FusionPlan,
+        graph: OpGraph,
+        input_: torch.Tensor,
+        params: Tensors,
+        extra_inputs: Tensors,
     ) -> FusionPlan:
-        """``plan`` with the autograd nodes of such a call, and the reason for the cuts."""
+        """``plan`` with the autograd nodes of such a call, the reason for the cuts, and what they
+        make it keep. Binds ``graph``, that of the pipeline.
+        """
         who, sizes = self.waiting(params) or ("", None)
         gaps = self.cuts.gaps
         cuts = self.cuts_at(sizes, (input_, *params, *extra_inputs))
@@ -150,7 +158,13 @@ class CuttablePlan(CompiledPlan):
             Node(tuple(ops), ops.start > 0, ops.start > 0 and gaps[ops.start].is_quantized)
             for ops in nodes(len(self.ops), cuts)
         )
-        return replace(plan, nodes=plan_nodes, waiting=who) if cuts else plan
+        if not cuts:
+            return plan
+        kept = plan.kept
+        if who:
+            graph.bind(self.key)
+            kept = kept_tensors(graph, self._steps[0], cuts)
+        return replace(plan, nodes=plan_nodes, waiting=who, kept=kept)
 
     def _largest(self, cuts: Sequence[int]) -> list[int]:
         """The place among the parameters of the largest one of each node."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
 from fuser.plan.devices import Device, device_named, device_of
 from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_quantized_outputs
+from fuser.plan.memory_curve import memory_curve
 from fuser.plan.plain_torch import baselines_of
 from fuser.plan.plan import FusionPlan
 from fuser.plan.planner import features_of, make_plan
@@ -258,7 +259,8 @@ class OperationFuser:
 
         Tensors on the meta device are planned as if on the parameters' device. The
         returned plan has notes on the layout of these tensors in kernels and on the
-        cost of padding, and the autograd nodes of such a call; the cached plan does not.
+        cost of padding, the autograd nodes of such a call, and the costs of memory budgets; the
+        cached plan does not.
         ``device``, such as ``"h200"``, is a GPU of the table of devices, which need not be here:
         the plan is for it, with fuser's kernels, and modelled for the rows of ``input``.
 
@@ -275,7 +277,8 @@ class OperationFuser:
         params = self._slots.tensors()
         with torch.set_grad_enabled(training):
             run = self._plan_run(input, params, extra_inputs, only_planning=True)
-        graph = self._graph(input, extra_inputs, run.key.autocast_dtype)
+            graph = self._graph(input, extra_inputs, run.key.autocast_dtype)
+            under = self._keys_under(graph, run.key, input, extra_inputs)
         layout = layout_notes(graph, run.plan, input, extra_inputs)
         padding = padding_notes(graph, run.plan) if input.numel() else ()
         plan = run.plan
@@ -287,8 +290,9 @@ class OperationFuser:
         if isinstance(run, CuttablePlan) and not are_resharded(
             self.basic_ops, slots.counts, slots.slots
         ):
-            plan = run.with_nodes(plan, input, params, extra_inputs)
-        return plan
+            plan = run.with_nodes(plan, graph, input, params, extra_inputs)
+        cuts = plan.cuts if plan.waiting else ()
+        return replace(plan, memory=memory_curve(graph, under, _registered, cuts=cuts))
 
     def plan_on(
         self,
@@ -316,8 +320,10 @@ class OperationFuser:
             else:
                 arch, refusal = target.arch, None
             graph, key = self._key_on(place.type, arch, refusal, input, extra_inputs)
+            under = self._keys_under(graph, key, input, extra_inputs)
         plan = make_plan(graph, key, _registered, target).plan
-        return replace(plan, baselines=baselines_of(graph, target))
+        plan = replace(plan, baselines=baselines_of(graph, target))
+        return replace(plan, memory=memory_curve(graph, under, _registered, target))
 
     def plan_for_gpu(
         self, arch: tuple[int, int], input: torch.Tensor, *extra_inputs: torch.Tensor
@@ -351,6 +357,27 @@ class OperationFuser:
         ops = self._op_keys(graph, input_, self._slots.tensors(), extra_inputs)
         place = {"autocast_dtype": autocast, "device": kind, "arch": arch}
         return graph, self._plan_key(ops, budget.limit, **place, no_kernels=no_kernels)
+
+    def _keys_under(
+        self,
+        graph: OpGraph,
+        key: PlanKey,
+        input_: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor],
+    ) -> Callable[[Limit], PlanKey]:
+        """The key of the same call as ``key`` under other limits of what is kept."""
+        ops = self._op_keys(graph, input_, self._slots.tensors(), extra_inputs)
+
+        def under(limit: Limit) -> PlanKey:
+            return self._plan_key(
+                *(ops, limit),
+                autocast_dtype=key.autocast_dtype,
+                device=key.device,
+                arch=key.arch,
+                no_kernels=key.no_kernels,
+            )
+
+        return under
 
     def outputs_like(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor

@@ -7,6 +7,7 @@ may be in any two segments: an extra output of one is an extra input of the othe
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -337,7 +338,8 @@ class Segments:
             for k, source in enumerate(row)
             if source.producer is not None
         ]
-        return merged(parts, channels)
+        plan = merged(parts, channels)
+        return replace(plan, memory=plan.memory.with_inputs(t.nbytes for t in (x, *extra_inputs)))
 
     def planned(
         self,

@@ -542,8 +542,8 @@ REBUILT = (
     Mutant(
         "what a frozen op did not save is computed again from it",
         "plan/rebuilt.py",
-        "if not (key.ops[i].requires_grad and ops[i].rebuilds_output and _is_own(ops[i])):",
-        "if not (ops[i].rebuilds_output and _is_own(ops[i])):",
+        "if not (key.ops[i].requires_grad and ops[i].rebuilds_output and is_own(ops[i])):",
+        "if not (ops[i].rebuilds_output and is_own(ops[i])):",
         "test_rebuilt.py::test_a_frozen_op_saves_nothing_so_its_output_is_kept",
     ),
     Mutant(
@@ -559,6 +559,20 @@ REBUILT = (
         "if limit.memory_budget is None or any(fusion.is_external for fusion in key.fusions):",
         "if limit.memory_budget is None:",
         "test_rebuilt.py::test_with_a_users_fusion_everything_is_kept",
+    ),
+    Mutant(
+        "a plan states that nodes compute again what another node kept",
+        "plan/kept.py",
+        "return next((cut for cut in cuts if path.start < cut <= reader), None)",
+        "return None",
+        "test_memory_curve.py::test_hooks_of_parameters_make_a_pipeline_keep_what_the_plan_then_states",
+    ),
+    Mutant(
+        "a forward that runs again takes no time",
+        "plan/memory_curve.py",
+        "microseconds=times[0] + sum(times),",
+        "microseconds=sum(times),",
+        "test_memory_curve.py::test_times_are_those_of_the_steps_and_of_a_forward_that_runs_again",
     ),
     Mutant(
         "checkpoints save less where they save for a recomputation",
