@@ -2,8 +2,8 @@
 
 Width 4096, hidden 14336, 32 heads and 8 of keys and values, 4 sequences of 2048 bytes, parameters
 in bf16, torch's fused AdamW. Variants: plain torch, eager and compiled; torchao's float8 training,
-compiled (where torchao is installed); the plain layers after fuser.convert, launched and compiled; fuser's
-own layers compiled whole. The last two without a recipe and under FP8 recipes.
+compiled (where torchao is installed); the plain layers after fuser.convert, launched and compiled;
+fuser's own layers compiled whole. The last two without a recipe and under FP8 recipes.
 Every linear of the layers is in FP8 then, of fuser and of torchao. Steps run alternately
 (timing.py); with --losses each variant also trains alone on the sources of Python's library, from
 the same weights and on the same batches. On a CPU sizes are small, to try the script.
