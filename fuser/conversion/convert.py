@@ -18,6 +18,7 @@ from fuser.conversion.converted import (
     is_converted,
     set_conversion,
     unset_conversion,
+    why_no_subclass,
 )
 from fuser.conversion.experts import experts_unit
 from fuser.conversion.leaves import SMALLEST_LINEAR, is_fuser, linear_part, norm_part
@@ -158,7 +159,7 @@ def convert(
     _check(model, recipe, linears=linears, norms=norms, rounding=rounding)
     found = _Search(filter, linears if recipe is not None else linears.replace("recipe", "none"))
     found.norms = norms if rounding == "fused" else "none"
-    with torch.device("cpu"):  # inside of a context of another one, as of from_pretrained
+    with _plain_defaults():
         found.visit(model, "")
     kept = _kept(found.linears, keep)
     report = ConversionReport(tuple(found.rows))
@@ -179,6 +180,18 @@ def convert(
     if recipe is not None:
         set_conversion(model, None, recipe)
     return report
+
+
+@contextlib.contextmanager
+def _plain_defaults() -> Iterator[None]:
+    """Make tensors on a CPU in fp32, whatever the contexts of a loader or a trainer say."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"), torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def revert(model: torch.nn.Module) -> int:
@@ -260,6 +273,8 @@ class _Search:
             part = norm_part(module, "")
         if part is None or not self._accepts(path, module) or "forward" in module.__dict__:
             return
+        if part.refusal(module) is not None or why_no_subclass(module) is not None:
+            return
         unit = Unit((("input", REQUIRED),), (Step(Chain((part,), ()), (Ref(0),)),), Ref(1))
         self.units.append((path, module, unit))
         self.rows.append(ConversionRow(path, _name(module), True, part.text))
@@ -321,7 +336,8 @@ def _find_unit(
         return None, reason if looks_convertible else None
     if unit.is_one_chain and not is_proved(module, unit):
         return None, "its values differ from those of " + unit.text
-    return unit, None
+    refusal = unit.refusal(module) or why_no_subclass(module)
+    return (unit, None) if refusal is None else (None, refusal)
 
 
 def is_proved(module: torch.nn.Module, unit: Unit) -> bool:

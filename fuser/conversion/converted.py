@@ -94,6 +94,16 @@ def _prepare(module: torch.nn.Module) -> None:
         join_weights(module)
 
 
+def why_no_subclass(module: torch.nn.Module) -> str | None:
+    """Why a module's class has no converted subclass; None if it has."""
+    cls: Any = type(module)
+    try:
+        _converted_class(cls)
+    except Exception as error:
+        return f"its class has no subclass without arguments ({error})"
+    return None
+
+
 def is_converted(module: torch.nn.Module) -> bool:
     """Whether a module has been converted."""
     return isinstance(module, Converted)

@@ -67,7 +67,8 @@ def join(parts: Sequence[torch.nn.Parameter]) -> None:
         for part in parts
     ):
         return
-    with torch.no_grad():
+    # Parameters made of an inference tensor would never get a gradient again.
+    with torch.inference_mode(False), torch.no_grad():
         whole = torch.cat(list(parts))
         for part, rows in zip(
             parts, torch.split(whole, [part.shape[0] for part in parts]), strict=True

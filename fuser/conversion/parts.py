@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fuser import basic_ops, fused_ops, torch_private
 from fuser.conversion.joined import joined
-from fuser.op import FusedOperation, FusibleOperation
+from fuser.op import COMPUTE_DTYPES, FusedOperation, FusibleOperation
 
 PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
 """The classes of a weight that fuser computes with; others are quantized or sharded by others."""
@@ -125,11 +125,14 @@ class LinearPart(Part):
         return replace(self, shape=(rows, columns))
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
-        rows = 0
-        for name, linear in zip(self.names, self._linears(owner), strict=True):
+        rows, linears = 0, self._linears(owner)
+        first = linears[0].weight
+        for name, linear in zip(self.names, linears, strict=True):
             weight = linear._parameters.get("weight")
             if type(weight) not in PLAIN_TENSORS:
                 return f"the weight of {name} is a {type(weight).__name__}"
+            if weight.dtype not in COMPUTE_DTYPES or weight.dtype is not first.dtype:
+                return f"the weight of {name} is {weight.dtype}"
             if (linear._parameters.get("bias") is not None) != self.has_bias:
                 return f"the bias of {name} was added or removed"
             rows += weight.shape[1 if self.is_transposed else 0]
@@ -221,6 +224,8 @@ class NormPart(Part):
         present = [type(value) for value in norm._parameters.values() if value is not None]
         if len(present) != 1 + (self.op == "LayerNorm") or set(present) - set(PLAIN_TENSORS):
             return f"the parameters of {self.name} were changed"
+        if norm.weight.dtype not in COMPUTE_DTYPES:
+            return f"the weight of {self.name} is {norm.weight.dtype}"
         return None
 
     @property

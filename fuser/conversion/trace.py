@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
+
+AUTOCASTS = ("cpu", "cuda")
 
 OTHER_KEYWORDS = "other_keywords"
 """The input of a graph that stands for everything that a ``**kwargs`` takes."""
@@ -24,6 +27,13 @@ class _Tracer(fx.Tracer):
     def __init__(self, opened: Collection[torch.nn.Module], inputs: Collection[str]) -> None:
         super().__init__()
         self._opened, self._inputs = opened, inputs
+        self._modes = _modes()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        # A graph does not have contexts: what they do to a step would be lost.
+        if _modes() != self._modes:
+            raise Untraceable("its forward changes autocast or whether gradients are recorded")
+        return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
         return m not in self._opened
@@ -35,6 +45,26 @@ class _Tracer(fx.Tracer):
             name: self.create_proxy("placeholder", name, (), {}) for name in self._inputs
         }
         return lambda root: type(root).forward(root, **inputs), [self.root]
+
+
+def _modes() -> tuple[object, ...]:
+    """What contexts change: gradients, and autocast for a CPU and a GPU."""
+    autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in AUTOCASTS]
+    return torch.is_grad_enabled(), *autocast
+
+
+@contextlib.contextmanager
+def _all_modes() -> Iterator[None]:
+    """Gradients and autocast are on, so that a context that turns them off is noticed."""
+    before = [(d, torch.is_autocast_enabled(d)) for d in AUTOCASTS]
+    try:
+        for device in AUTOCASTS:
+            torch.set_autocast_enabled(device, True)
+        with torch.enable_grad():
+            yield
+    finally:
+        for device, is_enabled in before:
+            torch.set_autocast_enabled(device, is_enabled)
 
 
 def parameters_of(module: torch.nn.Module) -> list[inspect.Parameter]:
@@ -67,7 +97,13 @@ def traced(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> fx.G
         for training in (True, False):
             for m, _ in modes:
                 m.training = training
-            graphs += [_Tracer([module, *opened], i).trace(module) for i in (everything, required)]
+            with _all_modes():
+                graphs += [
+                    _Tracer([module, *opened], inputs).trace(module)
+                    for inputs in (everything, required)
+                ]
+    except Untraceable:
+        raise
     except Exception as error:
         sentence = str(error).partition("\n")[0] or type(error).__name__
         raise Untraceable(f"torch.fx cannot trace its forward: {sentence:.150}") from None

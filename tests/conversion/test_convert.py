@@ -242,6 +242,20 @@ def hooked_child() -> nn.Module:
     return mlp
 
 
+class WithoutAutocast(GatedMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+class GateWithoutGradient(GatedMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            gate = self.act(self.gate(x))
+        y: torch.Tensor = self.down(gate * self.up(x))
+        return y
+
+
 LOOK_ALIKES: dict[str, Callable[[], nn.Module]] = {
     "clamped gate": lambda: LookAlike(lambda g, u: F.silu(g.clamp(max=7.0)) * u),
     "clamped up": lambda: LookAlike(lambda g, u: F.silu(g) * u.clamp(-7.0, 7.0)),
@@ -259,6 +273,8 @@ LOOK_ALIKES: dict[str, Callable[[], nn.Module]] = {
     "interleaved halves": Interleaved,
     "other values in evaluation": InTrainingOnly,
     "a branch on an argument": WithAnOption,
+    "a part without autocast": WithoutAutocast,
+    "a part without gradients": GateWithoutGradient,
     "a scaled linear": with_scaled_linear,
     "a patched forward": patched,
     "a patched child": patched_child,
@@ -284,6 +300,57 @@ def test_a_look_alike_computes_as_before(name: str, training: bool) -> None:
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(actual[key], value, rtol=1e-5, atol=1e-6, msg=key)
+
+
+def test_contexts_of_a_forward_are_not_lost() -> None:
+    for factory in (WithoutAutocast, GateWithoutGradient):
+        report = fuser.convert(nn.Sequential(made(factory)))
+        assert not report.converted
+        assert "changes autocast or whether gradients are recorded" in report.refused[0].text
+
+
+def test_fp64_stays_and_comes_back() -> None:
+    model, x = made(GatedMLP).double(), data().detach().double()
+    expected = results(model, x)
+    assert "is torch.float64" in fuser.convert(model).refused[0].text
+    assert_same(results(model, x), expected)
+    model.float()
+    assert fuser.convert(model).converted
+    model.double()
+    assert results(model, x)["y"].dtype is torch.float64
+    assert pipelines_run(model, x) == 0
+    assert pipelines_run(model.float(), x.float()) == 1
+
+
+def test_contexts_around_convert_change_nothing() -> None:
+    x = data()
+    expected = results(made(GatedMLP), x)
+    for context in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu")):
+        model = made(GatedMLP)
+        with context:
+            assert fuser.convert(model).converted
+        assert_same(results(model, x), expected)
+        fuser.revert(model)
+        assert_same(results(model, x), expected)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = made(lambda: GatedMLP().float())
+        assert fuser.convert(model).converted
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_class_without_subclasses_is_refused_before_anything_has_changed() -> None:
+    class Tagged(GatedMLP):
+        def __init_subclass__(cls, *, tag: str, **others: Any) -> None:
+            super().__init_subclass__(**others)
+
+    model, x = nn.ModuleList([made(GatedMLP), made(Tagged)]), data()
+    report = fuser.convert(model)
+    assert [row.path for row in report.converted] == ["0"]
+    assert "its class has no subclass without arguments" in report.refused[0].text
+    assert pipelines_run(model[1], x) == 0
 
 
 def test_a_look_alike_is_in_the_report_with_the_reason() -> None:
