@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional as F
 
 from fuser.conversion.leaves import (
     activation_like,
@@ -25,6 +26,8 @@ from fuser.conversion.parts import (
     ModulePart,
     NormPart,
     Part,
+    attributes_of,
+    bare,
     hooks_of,
     original_class,
 )
@@ -32,6 +35,13 @@ from fuser.conversion.parts import (
 ADDITIONS = (operator.add, torch.add, "add")
 PRODUCTS = (operator.mul, torch.mul, "mul")
 HALVES = (torch.chunk, "chunk")
+ELEMENTWISE = {
+    *(F.silu, F.gelu, F.relu, torch.relu, torch.sigmoid, F.sigmoid, torch.tanh, F.tanh, torch.exp),
+    *(torch.erf, torch.pow, torch.square, operator.mul, operator.add, operator.sub, operator.neg),
+    *(operator.truediv, operator.pow, torch.mul, torch.add, torch.sub, torch.div, torch.neg),
+    *("relu", "sigmoid", "tanh", "exp", "erf", "pow", "square", "mul", "add", "sub", "div", "neg"),
+}
+"""What an activation may be written with. Others may change dtype, shape or gradients as well."""
 
 
 @dataclass
@@ -261,15 +271,12 @@ class Chains:
         """The one node of which ``node`` is a function of one value, and the nodes between."""
         if node.op == "call_module":
             module = self._owner.get_submodule(str(node.target))
-            stateless = not any(True for _ in module.parameters()) and not any(module.buffers())
+            stateless = not [*module.parameters(), *module.buffers()]
             is_active = isinstance(module, torch.nn.Dropout) and module.p
             is_call = len(node.args) == 1 and not node.kwargs
             if not stateless or is_active or not is_call or hooks_of(module):
                 return node, set()
-        elif node.op not in ("call_function", "call_method") or node.target in (
-            operator.getitem,
-            *HALVES,
-        ):
+        elif node.target not in ELEMENTWISE or node.kwargs.get("inplace"):
             return node, set()
         bases: set[fx.Node] = set()
         nodes = {node}
@@ -287,16 +294,36 @@ class Chains:
         def value(n: fx.Node, x: torch.Tensor) -> Any:
             if n is base:
                 return x
-            args = fx.map_arg(n.args, lambda a: value(a, x))
+            args: Any = fx.map_arg(n.args, lambda a: value(a, x))
             kwargs = fx.map_arg(n.kwargs, lambda a: value(a, x))
             if n.op == "call_module":
-                return self._owner.get_submodule(str(n.target))(*args)
+                return _in_both_modes(self._owner.get_submodule(str(n.target)), *args)
             if n.op == "call_method":
                 return getattr(args[0], str(n.target))(*args[1:], **kwargs)
             assert callable(n.target)
             return n.target(*args, **kwargs)
 
         return lambda x: value(node, x)
+
+
+def _in_both_modes(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What a module returns in evaluation.
+
+    Raises
+    ------
+    ValueError
+        If it returns something else in training, keeps anything, or writes into its input.
+    """
+    with torch.random.fork_rng(devices=[]):
+        tried = [bare(module).train(is_training) for is_training in (False, True)]
+        before = [attributes_of(m) for copy in tried for m in copy.modules()]
+        version = x._version
+        results: list[torch.Tensor] = [copy(x) for copy in tried]
+    if [attributes_of(m) for copy in tried for m in copy.modules()] != before:
+        raise ValueError("it keeps something")
+    if x._version != version or not torch.equal(results[0], results[1]):
+        raise ValueError("it writes into its input, or its mode decides")
+    return results[0]
 
 
 def _prefixes(path: str) -> list[str]:

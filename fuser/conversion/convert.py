@@ -13,9 +13,8 @@ from typing import Any, Literal, get_args, get_type_hints
 import torch
 
 from fuser.conversion.converted import (
-    UNIT,
+    conversion_of,
     converted_modules,
-    is_converted,
     set_conversion,
     unset_conversion,
     why_no_subclass,
@@ -26,13 +25,14 @@ from fuser.conversion.parts import (
     OWN_FORWARD,
     Chain,
     Part,
+    attributes_of,
     bare,
     hooks_of,
     original_class,
 )
 from fuser.conversion.trace import Untraceable
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit, unit_of
-from fuser.errors import InputError, InputTypeError
+from fuser.errors import FuserError, InputError, InputTypeError
 from fuser.recipe import Recipe
 
 Filter = Callable[[str, torch.nn.Module], bool]
@@ -115,7 +115,7 @@ def convert(
     the module's own values. The forward of the module itself runs as before whenever a child is no
     longer what was converted: replaced by an adapter, quantized, pruned, or with hooks.
 
-    Converting again after modules were replaced or loaded converts what is new.
+    Converting again starts anew, with the options of that call.
 
     Parameters
     ----------
@@ -169,6 +169,8 @@ def convert(
             + "; ".join(f"{row.path} ({row.cls}): {row.text}" for row in report.refused[:4])
             + "."
         )
+    for module in list(converted_modules(model)):
+        unset_conversion(module)
     for path, module, unit in found.units:
         if rounding == "torch":
             unit = unit.as_torch()
@@ -207,18 +209,18 @@ def revert(model: torch.nn.Module) -> int:
 
 @contextlib.contextmanager
 def converted(model: torch.nn.Module, **options: Any) -> Iterator[ConversionReport]:
-    """A context in which a model is converted; its end reverts what it converted.
+    """A context in which a model is converted; at its end the model is as it was before.
 
     Takes the arguments of :func:`convert`, and gives its report.
     """
-    before = set(converted_modules(model))
+    before = [conversion_of(module) for module in converted_modules(model)]
     report = convert(model, **options)
     try:
         yield report
     finally:
-        for module in converted_modules(model):
-            if module not in before:
-                unset_conversion(module)
+        revert(model)
+        for module, unit, recipe in before:
+            set_conversion(module, unit, recipe)
 
 
 class _Search:
@@ -243,8 +245,6 @@ class _Search:
         first_row = len(self.rows)
         for name, child in module.named_children():
             self.visit(child, f"{path}.{name}" if path else name)
-        if is_converted(module) and UNIT in module.__dict__:
-            return
         stacked = any(p is not None and p.dim() == 3 for p in module._parameters.values())
         if not module._modules and not stacked:
             self._leaf(module, path)
@@ -300,19 +300,16 @@ class _Search:
 
 def _kind(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> object:
     """What a module's unit depends on: equal for the layers of a model that are alike."""
-    own = [
-        (name, value if isinstance(value, (bool, int, float, str)) else id(value))
-        for name, value in module.__dict__.items()
-        if not name.startswith("_") and name != "training"
-    ]
     parameters = [(n, None if p is None else (*p.shape,)) for n, p in module._parameters.items()]
-    children = [
-        (name, _kind(child, opened) if child in opened or not child._modules else type(child))
-        for name, child in module._modules.items()
-        if child is not None
-    ]
-    cls = type(module)
-    return cls, cls.forward, hooks_of(module), tuple(own), tuple(parameters), tuple(children)
+    children: list[tuple[str, object]] = []
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        # A module with children and parameters is a call in the graph, unless it is opened.
+        is_call = child._modules and child not in opened and any(True for _ in child.parameters())
+        children.append((name, type(child) if is_call else _kind(child, opened)))
+    own = attributes_of(module)
+    return original_class(module), hooks_of(module), own, tuple(parameters), tuple(children)
 
 
 def _find_unit(
@@ -336,8 +333,8 @@ def _find_unit(
         return None, reason if looks_convertible else None
     if unit.is_one_chain and not is_proved(module, unit):
         return None, "its values differ from those of " + unit.text
-    refusal = unit.refusal(module) or why_no_subclass(module)
-    return (unit, None) if refusal is None else (None, refusal)
+    why_not = unit.refusal(module) or why_no_subclass(module)
+    return (unit, None) if why_not is None else (None, why_not)
 
 
 def is_proved(module: torch.nn.Module, unit: Unit) -> bool:
@@ -374,17 +371,23 @@ def _compared(module: torch.nn.Module, unit: Unit, values: dict[str, torch.Tenso
     generator = torch.Generator().manual_seed(1)
     for spread in (0.01, 1.0, 100.0, 1e4):
         x = spread * torch.randn(5, columns, generator=generator)
-        with torch.no_grad():
-            try:
-                expected = tried(x)
-            except Exception:
-                return None
-            y = pipeline(tried, [x], is_quantized=False)
-        if not isinstance(expected, torch.Tensor) or y.shape != expected.shape:
-            return False
-        largest = float(expected.abs().max())
-        if not torch.allclose(y, expected, rtol=0, atol=1e-5 * largest):
-            return False
+        for given in (x, x.reshape(1, *x.shape)):
+            with torch.no_grad():
+                try:
+                    expected = tried(given.clone())
+                except Exception:
+                    return None
+                try:
+                    y = pipeline(tried, [given.clone()], is_quantized=False)
+                except FuserError:
+                    return False
+            if not isinstance(expected, torch.Tensor) or y.dtype != expected.dtype:
+                return False
+            largest = float(expected.abs().max())
+            if y.shape != expected.shape or not torch.allclose(
+                y, expected, rtol=0, atol=1e-5 * largest
+            ):
+                return False
     return True
 
 

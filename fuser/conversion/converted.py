@@ -22,7 +22,9 @@ class Converted:
     """The mixin of converted modules."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != RUNNER}
+        own = getattr(super(), "__getstate__", None)
+        state: dict[str, Any] = self.__dict__ if own is None else own()
+        return {name: value for name, value in state.items() if name != RUNNER}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -107,6 +109,11 @@ def why_no_subclass(module: torch.nn.Module) -> str | None:
 def is_converted(module: torch.nn.Module) -> bool:
     """Whether a module has been converted."""
     return isinstance(module, Converted)
+
+
+def conversion_of(module: torch.nn.Module) -> tuple[torch.nn.Module, Unit | None, Recipe | None]:
+    """A converted module, its unit and its recipe, to be set again."""
+    return module, module.__dict__.get(UNIT), module.__dict__.get(RECIPE)
 
 
 def unset_conversion(module: torch.nn.Module) -> None:

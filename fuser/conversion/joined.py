@@ -61,6 +61,7 @@ def join(parts: Sequence[torch.nn.Parameter]) -> None:
     if any(
         type(part) is not torch.nn.Parameter
         or part.is_meta
+        or part.is_shared()  # type: ignore[no-untyped-call]
         or (part.dtype, part.device, part.shape[1:]) != (first.dtype, first.device, first.shape[1:])
         or part.untyped_storage().nbytes() != part.nbytes
         or storage_uses(part.untyped_storage()) > 2  # the parameter, and the storage itself

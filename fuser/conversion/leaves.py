@@ -14,6 +14,7 @@ from fuser.conversion.parts import (
     LinearPart,
     NormPart,
     bare,
+    original_class,
 )
 from fuser.op import FusibleOperation, HiddenOps
 
@@ -28,37 +29,54 @@ def _probe() -> torch.Tensor:
 
 
 def activation_like(function: Function) -> KnownActivation | None:
-    """The activation with the values of ``function``, which is called on a CPU in fp32; or None."""
+    """The activation with the values and gradients of ``function``, on a CPU in fp32; or None."""
     x = _probe()
     order = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))
-    try:
-        with torch.no_grad():
-            y = function(x.clone())
-            # An activation is a function of each value alone, of any shape.
-            permuted = function(x[order].reshape(3, -1))
-    except Exception:
+    y, grad = _tried(function, x)
+    # An activation is a function of each value alone, of any shape.
+    permuted, _ = _tried(function, x[order].reshape(3, -1))
+    if y is None or permuted is None or not _is_like(permuted, y[order].reshape(3, -1)):
         return None
-    if not isinstance(y, torch.Tensor) or y.shape != x.shape or y.dtype != x.dtype:
-        return None
-    expected = y[order].reshape(3, -1)
-    if permuted.shape != expected.shape or not _is_like(permuted, expected):
-        return None
-    return next((known for known in ACTIVATIONS if _is_like(y, known.function(x))), None)
-
-
-def _is_like(y: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(y, expected, rtol=1e-5, atol=2e-6, equal_nan=True)
+    for known in ACTIVATIONS:
+        expected, expected_grad = _tried(known.function, x)
+        if _is_like(y, expected) and _is_like(grad, expected_grad, loose=True):
+            return known
+    return None
 
 
 def is_identity(function: Function) -> bool:
-    """Whether a function returns what it gets."""
+    """Whether a function returns what it gets, and its gradient."""
     x = _probe()
+    y, grad = _tried(function, x)
+    return y is not None and grad is not None and bool((y == x).all() and (grad == 1).all())
+
+
+def _tried(
+    function: Function, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """The values of a function and their derivatives; None if it is none of such values."""
+    leaf = x.clone().requires_grad_()
     try:
-        with torch.no_grad():
-            y = function(x.clone())
+        with torch.enable_grad():
+            given = leaf * 1  # a function may write into it
+            y = function(given)
+            (grad,) = torch.autograd.grad(y.sum(), leaf)
     except Exception:
+        return None, None
+    if not isinstance(y, torch.Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype):
+        return None, None
+    return y.detach(), grad
+
+
+def _is_like(y: torch.Tensor | None, expected: torch.Tensor | None, *, loose: bool = False) -> bool:
+    if y is None or expected is None:
         return False
-    return isinstance(y, torch.Tensor) and torch.equal(y, x)
+    if loose:  # derivatives of formulas that overflow
+        inner = expected.isfinite() & y.isfinite()
+        return bool(inner.float().mean() > 0.9) and torch.allclose(
+            y[inner], expected[inner], rtol=1e-3, atol=1e-3
+        )
+    return torch.allclose(y, expected, rtol=1e-5, atol=2e-6, equal_nan=True)
 
 
 def activation_part(known: KnownActivation, *, is_gated: bool) -> ActivationPart | None:
@@ -79,7 +97,8 @@ def linear_part(module: torch.nn.Module, name: str) -> LinearPart | None:
     weight = _own_parameters(module, 2)
     if weight is None:
         return None
-    is_transposed = False if type(module) is torch.nn.Linear else _is_transposed(module)
+    is_linear = original_class(module) is torch.nn.Linear
+    is_transposed = False if is_linear else _is_transposed(module)
     if is_transposed is None:
         return None
     rows, columns = weight.shape
@@ -121,7 +140,9 @@ def norm_part(module: torch.nn.Module, name: str) -> NormPart | None:
     # Rows so small that eps shows, and so large that a clamp would.
     x = torch.randn(12, size, generator=generator) * torch.logspace(-5, 4, 12)[:, None] + 1e-4
     y = _called(module, values, x)
-    if y is None:
+    # Over the last dimension, of however many there are.
+    deeper = _called(module, values, x.reshape(3, 4, size))
+    if y is None or deeper is None or not _rows_are_close(deeper.reshape(y.shape), y):
         return None
     floats = {v for v in module.__dict__.values() if isinstance(v, float) and 0 < v < 1}
     for eps in sorted(floats):
@@ -152,12 +173,17 @@ def _called(
     module: torch.nn.Module, values: dict[str, torch.Tensor], x: torch.Tensor
 ) -> torch.Tensor | None:
     """What a module's forward returns for ``x`` with other parameters; None if it raises."""
+    results = []
     try:
-        with torch.no_grad():
-            y = bare(module, values)(x)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for is_training in (False, True):
+                results.append(bare(module, values).train(is_training)(x.clone()))
     except Exception:
         return None
-    return y if isinstance(y, torch.Tensor) else None
+    y, in_training = results
+    if not isinstance(y, torch.Tensor) or not isinstance(in_training, torch.Tensor):
+        return None
+    return y if torch.equal(y, in_training) else None
 
 
 def _are_close(y: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -102,7 +102,7 @@ class LinearPart(Part):
 
     def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
         out_features, in_features = self.shape
-        dtype = _child(owner, self.names[0]).weight.dtype
+        dtype = child_of(owner, self.names[0]).weight.dtype
         return [
             fused_ops.Linear(
                 in_features, out_features, bias=self.has_bias, device="meta", dtype=dtype
@@ -110,7 +110,7 @@ class LinearPart(Part):
         ]
 
     def _linears(self, owner: torch.nn.Module) -> list[Any]:
-        return [_child(owner, name) for name in self.names]
+        return [child_of(owner, name) for name in self.names]
 
     def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
         linears = self._linears(owner)
@@ -202,7 +202,7 @@ class NormPart(Part):
     is_zero_centered: bool = False
 
     def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
-        dtype = _child(owner, self.name).weight.dtype
+        dtype = child_of(owner, self.name).weight.dtype
         cls = {"LayerNorm": basic_ops.LayerNorm, "RMSNorm": basic_ops.RMSNorm}[self.op]
         centered = self.is_zero_centered
         return [
@@ -213,14 +213,14 @@ class NormPart(Part):
         return ModulePart(self.name)
 
     def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
-        norm: Any = _child(owner, self.name)
+        norm: Any = child_of(owner, self.name)
         return [norm.weight, norm.bias] if self.op == "LayerNorm" else [norm.weight]
 
     def sized(self, owner: torch.nn.Module) -> Part:
         return replace(self, size=self.values(owner)[0].numel())
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
-        norm = _child(owner, self.name)
+        norm = child_of(owner, self.name)
         present = [type(value) for value in norm._parameters.values() if value is not None]
         if len(present) != 1 + (self.op == "LayerNorm") or set(present) - set(PLAIN_TENSORS):
             return f"the parameters of {self.name} were changed"
@@ -240,7 +240,7 @@ class ModulePart(Part):
     name: str
 
     def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
-        return [_child(owner, self.name)]
+        return [child_of(owner, self.name)]
 
     @property
     def text(self) -> str:
@@ -311,7 +311,7 @@ class Chain:
     def refusal(self, owner: torch.nn.Module) -> str | None:
         """Why the owner is no longer what was converted; None if it is."""
         for path, cls in self.replaced:
-            module = _child(owner, path)
+            module = child_of(owner, path)
             if module is None or cls not in (type(module), original_class(module)):
                 return f"{path} is a {type(module).__name__} and was a {cls.__name__}"
             if path and (hooks := hooks_of(module)):
@@ -371,28 +371,57 @@ def hooks_of(module: torch.nn.Module) -> str | None:
     return "hooks" if any(torch_private.hooks_of(module)) else None
 
 
-def bare(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """A module in evaluation with other parameters and without hooks, to be tried.
+INTERNALS = frozenset(
+    (
+        *torch.nn.Module().__dict__,
+        # What torch and transformers set on modules, and no forward computes with.
+        *("_compiled_call_impl", "_is_hf_initialized"),
+        *("gradient_checkpointing", "_gradient_checkpointing_func"),
+    )
+)
+"""Attributes of modules that do not change what they compute."""
 
-    ``values`` has a value for every parameter, by its path. Everything else is the module's own.
+
+def attributes_of(module: torch.nn.Module) -> tuple[object, ...]:
+    """What a module computes with besides its parameters and children: numbers, and objects."""
+    own = [
+        (name, value if isinstance(value, (bool, int, float, str)) else id(value))
+        for name, value in module.__dict__.items()
+        if name not in INTERNALS and not name.startswith("_fuser")
+    ]
+    buffers = [(name, id(buffer)) for name, buffer in module._buffers.items()]
+    return original_class(module).forward, *own, *buffers  # type: ignore[attr-defined]
+
+
+def bare(
+    module: torch.nn.Module, values: Mapping[str, torch.Tensor] | None = None
+) -> torch.nn.Module:
+    """A copy of a module in evaluation, of its own class and without hooks, to be tried.
+
+    ``values`` has a value for every parameter, by its path; None for the parameters themselves.
+    Everything else is the module's own.
     """
     cls: Any = original_class(module)
     copy: torch.nn.Module = object.__new__(cls)
     torch.nn.Module.__init__(copy)
-    own = {name: value for name, value in module.__dict__.items() if name not in copy.__dict__}
+    own = {n: v for n, v in module.__dict__.items() if n not in copy.__dict__}
     copy.__dict__.update(own, training=False)
     copy._buffers.update(module._buffers)
+    copy._parameters.update(module._parameters)
     for name, parameter in module._parameters.items():
-        value = None if parameter is None else torch.nn.Parameter(values[name], requires_grad=False)
-        copy._parameters[name] = value
+        if values is not None and parameter is not None:
+            copy._parameters[name] = torch.nn.Parameter(values[name], requires_grad=False)
     for name, child in module._modules.items():
         start = name + "."
-        inner = {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
+        inner = None
+        if values is not None:
+            inner = {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
         copy._modules[name] = None if child is None else bare(child, inner)
     return copy
 
 
-def _child(owner: torch.nn.Module, path: str) -> Any:
+def child_of(owner: torch.nn.Module, path: str) -> Any:
+    """The submodule at a path; None if there is none."""
     module: Any = owner
     for name in path.split(".") if path else ():
         module = module._modules.get(name)

@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from fuser.conversion.parts import attributes_of, bare, original_class
+
 AUTOCASTS = ("cpu", "cuda")
 
 OTHER_KEYWORDS = "other_keywords"
@@ -22,9 +24,9 @@ class Untraceable(Exception):
 
 
 class _Tracer(fx.Tracer):
-    """Traces a call with ``inputs``; submodules are calls, but for those in ``opened``."""
+    """Traces a call with ``inputs``; submodules are calls, but for those at paths ``opened``."""
 
-    def __init__(self, opened: Collection[torch.nn.Module], inputs: Collection[str]) -> None:
+    def __init__(self, opened: Collection[str], inputs: Collection[str]) -> None:
         super().__init__()
         self._opened, self._inputs = opened, inputs
         self._modes = _modes()
@@ -36,7 +38,7 @@ class _Tracer(fx.Tracer):
         return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
-        return m not in self._opened
+        return module_qualified_name not in self._opened
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -69,7 +71,8 @@ def _all_modes() -> Iterator[None]:
 
 def parameters_of(module: torch.nn.Module) -> list[inspect.Parameter]:
     """The parameters of a module's forward, without ``self``."""
-    return list(inspect.signature(type(module).forward).parameters.values())[1:]
+    forward = original_class(module).forward  # type: ignore[attr-defined]
+    return list(inspect.signature(forward).parameters.values())[1:]
 
 
 def traced(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> fx.Graph:
@@ -91,25 +94,22 @@ def traced(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> fx.G
     defaults = {p.name: p.default for p in named if p.default is not p.empty}
     required = [p.name for p in named if p.name not in defaults]
     everything = [p.name for p in named] + [OTHER_KEYWORDS] * (len(named) < len(parameters))
-    modes = [(m, m.training) for m in module.modules()]
+    paths = {path for path, m in module.named_modules() if m in opened}
     graphs = []
-    try:
-        for training in (True, False):
-            for m, _ in modes:
-                m.training = training
-            with _all_modes():
-                graphs += [
-                    _Tracer([module, *opened], inputs).trace(module)
-                    for inputs in (everything, required)
-                ]
-    except Untraceable:
-        raise
-    except Exception as error:
-        sentence = str(error).partition("\n")[0] or type(error).__name__
-        raise Untraceable(f"torch.fx cannot trace its forward: {sentence:.150}") from None
-    finally:
-        for m, was_training in modes:
-            m.training = was_training
+    for inputs in (everything, required):
+        for is_training in (True, False):
+            tried = bare(module).train(is_training)
+            before = [attributes_of(m) for m in tried.modules()]
+            try:
+                with _all_modes():
+                    graphs.append(_Tracer(paths, inputs).trace(tried))
+            except Untraceable:
+                raise
+            except Exception as error:
+                sentence = str(error).partition("\n")[0] or type(error).__name__
+                raise Untraceable(f"torch.fx cannot trace its forward: {sentence:.150}") from None
+            if [attributes_of(m) for m in tried.modules()] != before:
+                raise Untraceable("its forward sets attributes")
     steps, *others = (_steps(graph, defaults) for graph in graphs)
     if any(other != steps for other in others):
         raise Untraceable("its forward depends on its mode, or on which arguments it gets")

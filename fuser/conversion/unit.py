@@ -5,16 +5,24 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
 from fuser.conversion.chains import ADDITIONS, Chains, FoundChain
-from fuser.conversion.parts import Chain, hooks_of, slots_of
+from fuser.conversion.parts import (
+    Chain,
+    LinearPart,
+    ModulePart,
+    attributes_of,
+    child_of,
+    original_class,
+    slots_of,
+)
 from fuser.conversion.trace import OTHER_KEYWORDS, parameters_of, traced
 from fuser.errors import StateError
 from fuser.op import CallResult
@@ -119,15 +127,6 @@ class Unit:
         return "; ".join(chain.text for chain in self.chains)
 
 
-class Known(NamedTuple):
-    """A module that a unit does not call: where it is, and its class."""
-
-    held: dict[str, Any]
-    name: str
-    module: torch.nn.Module
-    cls: type
-
-
 class Runner:
     """Runs a unit with its owner's present parameters."""
 
@@ -140,31 +139,30 @@ class Runner:
             if isinstance(step.target, Chain)
         }
 
-        self._known: list[Known] = []
+        paths = dict.fromkeys(
+            path for pipeline in self.pipelines.values() for path, _ in pipeline.chain.replaced
+        )
+        self._attributes = [
+            (path, attributes_of(child_of(owner, path)))
+            for path in ("", *paths)
+            if original_class(child_of(owner, path)) is not torch.nn.Linear
+        ]
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
-        """As of the unit; quicker if all modules are those of the last call."""
-        for held, name, module, cls in self._known:
-            if held.get(name) is not module or type(module) is not cls or hooks_of(module):
-                self._known = []
-                break
-        if self._known and not has_global_hooks():
-            for pipeline in self.pipelines.values():
-                for part in pipeline.chain.parts:
-                    if (refusal := part.refusal(owner)) is not None:
-                        return refusal
-            return None
+        """As of the unit; also if the owner, or a child that is not called, computes otherwise."""
         refusal = self.unit.refusal(owner)
-        if refusal is None and not torch.compiler.is_compiling():
-            self._known = list(self._uncalled(owner))
-        return refusal
-
-    def _uncalled(self, owner: torch.nn.Module) -> Iterator[Known]:
+        if refusal is not None:
+            return refusal
+        # Dynamo has no addresses of objects; a graph is of the attributes that it was traced with.
+        compared = () if torch.compiler.is_compiling() else self._attributes
+        for path, attributes in compared:
+            if attributes_of(child_of(owner, path)) != attributes:
+                return f"an attribute of {path or 'it'} was changed"
         for pipeline in self.pipelines.values():
-            for path, _ in pipeline.chain.replaced:
-                parent, _, name = path.rpartition(".")
-                held = owner.get_submodule(parent)._modules
-                yield Known(held, name, held[name], type(held[name]))  # type: ignore[arg-type]
+            for name, module in pipeline.own_modules:
+                if child_of(owner, name) is not module:
+                    return f"{name} was replaced"
+        return None
 
     def bound(self, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         """The values of the inputs and all other keywords; None if they are no such call."""
@@ -212,6 +210,8 @@ class Pipeline:
         modules = chain.pipeline_modules(owner)
         self.sequential = Sequential(*modules)
         self.slots = slots_of(modules)
+        names = [part.name for part in chain.parts if isinstance(part, ModulePart)]
+        self.own_modules = [(name, child_of(owner, name)) for name in names]
         self._lock = threading.RLock()
 
     def __call__(self, owner: torch.nn.Module, inputs: Sequence[Any], is_quantized: bool) -> Any:
@@ -280,7 +280,19 @@ def unit_of(module: torch.nn.Module, opened: Sequence[torch.nn.Module]) -> Unit 
             taken |= found.nodes
     if not ends:
         return None
-    defaults = {p.name: p.default for p in parameters_of(module)}
+    parameters = parameters_of(module)
+    defaults = {p.name: p.default for p in parameters}
+    optional = {p.name for p in parameters if p.default is not p.empty}
+    for found in ends.values():
+        if any(n.op == "placeholder" and n.target in optional for n in found.inputs):
+            return None  # it may be no tensor
+        paths = [
+            name for part in found.parts if isinstance(part, LinearPart) for name in part.names
+        ]
+        linears = [child_of(module, path) for path in paths]
+        every = [m for _, m in module.named_modules(remove_duplicate=False)]
+        if any(sum(m is linear for m in every) > 1 for linear in linears):
+            return None  # a linear under two names, which may be two later
     inputs: list[tuple[str, Any]] = []
     places: dict[Any, Any] = {}
     steps: list[Step] = []

@@ -52,12 +52,14 @@ def _why_everything(graph: OpGraph) -> str:
 def _why_not_rebuilt(graph: OpGraph, reader: int) -> str:
     """The reason why ops before op ``reader`` cannot compute its input again."""
     refusing: str | None = None
+    passed: str | None = None
     for i in reversed(range(reader)):
         op, key = graph.ops[i], graph.key.window(i, i + 1)
         (op_key,) = key.ops
         if _is_product(graph, i):
             return PRODUCT
         if not op.kernels("forward", key):
+            passed = passed or f"{_name(op, i)} hands it on"
             continue  # the output is the input
         name = _name(op, i)
         if not is_own(op):
@@ -72,8 +74,7 @@ def _why_not_rebuilt(graph: OpGraph, reader: int) -> str:
             break  # another kept tensor begins here
     else:
         return refusing or PIPELINE_INPUT
-    assert refusing is not None
-    return refusing
+    return refusing or passed or EVERYTHING
 
 
 def _is_product(graph: OpGraph, index: int) -> bool:

@@ -256,6 +256,73 @@ class GateWithoutGradient(GatedMLP):
         return y
 
 
+class Function(nn.Module):
+    """An activation that is a function and keeps numbers under private names."""
+
+    def __init__(self, function: Callable[..., Any], number: float = 0.0) -> None:
+        super().__init__()
+        self._number = number
+        self.function = function
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.function(h, self._number)
+        return y
+
+
+class DropPath(nn.Module):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h * torch.bernoulli(torch.full_like(h[..., :1], 0.5)) if self.training else h
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return -grad
+
+
+class Recorder(nn.Module):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.seen = h
+        return h
+
+
+class Pair(nn.Module):
+    """Two activations of one class with different numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        relu = Function(lambda h, k: torch.relu(h) if k == 0 else F.gelu(h), 0.0)
+        gelu = Function(relu.function, 1.0)
+        self.one, self.two = TwoLinears(relu), TwoLinears(gelu)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.two(torch.sin(self.one(x)))
+        return y
+
+
+class ResidualOfAnInput(nn.Module):
+    """An activation that writes into the module's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+        self.mlp = TwoLinears(nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        y: torch.Tensor = self.mlp(self.act(x)) + x
+        return y
+
+
+def between(module: nn.Module) -> Callable[[], nn.Module]:
+    """A module between an activation and the second linear."""
+    return lambda: TwoLinears(nn.Sequential(nn.ReLU(), copy.deepcopy(module)))
+
+
 LOOK_ALIKES: dict[str, Callable[[], nn.Module]] = {
     "clamped gate": lambda: LookAlike(lambda g, u: F.silu(g.clamp(max=7.0)) * u),
     "clamped up": lambda: LookAlike(lambda g, u: F.silu(g) * u.clamp(-7.0, 7.0)),
@@ -273,6 +340,26 @@ LOOK_ALIKES: dict[str, Callable[[], nn.Module]] = {
     "interleaved halves": Interleaved,
     "other values in evaluation": InTrainingOnly,
     "a branch on an argument": WithAnOption,
+    "drop path": between(DropPath()),
+    "alpha dropout": between(nn.AlphaDropout(0.5)),
+    "a reversed gradient": between(Function(lambda h, k: Reversed.apply(h))),
+    "a recorder": between(Recorder()),
+    "no gradient": lambda: TwoLinears(lambda h: torch.relu(h).detach()),
+    "two activations of one class": Pair,
+    "an input that is written to": ResidualOfAnInput,
+    "a norm over other dimensions": lambda: nn.Sequential(
+        nn.Unflatten(0, (2, 1)), nn.GroupNorm(1, 1), nn.Flatten(0, 1), TwoLinears(nn.ReLU())
+    ),
+    "a batch norm": lambda: nn.Sequential(
+        nn.Linear(HIDDEN, WIDTH),
+        nn.Flatten(0, 1),
+        nn.BatchNorm1d(WIDTH, affine=False),
+        nn.ReLU(),
+        nn.Linear(WIDTH, HIDDEN),
+    ),
+    "another dtype": lambda: nn.Sequential(
+        TwoLinears(nn.ReLU()), Function(lambda h, k: h.double())
+    ),
     "a part without autocast": WithoutAutocast,
     "a part without gradients": GateWithoutGradient,
     "a scaled linear": with_scaled_linear,
@@ -300,6 +387,62 @@ def test_a_look_alike_computes_as_before(name: str, training: bool) -> None:
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(actual[key], value, rtol=1e-5, atol=1e-6, msg=key)
+
+
+def test_a_forward_that_sets_attributes_stays_and_is_not_touched() -> None:
+    class Counted(GatedMLP):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.last = self.gate(x)
+            return super().forward(x)
+
+    model = made(Counted)
+    report = fuser.convert(model)
+    assert report.refused[0].text == "its forward sets attributes"
+    assert "calls" not in model.__dict__
+    assert "last" not in model.__dict__
+
+
+def test_a_dropout_and_a_norm_that_were_replaced_are_used() -> None:
+    for rounding, name, instead in (
+        ("fused", "dropout", nn.Identity()),
+        ("torch", "norm", nn.Identity()),
+    ):
+        plain, model, x = made(lambda: PreNorm(0.5)), made(lambda: PreNorm(0.5)), data()
+        fuser.convert(model, rounding=rounding)
+        for m in (plain, model):
+            setattr(m, name, instead)
+            torch.manual_seed(1)
+        expected = results(plain, x)
+        torch.manual_seed(1)
+        assert_same(results(model, x), expected)
+    model = made(PreNorm)
+    fuser.convert(model)
+    model.get_submodule("dropout").p = 0.5  # type: ignore[assignment]
+    assert not torch.equal(model(x), model(x))
+
+
+def test_a_converted_model_takes_the_options_of_the_next_call() -> None:
+    model, x = made(titan_like.TitanLike).bfloat16(), titan_like.tokens()
+    expected = results(model, x)
+    fuser.convert(model, recipe=CURRENT)
+    fuser.convert(model, rounding="torch")
+    assert_same(results(model, x), expected)
+
+
+def test_a_residual_after_a_norm() -> None:
+    class PostNorm(PreNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.norm(x)
+            y: torch.Tensor = h + self.mlp(h)
+            return y
+
+    model, x = made(PostNorm), data()
+    expected = results(model, x)
+    assert fuser.convert(model).converted
+    assert_same(results(model, x), expected)
 
 
 def test_contexts_of_a_forward_are_not_lost() -> None:
@@ -405,7 +548,12 @@ def change_bias(mlp: nn.Module) -> None:
     mlp.get_submodule("down").bias = nn.Parameter(torch.randn(HIDDEN))
 
 
+def change_attribute(mlp: nn.Module) -> None:
+    mlp.get_submodule("act").__dict__["slope"] = 2.0
+
+
 CHANGES = (
+    change_attribute,
     *(change_lora, change_hook, change_forward, change_prune, change_weight_norm),
     *(change_activation, change_parameter, change_data, change_size, change_bias),
 )
@@ -696,13 +844,15 @@ def test_frozen_parameters_get_no_gradient() -> None:
     assert "mlp.gate.weight" not in expected
 
 
-def test_a_context_reverts_what_it_converted_alone() -> None:
+def test_a_context_leaves_the_model_as_it_was_before() -> None:
     model, x = made(titan_like.TitanLike), titan_like.tokens()
     fuser.convert(model.get_submodule("layers.0"))
-    with fuser.converted(model) as report:
-        assert [row.path for row in report.converted] == ["layers.1", ""]
-        assert pipelines_run(model, x) == 3
+    plain = results(model, x)
+    with fuser.converted(model, recipe=CURRENT) as report:
+        assert {"layers.0", "layers.1", ""} <= {row.path for row in report.converted}
+        assert not torch.equal(results(model, x)["y"], plain["y"])
     assert pipelines_run(model, x) == 1
+    assert_same(results(model, x), plain)
     with pytest.raises(ValueError, match="stop"), fuser.converted(model):
         raise ValueError("stop")
     assert pipelines_run(model, x) == 1
