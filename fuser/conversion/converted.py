@@ -98,7 +98,7 @@ def _prepare(module: torch.nn.Module) -> None:
 
 def why_no_subclass(module: torch.nn.Module) -> str | None:
     """Why a module's class has no converted subclass; None if it has."""
-    cls: Any = type(module)
+    cls: Any = original_class(module)
     try:
         _converted_class(cls)
     except Exception as error:
