@@ -23,6 +23,7 @@ from fuser.conversion.experts import experts_unit
 from fuser.conversion.leaves import SMALLEST_LINEAR, is_fuser, linear_part, norm_part
 from fuser.conversion.parts import (
     OWN_FORWARD,
+    PLAIN_TENSORS,
     Chain,
     Part,
     attributes_of,
@@ -273,7 +274,9 @@ class _Search:
             part = norm_part(module, "")
         if part is None or not self._accepts(path, module) or "forward" in module.__dict__:
             return
-        if part.refusal(module) is not None or why_no_subclass(module) is not None:
+        if _has_plain_weights(module) and part.refusal(module) is not None:
+            return
+        if why_no_subclass(module) is not None:
             return
         unit = Unit((("input", REQUIRED),), (Step(Chain((part,), ()), (Ref(0),)),), Ref(1))
         self.units.append((path, module, unit))
@@ -333,8 +336,13 @@ def _find_unit(
         return None, reason if looks_convertible else None
     if unit.is_one_chain and not is_proved(module, unit):
         return None, "its values differ from those of " + unit.text
-    why_not = unit.refusal(module) or why_no_subclass(module)
-    return (unit, None) if why_not is None else (None, why_not)
+    why_not = (_has_plain_weights(module) and unit.refusal(module)) or why_no_subclass(module)
+    return (None, why_not) if why_not else (unit, None)
+
+
+def _has_plain_weights(module: torch.nn.Module) -> bool:
+    """Whether parameters are as a forward has them; those of FSDP2 are DTensors until then."""
+    return all(type(p) in PLAIN_TENSORS for p in module.parameters())
 
 
 def is_proved(module: torch.nn.Module, unit: Unit) -> bool:

@@ -381,13 +381,16 @@ INTERNALS = frozenset(
 )
 """Attributes of modules that do not change what they compute."""
 
+BOOKKEEPING = ("_fuser", "_fsdp", "_is_fsdp", "__composable")
+"""How such attributes of fuser and of FSDP2 begin."""
+
 
 def attributes_of(module: torch.nn.Module) -> tuple[object, ...]:
     """What a module computes with besides its parameters and children: numbers, and objects."""
     own = [
         (name, value if isinstance(value, (bool, int, float, str)) else id(value))
         for name, value in module.__dict__.items()
-        if name not in INTERNALS and not name.startswith("_fuser")
+        if name not in INTERNALS and not name.startswith(BOOKKEEPING)
     ]
     buffers = [(name, id(buffer)) for name, buffer in module._buffers.items()]
     return original_class(module).forward, *own, *buffers  # type: ignore[attr-defined]

@@ -214,6 +214,12 @@ class Pipeline:
         self.own_modules = [(name, child_of(owner, name)) for name in names]
         self._lock = threading.RLock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+
     def __call__(self, owner: torch.nn.Module, inputs: Sequence[Any], is_quantized: bool) -> Any:
         """The output of the pipeline; ``inputs`` are the main one and those of its sums.
 
