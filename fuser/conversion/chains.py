@@ -82,11 +82,11 @@ class FoundChain:
 
 
 class Chains:
-    """Finds the chains in the graph of ``owner``'s forward."""
+    """Finds the chains in a graph of ``owner``'s forward, with norms or without."""
 
-    def __init__(self, owner: torch.nn.Module, graph: fx.Graph) -> None:
+    def __init__(self, owner: torch.nn.Module, *, takes_norms: bool = True) -> None:
         self._owner = owner
-        self._graph = graph
+        self._takes_norms = takes_norms
 
     def ending_at(self, node: fx.Node) -> FoundChain | None:
         """The longest chain whose output is ``node``, and of whose values nothing else is read."""
@@ -147,7 +147,7 @@ class Chains:
         if isinstance(module, torch.nn.Dropout) and module.p:
             return ModulePart(path)
         part: LinearPart | NormPart | None = linear_part(module, path)
-        return part if part is not None else norm_part(module, path)
+        return norm_part(module, path) if part is None and self._takes_norms else part
 
     def _sum(self, node: fx.Node, stops: Collection[fx.Node]) -> FoundChain | None:
         """A residual connection; the sum with another input if it is none."""
@@ -276,7 +276,10 @@ class Chains:
             is_call = len(node.args) == 1 and not node.kwargs
             if not stateless or is_active or not is_call or hooks_of(module):
                 return node, set()
-        elif node.target not in ELEMENTWISE or node.kwargs.get("inplace"):
+        elif node.target not in ELEMENTWISE or any(
+            argument is True
+            for argument in (*node.args, *node.kwargs.values())  # inplace
+        ):
             return node, set()
         bases: set[fx.Node] = set()
         nodes = {node}

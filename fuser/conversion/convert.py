@@ -20,7 +20,13 @@ from fuser.conversion.converted import (
     why_no_subclass,
 )
 from fuser.conversion.experts import experts_unit
-from fuser.conversion.leaves import SMALLEST_LINEAR, is_fuser, linear_part, norm_part
+from fuser.conversion.leaves import (
+    SMALLEST_LINEAR,
+    are_close,
+    is_fuser,
+    linear_part,
+    norm_part,
+)
 from fuser.conversion.parts import (
     OWN_FORWARD,
     PLAIN_TENSORS,
@@ -116,7 +122,7 @@ def convert(
     the module's own values. The forward of the module itself runs as before whenever a child is no
     longer what was converted: replaced by an adapter, quantized, pruned, or with hooks.
 
-    Converting again starts anew, with the options of that call.
+    A second call replaces the conversion of the first, with its own options.
 
     Parameters
     ----------
@@ -136,7 +142,8 @@ def convert(
     keep
         Linears that run unquantized, also inside of autocast: ``"first"`` and ``"last"`` of the
         model in the order of its modules, or patterns of paths, e.g. ``"*.o_proj"``. A chain with
-        one of them runs unquantized as a whole.
+        one of them runs unquantized as a whole, which the report says; if it holds chains without
+        one, these run alone instead.
     rounding
         In 16 bits. A pipeline computes from a product to the next one in fp32, and rounds once
         (``"fused"``). torch rounds the activation, then its product with the second half, and in a
@@ -158,12 +165,15 @@ def convert(
         with ``strict`` if a module was refused. The model is then as it was.
     """
     _check(model, recipe, linears=linears, norms=norms, rounding=rounding)
-    found = _Search(filter, linears if recipe is not None else linears.replace("recipe", "none"))
-    found.norms = norms if rounding == "fused" else "none"
+    if recipe is None and linears == "recipe":
+        linears = "none"
+    if rounding == "torch" and norms == "all":
+        norms = "fused"  # a norm alone is torch's
     with _plain_defaults():
-        found.visit(model, "")
-    kept = _kept(found.linears, keep)
-    report = ConversionReport(tuple(found.rows))
+        names = [path for path, m in model.named_modules() if linear_part(m, "") is not None]
+        search = _Search(filter, linears, norms, _kept(names, keep))
+        search.visit(model, "")
+    report = ConversionReport(tuple(search.rows))
     if strict and report.refused:
         raise InputError(
             "fuser.convert(strict=True) has converted nothing, because of "
@@ -172,14 +182,8 @@ def convert(
         )
     for module in list(converted_modules(model)):
         unset_conversion(module)
-    for path, module, unit in found.units:
-        if rounding == "torch":
-            unit = unit.as_torch()
-        prefix = f"{path}." if path else ""
-        names = {(prefix + name).rstrip(".") for name in unit.linears}
-        if names & kept:
-            unit = replace(unit, is_quantized=False)
-        set_conversion(module, unit, None)
+    for _, module, unit in search.units:
+        set_conversion(module, unit.as_torch() if rounding == "torch" else unit, None)
     if recipe is not None:
         set_conversion(model, None, recipe)
     return report
@@ -225,15 +229,16 @@ def converted(model: torch.nn.Module, **options: Any) -> Iterator[ConversionRepo
 
 
 class _Search:
-    """Finds the units of a model; ``units`` has them with their modules, outermost first."""
+    """Finds the units of a model; ``units`` has them with their modules, innermost first.
 
-    def __init__(self, filter: Filter | None, linears: str) -> None:
-        self.norms = "fused"
+    ``kept`` has the paths of the linears that are not quantized.
+    """
+
+    def __init__(self, filter: Filter | None, linears: str, norms: str, kept: set[str]) -> None:
         self.units: list[tuple[str, torch.nn.Module, Unit]] = []
         self.rows: list[ConversionRow] = []
-        self.linears: list[str] = []
         self._filter = filter
-        self._linears = linears
+        self._linears, self._norms, self._kept = linears, norms, kept
         self._seen: set[torch.nn.Module] = set()
         self._known: dict[object, tuple[Unit | None, str | None]] = {}
         self._chains: dict[torch.nn.Module, Unit] = {}
@@ -245,20 +250,37 @@ class _Search:
         self._seen.add(module)
         first_row = len(self.rows)
         for name, child in module.named_children():
-            self.visit(child, f"{path}.{name}" if path else name)
+            self.visit(child, _joint(path, name))
         stacked = any(p is not None and p.dim() == 3 for p in module._parameters.values())
         if not module._modules and not stacked:
             self._leaf(module, path)
             return
         unit, reason = self._unit(module, path)
+        if unit is not None and self._quantizes_less(path, unit):
+            return
         if unit is not None:
-            self.units.append((path, module, unit))
             # The rows of its parts: they run alone only where the whole does not.
-            inside = {f"{path}.{p}" if path else p for c in unit.chains for p, _ in c.replaced}
+            inside = {_joint(path, p) for c in unit.chains for p, _ in c.replaced}
             self.rows[first_row:] = [r for r in self.rows[first_row:] if r.path not in inside]
-        if unit is not None or reason is not None:
-            text = unit.text if unit is not None else str(reason)
-            self.rows.append(ConversionRow(path, _name(module), unit is not None, text))
+            self._add(path, module, unit)
+        elif reason is not None:
+            self.rows.append(ConversionRow(path, _name(module), False, reason))
+
+    def _add(self, path: str, module: torch.nn.Module, unit: Unit) -> None:
+        is_kept = self._keeps(path, unit)
+        self.units.append((path, module, replace(unit, is_quantized=not is_kept)))
+        text = unit.text + ", never quantized" * is_kept
+        self.rows.append(ConversionRow(path, _name(module), True, text))
+
+    def _keeps(self, path: str, unit: Unit) -> bool:
+        return not self._kept.isdisjoint(_linears_of(path, unit))
+
+    def _quantizes_less(self, path: str, unit: Unit) -> bool:
+        """Whether a unit would take quantization from units inside of it that hold no kept one."""
+        linears = _linears_of(path, unit)
+        inside = ((p, u) for p, _, u in self.units if len(u.linears) > 1)
+        parts = [(p, u) for p, u in inside if _linears_of(p, u) <= linears]
+        return self._keeps(path, unit) and not all(self._keeps(p, u) for p, u in parts)
 
     def _accepts(self, path: str, module: torch.nn.Module) -> bool:
         return self._filter is None or bool(self._filter(path, module))
@@ -267,10 +289,9 @@ class _Search:
         part: Part | None = None
         linear = linear_part(module, "")
         if linear is not None:
-            self.linears.append(path)
             if self._linears != "none" and min(linear.shape) >= SMALLEST_LINEAR:
                 part = linear
-        elif self.norms == "all":
+        elif self._norms == "all":
             part = norm_part(module, "")
         if part is None or not self._accepts(path, module) or "forward" in module.__dict__:
             return
@@ -279,21 +300,19 @@ class _Search:
         if why_no_subclass(module) is not None:
             return
         unit = Unit((("input", REQUIRED),), (Step(Chain((part,), ()), (Ref(0),)),), Ref(1))
-        self.units.append((path, module, unit))
-        self.rows.append(ConversionRow(path, _name(module), True, part.text))
+        self._add(path, module, unit)
 
     def _unit(self, module: torch.nn.Module, path: str) -> tuple[Unit | None, str | None]:
         """The unit of a module, or why a module that looks like one has none."""
         kind = _kind(module, self._chains)
         if kind not in self._known:
-            self._known[kind] = _find_unit(
-                module, [m for m in module.modules() if m in self._chains]
-            )
+            opened = [m for m in module.modules() if m in self._chains]
+            self._known[kind] = _find_unit(module, opened, takes_norms=self._norms != "none")
         unit, reason = self._known[kind]
         if unit is None:
             return None, reason
         for name in ("", *(name for chain in unit.chains for name, _ in chain.replaced)):
-            inner = f"{path}.{name}".strip(".")
+            inner = _joint(path, name)
             if not self._accepts(inner, module.get_submodule(name)):
                 return None, f"the filter leaves out {inner or 'the model'}"
         if unit.is_one_chain and hooks_of(module) is None:
@@ -316,7 +335,7 @@ def _kind(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> objec
 
 
 def _find_unit(
-    module: torch.nn.Module, opened: Sequence[torch.nn.Module]
+    module: torch.nn.Module, opened: Sequence[torch.nn.Module], *, takes_norms: bool
 ) -> tuple[Unit | None, str | None]:
     experts = experts_unit(module)
     if experts is not None:
@@ -328,11 +347,11 @@ def _find_unit(
     if hooks_of(module) == OWN_FORWARD:
         return None, f"it has {OWN_FORWARD}" if looks_convertible else None
     try:
-        unit = unit_of(module, opened)
+        unit = unit_of(module, opened, takes_norms=takes_norms)
     except Untraceable as refusal:
         return None, str(refusal) if looks_convertible else None
     if unit is None:
-        reason = "its forward is no chain of linears, norms and activations that fuser has"
+        reason = "its forward is not a chain of linears, norms and activations that fuser has"
         return None, reason if looks_convertible else None
     if unit.is_one_chain and not is_proved(module, unit):
         return None, "its values differ from those of " + unit.text
@@ -389,12 +408,7 @@ def _compared(module: torch.nn.Module, unit: Unit, values: dict[str, torch.Tenso
                     y = pipeline(tried, [given.clone()], is_quantized=False)
                 except FuserError:
                     return False
-            if not isinstance(expected, torch.Tensor) or y.dtype != expected.dtype:
-                return False
-            largest = float(expected.abs().max())
-            if y.shape != expected.shape or not torch.allclose(
-                y, expected, rtol=0, atol=1e-5 * largest
-            ):
+            if not are_close(y, expected):
                 return False
     return True
 
@@ -403,6 +417,16 @@ def _look_like_a_feed_forward(shapes: Sequence[tuple[int, int]]) -> bool:
     """Whether one of two or three linears widens, and another one takes that, or half, back."""
     pairs = ((one, two) for one in shapes for two in shapes if one[1] == two[0] != one[0])
     return 1 < len(shapes) < 4 and any(one[0] in (two[1], 2 * two[1]) for one, two in pairs)
+
+
+def _linears_of(path: str, unit: Unit) -> set[str]:
+    """The paths in the model of the linears of a unit's chains."""
+    return {_joint(path, name) for name in unit.linears}
+
+
+def _joint(path: str, name: str) -> str:
+    """The path of what has the path ``name`` from the module at ``path``."""
+    return f"{path}.{name}".strip(".")
 
 
 def _kept(linears: Sequence[str], keep: Sequence[str]) -> set[str]:

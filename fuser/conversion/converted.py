@@ -31,7 +31,7 @@ class Converted:
         _prepare(self)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made anew where a copy or a pickle is loaded.
+        # A copy or a pickle creates the class again where it is loaded.
         return _blank, (original_class(self),), self.__getstate__()  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:

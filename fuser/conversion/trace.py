@@ -88,8 +88,8 @@ def traced(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> fx.G
         If torch.fx cannot trace the forward, or its graphs differ.
     """
     parameters = parameters_of(module)
-    if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
-        raise Untraceable("its forward takes arguments without names")
+    if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.VAR_KEYWORD) for p in parameters):
+        raise Untraceable("its forward takes arguments by their place or by their name alone")
     named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
     defaults = {p.name: p.default for p in named if p.default is not p.empty}
     required = [p.name for p in named if p.name not in defaults]

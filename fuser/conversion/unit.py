@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 import threading
 from collections.abc import Sequence
@@ -132,13 +133,13 @@ class Runner:
 
     def __init__(self, unit: Unit, owner: torch.nn.Module) -> None:
         self.unit = unit
-        self.names = [name for name, _ in unit.inputs]
+        self.names = [name for name, _ in unit.inputs if name != OTHER_KEYWORDS]
+        self.takes_others = len(self.names) < len(unit.inputs)
         self.pipelines: dict[int, Pipeline] = {
             index: Pipeline(step.target, owner)
             for index, step in enumerate(unit.steps)
             if isinstance(step.target, Chain)
         }
-
         paths = dict.fromkeys(
             path for pipeline in self.pipelines.values() for path, _ in pipeline.chain.replaced
         )
@@ -173,16 +174,15 @@ class Runner:
             return None
         others = {k: v for k, v in keywords.items() if k not in self.names}
         given.update({k: v for k, v in keywords.items() if k in self.names})
-        values = []
+        values: list[Any] = []
         for name, default in self.unit.inputs:
             if name == OTHER_KEYWORDS:
+                values.append(None)  # the last input; steps get what it stands for
                 continue
             if name not in given and default is REQUIRED:
                 return None
             values.append(given.get(name, default))
-        if OTHER_KEYWORDS in self.names:
-            values.append(None)
-        elif others:
+        if others and not self.takes_others:
             return None
         return values, others
 
@@ -264,8 +264,10 @@ class Pipeline:
                 held[name] = value
 
 
-def unit_of(module: torch.nn.Module, opened: Sequence[torch.nn.Module]) -> Unit | None:
-    """The unit of a module's forward; None if it has no chain that is worth it.
+def unit_of(
+    module: torch.nn.Module, opened: Sequence[torch.nn.Module], *, takes_norms: bool = True
+) -> Unit | None:
+    """The unit of a module's forward, with norms or without; None if no chain is worth it.
 
     Raises
     ------
@@ -273,7 +275,7 @@ def unit_of(module: torch.nn.Module, opened: Sequence[torch.nn.Module]) -> Unit 
         If the forward has no graph.
     """
     graph = traced(module, opened)
-    chains = Chains(module, graph)
+    chains = Chains(module, takes_norms=takes_norms)
     nodes = list(graph.nodes)
     ends: dict[fx.Node, FoundChain] = {}
     taken: set[fx.Node] = set()
@@ -309,7 +311,7 @@ def unit_of(module: torch.nn.Module, opened: Sequence[torch.nn.Module]) -> Unit 
     placeholders = [node for node in nodes if node.op == "placeholder"]
     for node in placeholders:
         default = defaults.get(str(node.target), REQUIRED)
-        is_required = default is parameters_of(module)[0].empty
+        is_required = default is inspect.Parameter.empty
         inputs.append((str(node.target), REQUIRED if is_required else default))
         places[node] = Ref(len(places))
     output: Any = None

@@ -81,7 +81,7 @@ def steps(wrap: Callable[[torch.nn.Module], torch.nn.Module], order: str, rank: 
     for step in range(STEPS):
         model.train()  # as training loops do, also in the middle of training
         tokens = titan_like.tokens(seed=10 * step + rank).to(device_type())
-        logits, count = counted(model, tokens)
+        logits, count = titan_like.counted(model, tokens)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -90,23 +90,6 @@ def steps(wrap: Callable[[torch.nn.Module], torch.nn.Module], order: str, rank: 
         counts.append(count)
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     return {"losses": losses, "parameters": [p.detach().cpu() for p in whole], "counts": counts}
-
-
-def counted(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The logits, and how many pipelines ran."""
-    count = 0
-    call = fuser.Sequential.forward
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        return call(self, *args, **kwargs)
-
-    fuser.Sequential.forward = forward  # type: ignore[method-assign]
-    try:
-        return model(tokens), count
-    finally:
-        fuser.Sequential.forward = call  # type: ignore[method-assign]
 
 
 def cases() -> dict[str, Callable[[int], Any]]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+import fuser
 
 VOCABULARY = 96
 
@@ -80,3 +84,20 @@ def titan() -> torch.nn.Module:
 def tokens(seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(VOCABULARY, (2, 12), generator=generator)
+
+
+def counted(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What a call of a model returns, and how many pipelines it ran."""
+    count = 0
+    call = fuser.Sequential.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return call(self, *args, **kwargs)
+
+    fuser.Sequential.forward = forward  # type: ignore[method-assign]
+    try:
+        return model(x), count
+    finally:
+        fuser.Sequential.forward = call  # type: ignore[method-assign]

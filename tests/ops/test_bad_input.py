@@ -1177,17 +1177,18 @@ OPS = [cls for cls in OPS if issubclass(cls, fuser.FusibleOperation) and cls.__n
                 ),
                 (
                     lambda: mlp().plan(X, recipe=RECIPE),
-                    "The plan of a Sequential takes no argument 'recipe'; it takes input, training",
+                    "The plan of a Sequential takes no argument 'recipe'; it takes input, "
+                    "training, device",
                 ),
                 (
                     lambda: fuser.modules.LayerNormMLP(8, 8, device="cpu").plan(X, recipe=RECIPE),
                     "The plan of a LayerNormMLP takes no argument 'recipe'; it takes input, "
-                    "training",
+                    "training, device",
                 ),
                 (
                     lambda: fuser.modules.GroupedLinear(1, 8, 8).plan(X, [4], recipe=RECIPE),
                     "The plan of a GroupedLinear takes no argument 'recipe'; it takes inp, "
-                    "m_splits, training",
+                    "m_splits, training, device",
                 ),
             )
         ),
