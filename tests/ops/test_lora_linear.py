@@ -341,7 +341,7 @@ def test_the_plan_says_that_the_products_are_added_in_the_gemms() -> None:
     assert plan.backward[0].kernel == "dgrad mm, wgrad mm, wgrad mm, dgrad mm, dgrad addmm"
     with fuser.autocast(recipe=recipes.Float8CurrentScaling()):
         plan = fuser.Sequential(lora(BF16)).plan(leaf(rows(BF16)))
-    assert plan.forward[0].kernel == "mm (emulated), mm, addmm"
+    assert plan.forward[0].kernel.endswith(", mm (emulated), mm, addmm")
     assert "dgrad mm (emulated), add" in plan.backward[0].kernel
 
 
