@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fuser.plan.devices import Device
 from fuser.plan.graph import OpGraph
@@ -29,12 +30,15 @@ def memory_curve(
     ``target`` is that of :func:`make_plan`. ``cuts`` are the ops before which the pipeline is cut
     into autograd nodes. Binds ``graph``.
     """
-    every = []
+    every: list[BudgetCost] = []
     repeated: BudgetCost | None = None
     for limit in LIMITS:
         key = key_under(limit)
         if not key.requires_grad:
             return MemoryCurve()
+        if not limit.keep_weight_copies and key.recipe is None:  # there are no such copies
+            every.append(replace(every[-1], keep_weight_copies=False))
+            continue
         planned = make_plan(graph, key, registered, target)
         plan = planned.plan
         times = [sum(step.microseconds for step in side) for side in (plan.forward, plan.backward)]
