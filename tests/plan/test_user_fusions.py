@@ -220,11 +220,11 @@ def test_window_patterns_take_optional_alternative_and_repeated_ops() -> None:
             return "only looking."
 
     ops = [fuser.ConstantScale(1.0), fuser.ConstantScale(1.0), fuser.Bias(FEATURES), fuser.ReLU()]
-    fuser.Sequential(*ops, fusions=(Pattern,)).plan(tensor_of(FP32))
+    fuser.Sequential(*ops, fusions=(Pattern,)).plan(tensor_of(FP32), training=False)
     assert bound == [((ops[0], ops[1]), ops[2], ops[3]), ((ops[1],), ops[2], ops[3])]
     bound.clear()
     ops = [fuser.ConstantScale(1.0), fuser.GELU(), fuser.SiLU()]
-    fuser.Sequential(*ops, fusions=(Pattern,)).plan(tensor_of(FP32))
+    fuser.Sequential(*ops, fusions=(Pattern,)).plan(tensor_of(FP32), training=False)
     assert bound == [((ops[0],), None, ops[1])]
 
 

@@ -57,8 +57,10 @@ def _is_unaligned(symbol: str) -> bool:
     name, _, arguments = symbol.removeprefix("fuser_").partition("<")
     if name == "norm":  # ... , in registers and by vectors, writes
         return arguments.endswith(("false, false>", "false, true>"))
-    if name.startswith("pointwise"):  # ..., rows, vector, amax
-        return arguments.split(", ")[-2] == "1"
+    if name.startswith(
+        "pointwise"
+    ):  # ..., rows, vector, amax, and in backward whether y is written
+        return arguments.split(", ")[-3 if name == "pointwise_backward" else -2] == "1"
     if name == "tiled":
         return re.search(r"Producer<.*, false>, fuser::\w+Store", arguments) is not None
     return name == "norm_backward_in_chunks" or (
