@@ -228,13 +228,16 @@ class SiLU(Activation):
 
 
 class GLU(Activation):
-    """``sigmoid(a) b`` with ``a, b`` the halves of the last dimension (Dauphin et al., 2016)."""
+    """``sigmoid(a) b``: the gate ``a`` is the first half of the last dimension, ``b`` the second.
+
+    The gated linear unit of Dauphin et al. (2016).
+    """
 
     function = Stage("glu")
 
 
 class GEGLU(_TwoForms):
-    """``gelu(a) b`` (Shazeer, 2020).
+    """``gelu(a) b`` (Shazeer, 2020); the gate ``a`` is the first half of the last dimension.
 
     Parameters
     ----------
@@ -246,19 +249,19 @@ class GEGLU(_TwoForms):
 
 
 class QGEGLU(Activation):
-    """``qgelu(a) b``."""
+    """``qgelu(a) b``; the gate ``a`` is the first half of the last dimension, ``b`` the second."""
 
     function = Stage("qgeglu")
 
 
 class ReGLU(Activation):
-    """``relu(a) b`` (Shazeer, 2020)."""
+    """``relu(a) b`` (Shazeer, 2020); the gate ``a`` is the first half of the last dimension."""
 
     function = Stage("reglu")
 
 
 class SReGLU(Activation):
-    """``max(a, 0)^2 b``."""
+    """``max(a, 0)^2 b``; the gate ``a`` is the first half of the last dimension."""
 
     function = Stage("sreglu")
 
@@ -266,10 +269,14 @@ class SReGLU(Activation):
 class SwiGLU(Activation):
     """``silu(a) b`` (Shazeer, 2020).
 
+    The gate ``a`` is the first half of the last dimension, and the linear part ``b`` the second.
+
     Parameters
     ----------
+    cache_quantized_input
+        As in :class:`Activation`.
     glu_interleave_size
-        Gate and linear part alternate in blocks of this many columns.
+        Gate and linear part alternate in blocks of this many columns instead, the gate first.
     """
 
     def __init__(

@@ -43,6 +43,9 @@ class MakeExtraOutput(BasicOperation):
         super().__init__()
         self.in_place = in_place
 
+    def extra_repr(self) -> str:
+        return self.channel_text()
+
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import AllReduce, BasicLinear, Bias, ReduceScatter
+from fuser.basic_ops.linear_weight import parallel_text
 from fuser.communication import GroupArgument, divided, group_size, rank_in
 from fuser.errors import InputError
 from fuser.op import (
@@ -33,12 +34,35 @@ class Linear(FusedOperation):
     Parameters
     ----------
     in_features, out_features
-        Last dimension of the input and of the output.
+        Last dimension of the input and of the output, of all ranks together.
     bias
-        Whether to add a bias.
-    device, dtype, tensor_parallel_mode, tensor_parallel_group, sequence_parallel, \
-    rng_state_tracker_function, accumulate_into_main_grad
-        As in ``BasicLinear``.
+        Whether to add a bias, of shape ``[out_features]``.
+    device, dtype
+        Device and dtype of the weight, of shape ``[out_features, in_features]``, and of the bias.
+        By default the device is that of torch if one was set, else a GPU if there is one.
+    tensor_parallel_mode
+        ``"column"``: each rank has a part of the output's features. ``"row"``: each has a part of
+        the input's features, and the products of all ranks are added. None: no part.
+    tensor_parallel_group
+        A process group, a mesh of one dimension, or None for all ranks.
+    sequence_parallel
+        Each rank has ``1 / ranks`` of dimension 0 of the input of a column parallel linear, or of
+        the output of a row parallel one.
+    rng_state_tracker_function
+        Returns an object whose ``fork()`` is the context in which the weight is initialised.
+    accumulate_into_main_grad
+        Add the weight gradient to ``weight.main_grad`` instead of returning it; overwrite the
+        buffer if ``weight.overwrite_main_grad`` is true.
+
+    Raises
+    ------
+    InputTypeError
+        On a feature size that is not an integer.
+    InputError
+        On one that is not positive or that the ranks do not divide, an unknown parallel mode,
+        ``sequence_parallel`` without a mode, or a group without this rank.
+    StateError
+        If a group is given and torch.distributed is not initialised.
     """
 
     def __init__(
@@ -153,6 +177,15 @@ class Linear(FusedOperation):
     def bias_op(self) -> Bias | None:
         """The op that adds the bias; None without one."""
         return next((op for op in self.members if isinstance(op, Bias)), None)
+
+    def __repr__(self) -> str:
+        linear, *others = self.members
+        parts = (Bias, ReduceScatter, AllReduce)
+        if type(linear) is not BasicLinear or any(type(op) not in parts for op in others):
+            return super().__repr__()  # with adapters, say
+        bias = ", bias=False" * (self.bias_op is None)
+        parallel = parallel_text([linear])
+        return f"{type(self).__name__}({self.in_features}, {self.out_features}{bias}{parallel})"
 
     def __setattr__(self, name: str, value: Any) -> None:
         # torch would register a Parameter here instead of calling a property.

@@ -65,6 +65,11 @@ class ChannelBindings:
             name for name, _ in self._output_channels.values()
         }
 
+    def channel_text(self) -> str:
+        """For a repr: the channels of the op, ``"channel='residual'"``; empty without one."""
+        names = ", ".join(map(repr, sorted(self.channels)))
+        return f"channel{'s' * (len(self.channels) > 1)}={names}" * bool(names)
+
     def _check_channel(self, kind: str, index: int, count: int, name: str) -> None:
         if not isinstance(name, str):
             raise InputTypeError(f"A channel is named by a str; got {name!r}.")

@@ -137,6 +137,14 @@ class ModelPlan:
         """Modelled microseconds in ``"torch eager"`` or ``"torch.compile"``."""
         return sum(part.baseline(name) for part in self.parts)
 
+    def __repr__(self) -> str:
+        pipelines = sum(isinstance(part.content, FusionPlan) for part in self.parts)
+        others = len(self.parts) - pipelines
+        return (
+            f"<ModelPlan of {self.name}: {pipelines} pipelines, {others} other modules; "
+            f"{', '.join(self.inputs)}>"
+        )
+
     def __str__(self) -> str:
         side = "training" if self.training else "no grad"
         lines = [

@@ -202,6 +202,14 @@ class FusionPlan:
     wholes: tuple[str, ...] = ()
     baselines: tuple[Baseline, ...] = ()
 
+    def __repr__(self) -> str:
+        steps = ", ".join(
+            f"{len(side)} steps {name}"
+            for name, side in (("forward", self.forward), ("backward", self.backward))
+            if side
+        )
+        return f"<FusionPlan of {len(self.ops)} ops: {steps}; {self.key.describe()}>"
+
     def __str__(self) -> str:
         lines = [f"Fusion plan of {len(self.ops)} ops: {self.key.describe()}"]
         names = []

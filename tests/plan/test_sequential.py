@@ -804,5 +804,38 @@ def test_a_deepcopy_keeps_shared_parameters_shared() -> None:
 
 def test_the_containers_print_names_every_op() -> None:
     text = repr(mlp())
-    for part in ("RMSNorm", "BasicLinear(in_features=6, out_features=16)", "Bias", "SwiGLU"):
+    for part in ("RMSNorm", "Linear(6, 16)", "SwiGLU"):
         assert part in text
+
+
+def test_the_print_of_a_linear_is_one_line_unless_its_ops_were_exchanged() -> None:
+    assert repr(fuser.Linear(8, 4)) == "Linear(8, 4)"
+    linear = fuser.Linear(8, 4, bias=False)
+    assert repr(linear) == "Linear(8, 4, bias=False)"
+
+    class Adapted(fuser.BasicLinear):
+        pass
+
+    linear.basic_ops[0].__class__ = Adapted
+    assert "(0): Adapted(" in repr(linear)
+
+
+def test_the_print_of_an_op_has_its_channels() -> None:
+    taking, making = fuser.AddExtraInput(), fuser.MakeExtraOutput()
+    assert (repr(taking), repr(making)) == ("AddExtraInput()", "MakeExtraOutput()")
+    taking.set_extra_input_channel(0, "residual")
+    making.set_extra_output_channel(0, "residual")
+    assert repr(taking) == "AddExtraInput(channel='residual')"
+    assert repr(making) == "MakeExtraOutput(channel='residual')"
+
+
+def test_the_repr_of_a_plan_is_one_line() -> None:
+    model, x = fuser.Sequential(fuser.Linear(8, 4), fuser.GELU()), torch.empty(2, 8)
+    plan = model.plan(x)
+    assert repr(plan) == (
+        f"<FusionPlan of 3 ops: {len(plan.forward)} steps forward, {len(plan.backward)} steps "
+        f"backward; {plan.key.describe()}>"
+    )
+    assert repr(model.plan(x, training=False)).count("steps") == 1
+    text = repr(fuser.plan(torch.nn.Sequential(model, torch.nn.Tanh()), x))
+    assert text == "<ModelPlan of Sequential: 1 pipelines, 1 other modules; [2, 8] float32>"
