@@ -1,10 +1,24 @@
 # `make demo` and `make test` each set up .venv by themselves; nothing else is needed.
 
 PYTHON ?= python3
-# make test TORCH=2.14.1, or TORCH=newest: with another release of torch, in an environment of its own
+# make test TORCH=2.14.1, or TORCH=newest, or TORCH=nightly TORCH_INDEX=...: with another release of
+# torch, in an environment of its own
 TORCH ?=
+# An index that has builds of torch which pip's own index does not have: CPU builds, or nightly ones.
+TORCH_INDEX ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
+# A release that is not final makes pip take others that are not, of torch alone.
+TORCH_SPEC := $(if $(filter nightly,$(TORCH)),"torch>=2.11.dev0",$(addprefix torch==,$(filter-out newest,$(TORCH))))
+ifeq ($(TORCH)$(TORCH_INDEX),nightly)
+$(error TORCH=nightly needs TORCH_INDEX=, the index of nightly builds that torch's page of installation names)
+endif
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(addprefix --extra-index-url ,$(TORCH_INDEX))
+
+# make test FOLDERS="tests/plan tests/ops"; without it all folders
+FOLDERS ?=
+# worksteal: a worker keeps a file's tests together, and with them what their fixtures made.
+PYTEST := -m pytest -n auto --dist worksteal
 # make demo RECIPE=mxfp8 OVERRIDE=dequantized DEMO_FLAGS="--seconds 20"
 DEMO_FLAGS ?=
 # make demo MODEL=moe
@@ -28,9 +42,19 @@ CUDA_TORCH ?= $(shell grep ^torch== constraints.txt)
 CUDA_VENV ?= .venv-cuda
 INTEGRATIONS_VENV ?= .venv-integrations
 CUDA_BUILD_TESTS := $(addprefix tests/,plan runtime tensors recipes ops experts te)
+INTEGRATIONS_TESTS := tests/integrations
+FLOORS_VENV ?= .venv-floors
+FLOORS_TESTS := $(addprefix tests/,plan tensors ops docs)
 
-.PHONY: demo demo-sharded compare mutants test test-fast test-nightly test-cuda-build \
-	test-integrations test-elsewhere lint format clean
+# make wheel; the tools that build, and where the result is installed
+BUILD_VENV ?= .venv-build
+WHEEL_VENV ?= .venv-wheel
+# make release-check TAG=v0.2.0 REPOSITORY=https://HOST/OWNER/NAME
+TAG ?=
+REPOSITORY ?=
+
+.PHONY: demo demo-sharded compare mutants test test-folders test-fast test-nightly test-cuda-build \
+	test-floors test-integrations test-elsewhere lint format wheel release-check release-notes clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/train_$(MODEL).py $(RECIPE_FLAGS) $(DEMO_FLAGS)
@@ -46,38 +70,72 @@ compare: $(VENV)/.ready
 mutants: $(VENV)/.ready
 	$(BIN)/python tests/mutants/run.py $(MUTANTS_FLAGS)
 
-# worksteal: a worker keeps a file's tests together, and with them what their fixtures made.
 test: lint
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python $(PYTEST) $(FOLDERS)
+
+# The tests alone: CI has the linters in a job of their own.
+test-folders: $(VENV)/.ready
+	$(BIN)/python $(PYTEST) $(FOLDERS)
 
 # With every combination of the parameters of tests that `make test` takes a sample of.
 test-nightly: lint
-	$(BIN)/python -m pytest -n auto --dist worksteal --full
+	$(BIN)/python $(PYTEST) --full
 
 # make test-fast AFFECTED_FLAGS="--since HEAD~3 --steps 3"
 test-fast: $(VENV)/.ready
 	tests=$$($(BIN)/python tests/affected.py $(AFFECTED_FLAGS)) && \
-		$(BIN)/python -m pytest -n auto --dist worksteal $$tests
+		$(BIN)/python $(PYTEST) $$tests
 
 # The tests that need neither ranks nor compilers, with a torch that is built for CUDA, as
 # `pip install torch` brings it; no GPU needed.
 test-cuda-build: $(CUDA_VENV)/.ready
-	$(CUDA_VENV)/bin/python -m pytest -n auto --dist worksteal $(CUDA_BUILD_TESTS)
+	$(CUDA_VENV)/bin/python $(PYTEST) $(CUDA_BUILD_TESTS)
 
 # The tests of models of transformers and adapters of PEFT, in an environment of their own.
 test-integrations: $(INTEGRATIONS_VENV)/.ready
-	$(INTEGRATIONS_VENV)/bin/python -m pytest -n auto --dist worksteal tests/integrations
+	$(INTEGRATIONS_VENV)/bin/python $(PYTEST) $(INTEGRATIONS_TESTS)
+
+# With the oldest releases that pyproject.toml allows; PYTHON= must be 3.10 or 3.11, which they support.
+test-floors: $(FLOORS_VENV)/.ready
+	$(FLOORS_VENV)/bin/python $(PYTEST) $(FLOORS_TESTS)
+
+# The distributions, built as for the package index, and the wheel in a fresh environment.
+wheel: $(BUILD_VENV)/.ready
+	rm -rf dist $(WHEEL_VENV)
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BUILD_VENV)/bin/python -m build --no-isolation
+	$(BUILD_VENV)/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python $(PIP_INSTALL) -c constraints.txt dist/*.whl
+	$(WHEEL_VENV)/bin/python -I tests/installed.py
+
+release-check:
+	$(PYTHON) tests/release.py check --tag "$(TAG)" --repository "$(REPOSITORY)"
+
+release-notes:
+	@$(PYTHON) tests/release.py notes
+
+$(BUILD_VENV)/.ready: constraints.txt
+	$(PYTHON) -m venv $(BUILD_VENV)
+	$(BUILD_VENV)/bin/python $(PIP_INSTALL) -c constraints.txt build setuptools twine
+	touch $@
+
+$(FLOORS_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt constraints-floors.txt
+	$(PYTHON) -m venv $(FLOORS_VENV)
+	sed 's/==.*/==/' constraints-floors.txt | grep -v -f - constraints.txt > $(FLOORS_VENV)/constraints.txt
+	$(FLOORS_VENV)/bin/python $(PIP_INSTALL) -c constraints-floors.txt -c $(FLOORS_VENV)/constraints.txt \
+		-e ".[test]" -e ./forecast
+	touch $@
 
 $(INTEGRATIONS_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
-	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(INTEGRATIONS_VENV)/bin/python $(PIP_INSTALL) \
 		-c constraints.txt -e ".[test,integrations]" -e ./forecast
 	touch $@
 
 $(CUDA_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CUDA_VENV)
 	grep -v ^torch== constraints.txt > $(CUDA_VENV)/constraints.txt
-	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(CUDA_VENV)/bin/python $(PIP_INSTALL) \
 		-c $(CUDA_VENV)/constraints.txt "$(CUDA_TORCH)" -e ".[test]" -e ./forecast
 	$(CUDA_VENV)/bin/python -c "import sys, torch; torch.version.cuda or sys.exit(f'pip has installed \
 	torch {torch.__version__}, which is not built for CUDA; CUDA_TORCH= names another release.')"
@@ -86,7 +144,7 @@ $(CUDA_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
 # As on another machine: CONTRIBUTING.md, "What a test may expect of torch".
 test-elsewhere: $(VENV)/.ready
 	FUSER_TEST_OTHER_SUMS=1 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 \
-		$(BIN)/python -m pytest -n auto --dist worksteal tests --ignore tests/gpu
+		$(BIN)/python $(PYTEST) tests --ignore tests/gpu
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -100,9 +158,9 @@ format: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),/^torch==/d)' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt \
-		$(if $(filter-out newest,$(TORCH)),torch==$(TORCH)) -e ".[dev]" -e ./forecast
+	$(BIN)/python $(PIP_INSTALL) -c $(VENV)/constraints.txt $(TORCH_SPEC) -e ".[dev]" -e ./forecast
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torch-* $(CUDA_VENV) $(INTEGRATIONS_VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* $(CUDA_VENV) $(INTEGRATIONS_VENV) $(FLOORS_VENV) $(BUILD_VENV) \
+		$(WHEEL_VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ from paths import ROOT
 import fuser
 
 peft = pytest.importorskip(
-    "peft", reason="PEFT is not installed: pip install 'fuser[integrations]' runs these tests."
+    "peft", reason="PEFT is not installed: pip install 'fuser-ops[integrations]' runs these tests."
 )
 from fuser.integrations.peft import LoraLinear, get_peft_model, prepared  # noqa: E402
 
