@@ -36,6 +36,8 @@ READERS = {
     "fuser/*.py": ("test_floors", "test_mutants", "test_torch_private"),
     "tests/*.py": ("test_mutants",),
     "*.md": ("test_documents",),
+    ".github/*": ("test_workflows",),
+    "setup.py": ("test_distribution",),
     "tests/emulator/*": ("emulator.compile",),
 }
 

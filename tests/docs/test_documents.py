@@ -347,11 +347,9 @@ def words_of_the_code() -> frozenset[str]:
 @functools.cache
 def all_files() -> tuple[str, ...]:
     """Every file of the library, its tests and its benchmarks, relative to the repository."""
-    return tuple(
-        path.relative_to(ROOT).as_posix()
-        for folder in ("fuser", "tests", "benchmarks", "examples", "docs")
-        for path in (ROOT / folder).rglob("*.*")
-    )
+    folders = ("fuser", "tests", "benchmarks", "examples", "docs")
+    below = (path for folder in folders for path in (ROOT / folder).rglob("*.*"))
+    return tuple(path.relative_to(ROOT).as_posix() for path in (ROOT / "setup.py", *below))
 
 
 @pytest.mark.parametrize(

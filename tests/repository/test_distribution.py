@@ -209,8 +209,10 @@ def test_every_tool_of_the_tests_is_pinned() -> None:
         extras.split("\ntest = [")[1].split("\n# The libraries")[0] + extras.split("\ndev = ")[1]
     )
     names = set(re.findall(r'"([\w-]+)>=', tools)) | {"torch", "networkx", "numpy", "matplotlib"}
+    build = re.findall(r"-c constraints.txt (build .*)$", (ROOT / "Makefile").read_text(), re.M)
+    names |= set(build[0].split())
     assert names - pins == set()
-    assert {"pytest", "ruff", "mypy"} <= names
+    assert {"pytest", "ruff", "mypy", "twine"} <= names
 
 
 def test_the_snippet_that_the_installed_wheel_runs_is_that_of_the_readme() -> None:
