@@ -23,7 +23,7 @@ from fuser.__main__ import main
 from fuser.chain import STAGES
 from fuser.cuda.launch import Kernel
 
-FOLDERS = (".", "docs", "benchmarks", "benchmarks/results", "examples")
+FOLDERS = (".", "docs", "docs/dev", "benchmarks", "benchmarks/results", "examples")
 DOCUMENTS = tuple(
     path.relative_to(ROOT).as_posix()
     for folder in FOLDERS
@@ -321,7 +321,7 @@ def test_files_that_a_document_names_exist(document: str) -> None:
             assert any(file.endswith(f"/{name}") for file in files), name
 
 
-@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/decisions.md"])
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/dev/decisions.md"])
 def test_names_that_a_document_about_the_code_uses_are_in_the_code(document: str) -> None:
     text = re.sub(r"^ *```.*?^ *```", "", read(document), flags=re.M | re.S)
     for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text):
