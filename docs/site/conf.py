@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-import fuser
+import fuser  # noqa: E402 (of this checkout)
 
 project = "fuser"
 copyright = "the authors of fuser"
@@ -17,9 +17,11 @@ version = release = fuser.__version__
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.intersphinx",
     "myst_parser",
     "sphinx_copybutton",
+    "sentences",
+    "figures",
+    "commands",
 ]
 root_doc = "docs/index"
 include_patterns = [
@@ -32,9 +34,14 @@ include_patterns = [
     "examples/README.md",
 ]
 
-# What torch's classes and functions link to would need a network.
-intersphinx_mapping: dict[str, tuple[str, None]] = {}
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {
+    "members": True,
+    "show-inheritance": True,
+    # torch's, whose docstrings are not of this format.
+    "exclude-members": "register_forward_pre_hook, register_forward_hook, register_backward_hook, "
+    "register_full_backward_pre_hook, register_full_backward_hook",
+}
+autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -43,7 +50,7 @@ python_use_unqualified_type_names = True
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 default_role = "literal"
-nitpicky = False
+highlight_language = "text"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
@@ -53,6 +60,7 @@ html_title = "fuser"
 html_theme_options = {"navigation_with_keys": True}
 html_show_sourcelink = False
 html_static_path = ["static"]
+html_extra_path = ["extra"]
 html_css_files = ["site.css"]
 copybutton_prompt_text = r">>> |\$ "
 copybutton_prompt_is_regexp = True

@@ -80,8 +80,8 @@ def precision_of(dtype: torch.dtype) -> str:
 
 # Products of forward and backward on an H200, and of forward alone.
 # Dense: the six products of RMSNorm-Linear-SwiGLU-Linear-add at T 8192, H 4096, F 14336
-# (benchmarks/results/pipelines_h200_gemms_alone.csv, "GEMMs alone"). Rowwise: docs/dev/facts.md, "FP8
-# GEMMs of torch". fp32: the share of the nominal 67 TFLOP/s that bf16 reaches of 989.
+# (benchmarks/results/pipelines_h200_gemms_alone.csv, "GEMMs alone"). Rowwise: docs/dev/facts.md,
+# "FP8 GEMMs of torch". fp32: the share of the nominal 67 TFLOP/s that bf16 reaches of 989.
 _DENSE = {
     "fp32": _constant(67e12 * 672.8 / 989),
     "bf16": Rate(672.8e12, 698.3e12),
