@@ -54,7 +54,8 @@ TAG ?=
 REPOSITORY ?=
 
 .PHONY: demo demo-sharded compare mutants test test-folders test-fast test-nightly test-cuda-build \
-	test-floors test-integrations test-elsewhere lint format wheel release-check release-notes clean
+	test-floors test-integrations test-elsewhere docs lint format wheel release-check release-notes \
+	clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/train_$(MODEL).py $(RECIPE_FLAGS) $(DEMO_FLAGS)
@@ -145,6 +146,11 @@ $(CUDA_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
 test-elsewhere: $(VENV)/.ready
 	FUSER_TEST_OTHER_SUMS=1 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 \
 		$(BIN)/python $(PYTEST) tests --ignore tests/gpu
+
+# The site, in out/site; needs Python 3.11 or later, and no network.
+docs: $(VENV)/.ready
+	$(BIN)/python -m sphinx -W --keep-going -b html -c docs/site . out/site
+	@echo "out/site/docs/index.html"
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

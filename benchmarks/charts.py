@@ -172,6 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("csv", type=Path, help="of kernels.py or pipelines.py")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="PNG/SVG")
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows or blocks with this text")
     options = parser.parse_args(argv)
     if reason := unavailable():
         parser.error(reason)
@@ -179,12 +180,14 @@ def main(argv: list[str] | None = None) -> None:
         rows = evidence.read(options.csv)
     except OSError as error:
         parser.error(f"{options.csv} cannot be read: {error.strerror}.")
+    rows = [row for row in rows if options.only in row.get("row", row.get("block", ""))]
     if rows and "of copy" in rows[0]:
         draw_kernels(options.out, rows)
     elif rows and "floor ms" in rows[0]:
         draw_pipelines(options.out, rows)
     else:
-        parser.error(f"{options.csv} has no rows of kernels.py or pipelines.py.")
+        which = f" with {options.only!r}" * bool(options.only)
+        parser.error(f"{options.csv} has no rows of kernels.py or pipelines.py{which}.")
 
 
 if __name__ == "__main__":

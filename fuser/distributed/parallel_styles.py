@@ -103,7 +103,7 @@ class _Style:
         raise NotImplementedError
 
     def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
-        """Shard the ops of ``module``; returns those whose parameters become ``DTensor``s."""
+        """Shard the ops of ``module``; returns those whose parameters become DTensors."""
         raise NotImplementedError
 
     def _distribute(self, op: BasicOperation, name: str, mesh: Any) -> None:
@@ -164,7 +164,7 @@ class Colwise(_LinearStyle):
     For ``fuser.Linear``, ``BasicLinear``, ``Bias``, ``fuser.modules.Linear`` and
     ``LayerNormLinear``, whose norm stays whole. Of a ``LayerNormMLP`` the first linear becomes
     column parallel and the second one row parallel. The module is sharded in place: weights and
-    biases become ``DTensor``s with ``Shard(0)``, and the others with ``Replicate()``. All ranks
+    biases become DTensors with ``Shard(0)``, and the others with ``Replicate()``. All ranks
     have the same module before; values are those of the mesh's first rank, as in torch.
 
     Parameters
@@ -245,10 +245,10 @@ class Rowwise(_LinearStyle):
 
 
 class Replicated(_Style):
-    """Make the parameters of an op ``DTensor``s that every rank of the mesh has as a whole.
+    """Make the parameters of an op DTensors that every rank of the mesh has as a whole.
 
     For ops that are not sharded, such as norms, beside sharded ones: then all parameters are
-    ``DTensor``s, which torch's ``clip_grad_norm_`` and optimizers need.
+    DTensors, which torch's ``clip_grad_norm_`` and optimizers need.
 
     Parameters
     ----------
@@ -321,7 +321,7 @@ def _is_sequence(style: str, side: str, layout: Any, is_sequence: bool) -> bool:
 
 
 def _check_fixed(style: str, side: str, layout: Any, is_local: bool) -> None:
-    """Refuse another layout of features than ``Shard(-1)``, and outputs that are ``DTensor``s."""
+    """Refuse another layout of features than ``Shard(-1)``, and outputs that are DTensors."""
     from torch.distributed.tensor import Shard
 
     if layout not in (None, Shard(-1)):

@@ -16,9 +16,9 @@ from fuser.tensors import QuantizedTensor
 
 
 def distribute_parameters(module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
-    """Make the parameters of a model that was built with process groups ``DTensor``s, in place.
+    """Make the parameters of a model that was built with process groups DTensors, in place.
 
-    Parts of weights and biases become local tensors of ``DTensor``s with ``Shard(0)``, column
+    Parts of weights and biases become local tensors of DTensors with ``Shard(0)``, column
     parallel, or ``Shard(1)``, row parallel; other parameters of ops get ``Replicate()``. Then
     ``torch.distributed.checkpoint`` knows the whole parameters. Nothing is communicated, and
     memory is shared. Call it before ``fully_shard`` and before optimizers are made.

@@ -96,7 +96,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     """Whether this is the copy that passes of compiled graphs run, over the graph's tensors."""
     rows_are_sharded: bool = False
     """Whether each rank has some rows of the input, so that gradients of parameters that are
-    ``DTensor``s are sums over these rows, which backward adds over the ranks of the mesh."""
+    DTensors are sums over these rows, which backward adds over the ranks of the mesh."""
     can_quantize_output: tuple[str, ...] = ()
     """Sides on which the op can quantize for its neighbour: ``"forward"`` its output,
     ``"backward"`` the gradient of its input. On other sides the neighbour quantizes."""

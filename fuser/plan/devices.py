@@ -80,8 +80,8 @@ def precision_of(dtype: torch.dtype) -> str:
 
 # Products of forward and backward on an H200, and of forward alone.
 # Dense: the six products of RMSNorm-Linear-SwiGLU-Linear-add at T 8192, H 4096, F 14336
-# (benchmarks/results/pipelines_h200_gemms_alone.csv, "GEMMs alone"). Rowwise: docs/facts.md, "FP8
-# GEMMs of torch". fp32: the share of the nominal 67 TFLOP/s that bf16 reaches of 989.
+# (benchmarks/results/pipelines_h200_gemms_alone.csv, "GEMMs alone"). Rowwise: docs/dev/facts.md,
+# "FP8 GEMMs of torch". fp32: the share of the nominal 67 TFLOP/s that bf16 reaches of 989.
 _DENSE = {
     "fp32": _constant(67e12 * 672.8 / 989),
     "bf16": Rate(672.8e12, 698.3e12),
@@ -92,7 +92,7 @@ _DENSE = {
 }
 # Experts: 8 experts at T 32768, H 4096, F 14336. bf16: benchmarks/results/grouped_h200.csv,
 # "products alone" as a graph. FP8: 26.6 ms of products in a step (benchmarks/README.md). Blocks of
-# 128: forward and dgrad, and wgrad (docs/facts.md, "Grouped FP8 products").
+# 128: forward and dgrad, and wgrad (docs/dev/facts.md, "Grouped FP8 products").
 _GROUPED = {
     "fp32": _DENSE["fp32"],
     "bf16": _constant(661.3e12),
@@ -106,7 +106,7 @@ H200 = Device(
     _DENSE,
     _GROUPED,
     peak=989e12,
-    # Copies move 4.2 TB/s, a launch costs about 5 us of host time (docs/facts.md).
+    # Copies move 4.2 TB/s, a launch costs about 5 us of host time (docs/dev/facts.md).
     bandwidth=4.2e12,
     launch=5e-6,
     link=4.5e11,  # NVLink in one direction, nominal

@@ -80,7 +80,7 @@ def any_distributed(parameters: Iterable[torch.Tensor]) -> bool:
 def local_parts(
     ops: Sequence[BasicOperation], counts: Sequence[int], slots: Sequence[Slot]
 ) -> Iterator[None]:
-    """Put the local tensors of ``DTensor``s into the ``slots`` of the parameters of ``ops``.
+    """Put the local tensors of DTensors into the ``slots`` of the parameters of ``ops``.
 
     ``counts`` are the numbers of parameters of the ops.
 

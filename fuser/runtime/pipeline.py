@@ -230,7 +230,7 @@ class OperationFuser:
 
         Returned with the parameters and their layout, ``read`` if the plan is known; including
         parameters that were added to an op since it was last planned. None if some parameters are
-        ``DTensor``s: plans are of their local parts.
+        DTensors: plans are of their local parts.
         """
         params, layout = read
         run = self._runs.get(call_key)

@@ -23,7 +23,7 @@ from fuser.__main__ import main
 from fuser.chain import STAGES
 from fuser.cuda.launch import Kernel
 
-FOLDERS = (".", "docs", "benchmarks", "benchmarks/results", "examples")
+FOLDERS = (".", "docs", "docs/dev", "benchmarks", "benchmarks/results", "examples")
 DOCUMENTS = tuple(
     path.relative_to(ROOT).as_posix()
     for folder in FOLDERS
@@ -41,6 +41,16 @@ RUN = (
     "docs/plans.md",
     "docs/sharded.md",
     "docs/state_dicts.md",
+)
+# Each Python block of these runs by itself, as a reader copies it.
+ALONE = (
+    "docs/index.md",
+    "docs/memory.md",
+    "docs/migrate.md",
+    "docs/performance.md",
+    "docs/recipes.md",
+    "docs/shapes.md",
+    "docs/start.md",
 )
 LINES_OF_README = 120
 WIDTH_OF_README = 838  # pixels that GitHub gives a picture
@@ -112,8 +122,33 @@ def test_the_files_of_a_number_format_are_those_that_contributing_counts() -> No
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_document_with_python_is_run(document: str) -> None:
-    tested = (*RUN, "CONTRIBUTING.md", "docs/extending.md", "docs/parallel.md", "docs/peft.md")
+    tested = (
+        *RUN,
+        *ALONE,
+        "CONTRIBUTING.md",
+        "docs/extending.md",
+        "docs/parallel.md",
+        "docs/peft.md",
+    )
     assert not python_blocks(read(document)) or document in tested
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@pytest.mark.parametrize("document", ALONE)
+def test_each_block_of_a_document_runs_by_itself_and_prints_what_follows_it(
+    document: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```\n(?:\n```\n(.*?)^```\n)?", read(document), re.M | re.S
+    )
+    assert len(blocks) == len(python_blocks(read(document))) > 0
+    for code, expected in blocks:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            names_after(code)
+        if expected and not torch.cuda.is_available():
+            assert printed.getvalue() == expected
 
 
 @pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -324,7 +359,9 @@ def test_files_that_a_document_names_exist(document: str) -> None:
             assert any(file.endswith(f"/{name}") for file in files), name
 
 
-@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/decisions.md"])
+@pytest.mark.parametrize(
+    "document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/dev/decisions.md"]
+)
 def test_names_that_a_document_about_the_code_uses_are_in_the_code(document: str) -> None:
     text = re.sub(r"^ *```.*?^ *```", "", read(document), flags=re.M | re.S)
     for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text):

@@ -1,0 +1,68 @@
+"""Configuration of the site: `make docs` builds it from the documents of the repository."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+import fuser  # noqa: E402 (of this checkout)
+
+project = "fuser"
+copyright = "the authors of fuser"
+version = release = fuser.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "myst_parser",
+    "sphinx_copybutton",
+    "sentences",
+    "figures",
+    "commands",
+]
+root_doc = "docs/index"
+include_patterns = [
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/*.md",
+    "docs/dev/*.md",
+    "docs/reference/*",
+    "benchmarks/README.md",
+    "benchmarks/results/*.md",
+    "examples/README.md",
+]
+
+autodoc_default_options = {
+    "members": True,
+    "show-inheritance": True,
+    # torch's, whose docstrings are not of this format.
+    "exclude-members": "register_forward_pre_hook, register_forward_hook, register_backward_hook, "
+    "register_full_backward_pre_hook, register_full_backward_hook",
+}
+autodoc_inherit_docstrings = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_class_signature = "mixed"
+python_use_unqualified_type_names = True
+napoleon_google_docstring = False
+napoleon_use_rtype = False
+default_role = "literal"
+highlight_language = "text"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+
+html_theme = "furo"
+html_title = "fuser"
+html_theme_options = {"navigation_with_keys": True}
+html_show_sourcelink = False
+html_static_path = ["static"]
+html_extra_path = ["extra"]
+html_css_files = ["site.css"]
+copybutton_prompt_text = r">>> |\$ "
+copybutton_prompt_is_regexp = True

@@ -1,0 +1,123 @@
+"""The site: it is built without a warning, and has every document and every public name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import commands
+import figures
+import pytest
+import sentences
+from paths import ROOT
+
+import fuser
+
+sphinx = pytest.importorskip("sphinx", reason="Sphinx builds the site: pip install -e .[docs]")
+
+MODULES = ("", ".recipe", ".modules", ".moe", ".distributed", ".inspection", ".testing")
+# Not classes or functions of their own.
+NO_ENTRY = {
+    *("__version__", "distributed", "modules", "moe", "ops", "recipe", "testing"),
+    # other names of what the page has
+    *("AmaxAlgorithm", "BACKWARD_OVERRIDES", "BACKWARD_OVERRIDE_VARIABLE", "BackwardOverride"),
+    *("NAMES", "RECIPES"),
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    done = subprocess.run(
+        [*command, "-c", "docs/site", ".", str(folder)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_site_has_every_document(site: Path) -> None:
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"]
+    for name in ("README.md", "AGENTS.md"):  # what a host of repositories shows
+        documents.remove(ROOT / name)
+    assert len(documents) > 20
+    for document in documents:
+        page = (site / document.relative_to(ROOT)).with_suffix(".html")
+        assert page.is_file(), document
+    assert "docs/index.html" in (site / "index.html").read_text(encoding="utf-8")
+
+
+def test_every_public_name_has_an_entry_in_the_reference(site: Path) -> None:
+    from sphinx.util.inventory import InventoryFile
+
+    entries = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
+    names = {name for kind, found in entries.items() if kind.startswith("py:") for name in found}
+    for module in MODULES:
+        path = f"fuser{module}"
+        for name in importlib.import_module(path).__all__:
+            if name not in NO_ENTRY:
+                assert {f"{path}.{name}", f"fuser.{name}"} & names, f"{path}.{name}"
+
+
+def test_pages_show_what_the_library_and_the_results_say(site: Path) -> None:
+    def text(page: str) -> str:
+        return (site / page).read_text(encoding="utf-8")
+
+    assert "another shape must keep the length and the number of rows." in text(
+        "docs/troubleshooting.html"
+    )
+    assert "benchmarks/results/peers_h200.csv" in text("docs/numbers.html")
+    assert "usage: fuser plan" in text("docs/reference/command_line.html")
+
+
+def test_every_kind_of_message_is_listed() -> None:
+    messages = list(sentences.sentences())
+    kinds = {message.kind for message in messages}
+    assert {"InputError", "InputTypeError", "StateError", "warning", "refusal"} <= kinds
+    packages = {message.module.partition("/")[0] for message in messages}
+    assert packages <= sentences.TITLES.keys()
+
+
+def test_each_raise_of_an_own_error_with_a_text_is_listed() -> None:
+    listed = {(message.module, message.text) for message in sentences.sentences()}
+    raised = set()
+    for path in sorted(sentences.FUSER.rglob("*.py")):
+        module = path.relative_to(sentences.FUSER).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                text = node.exc.args[0]
+                own = ast.unparse(node.exc.func) in ("InputError", "InputTypeError", "StateError")
+                if own and isinstance(text, ast.Constant) and " " in text.value:
+                    raised.add((module, " ".join(text.value.split())))
+    assert len(raised) > 20
+    assert raised <= listed
+
+
+def test_a_message_has_an_ellipsis_for_each_value() -> None:
+    (text,) = {
+        message.text
+        for message in sentences.sentences()
+        if message.module == "basic_ops/lora_linear.py" and "dropout=" in message.text
+    }
+    assert text == "LoRALinear got dropout=…; it is between 0 and 1."
+
+
+def test_a_table_of_figures_has_the_medians_of_its_file() -> None:
+    caption, lines = figures.table("peers_h200.csv", "variant", "block", ["ms"], None)
+    assert caption.startswith("NVIDIA H200, torch 2.11")
+    assert lines[0] == ["ms, block", "Linear-GELU-Linear", "RMSNorm-Linear-SwiGLU-Linear-add"]
+    assert ["fuser delayed", "4.931", "7.497"] in lines
+    with pytest.raises(KeyError):
+        figures.table("peers_h200.csv", "variant", None, ["seconds"], None)
+    with pytest.raises(ValueError, match="no lines where way=flown"):
+        figures.table("peers_steps_h200.csv", "variant", "way", ["ms"], "way=flown")
+
+
+def test_a_command_prints_what_the_program_prints() -> None:
+    assert commands.output("fuser --version") == f"fuser {fuser.__version__}\n"
+    with pytest.raises(subprocess.CalledProcessError):
+        commands.output("fuser fly")
