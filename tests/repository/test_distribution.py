@@ -182,7 +182,7 @@ def test_urls_of_the_package_follow_from_one_that_pyproject_names(tmp_path: Path
     assert len(targets) > 20
     assert [target for target in targets if not target.startswith(("https://", "#"))] == []
     assert f"![The plan of this model, drawn by plan.draw]({HOME}/raw/v{version}/" in description
-    assert f"]({HOME}/blob/v{version}/docs/low_precision.md#memory)" in description
+    assert f"]({HOME}/blob/v{version}/docs/memory.md#activation-memory-budget)" in description
     assert f"({HOME}/actions/workflows/tests.yml)" in description
     assert f"git clone {HOME} fuser" in description
 
