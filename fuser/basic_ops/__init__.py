@@ -25,6 +25,7 @@ from fuser.basic_ops.constant_scale import ConstantScale
 from fuser.basic_ops.dropout import Dropout
 from fuser.basic_ops.grouped_linear import GroupedLinear
 from fuser.basic_ops.identity import Identity
+from fuser.basic_ops.lora_grouped_linear import LoRAGroupedLinear
 from fuser.basic_ops.lora_linear import LoRALinear
 from fuser.basic_ops.make_extra_output import MakeExtraOutput
 from fuser.basic_ops.moe import MoeCombine, MoeDispatch
@@ -59,6 +60,7 @@ __all__ = [
     "Identity",
     "L2Normalization",
     "LayerNorm",
+    "LoRAGroupedLinear",
     "LoRALinear",
     "MakeExtraOutput",
     "MoeCombine",

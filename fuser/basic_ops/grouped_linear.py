@@ -43,11 +43,11 @@ from fuser.op import (
     check_sizes,
     default_device,
     default_dtype,
+    fill_weight,
     write_grad_input,
     write_output,
 )
 from fuser.specs import PlanKey, Product, QuantSpec, TensorSpec
-from fuser.tensors.sharding import is_distributed
 
 INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -170,7 +170,7 @@ class GroupedLinear(GroupParameters):
         with tracker().fork() if tracker is not None else contextlib.nullcontext():
             for name in self._names["weight"]:
                 if name in chosen:
-                    self.initialise(name, _fill)
+                    self.initialise(name, fill_weight)
         for name in self._names.get("bias", ()):
             if name in chosen:
                 self.initialise(name, torch.nn.init.zeros_)
@@ -212,6 +212,7 @@ class GroupedLinear(GroupParameters):
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         (op,), recipe, weights = key.ops, key.recipe, self.main_grad_count
+        biases = weights + len(self._names.get("bias", ()))
         is_quantized = recipe is not None and (side == "forward" or recipe.quantizes_backward)
         product = functools.partial(self._product_name, key, is_quantized)
         quantize = f"{'grouped' if self.runs_at_once(key) else f'{self.num_groups} x'} quantize"
@@ -229,7 +230,7 @@ class GroupedLinear(GroupParameters):
                 product("dgrad mm", "grad_output", "weight"): op.input_requires_grad,
                 product("wgrad mm", "grad_output", "input"): wants_wgrad
                 and not self.delay_wgrad_compute,
-                "grouped sum": any(param.requires_grad for param in op.params[weights:]),
+                "grouped sum": any(param.requires_grad for param in op.params[weights:biases]),
             }
         return tuple(name for name, is_one in is_launched.items() if is_one)
 
@@ -335,8 +336,7 @@ class GroupedLinear(GroupParameters):
 
     def _product(self, ctx: OperationContext, split_sizes: torch.Tensor, x: Any) -> GroupedProduct:
         """The product of all groups at once if they can be quantized so, else one by one."""
-        has_product = grouped.multiplies_quantized if ctx.has_recipe else grouped.has_grouped_mm
-        is_read = self.check_device_splits or not has_product(x.device, x.dtype)
+        is_read = self._reads_sizes(ctx, x)
         quantizers = None
         if ctx.has_recipe:
             quantizers = None if is_read else quantizers_of_groups(self, ctx)
@@ -347,6 +347,11 @@ class GroupedLinear(GroupParameters):
         if ctx.has_recipe and quantizers is None:
             return LoopedProduct(self, ctx, groups, quantizers_of_each(self, ctx))
         return product_at_once(self, ctx, groups, quantizers)
+
+    def _reads_sizes(self, ctx: OperationContext, x: Any) -> bool:
+        """Whether the host needs split sizes, unless a quantizer of groups is missing."""
+        has_product = grouped.multiplies_quantized if ctx.has_recipe else grouped.has_grouped_mm
+        return self.check_device_splits or not has_product(x.device, x.dtype)
 
     def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
         (ctx,) = ctxs
@@ -410,13 +415,3 @@ class GroupedLinear(GroupParameters):
             raise InputError(f"GroupedLinear got a buffer {name} that requires a gradient.")
         if overlap(buffer, input_):
             raise InputError(f"GroupedLinear got a buffer {name} in the memory of its input.")
-
-
-def _fill(weight: torch.Tensor) -> None:
-    """Initialise one weight, or each of several, as torch.nn.Linear does."""
-    if is_distributed(weight):  # whose ranks have some of the weights, or rows of one
-        bound = 1 / math.sqrt(weight.shape[-1])
-        torch.nn.init.uniform_(weight, -bound, bound)
-        return
-    for matrix in weight if weight.dim() == 3 else [weight]:
-        torch.nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))

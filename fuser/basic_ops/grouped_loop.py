@@ -147,6 +147,9 @@ class LoopedProduct(GroupedProduct):
     ) -> torch.Tensor:
         if self.ctx.backward_override == "high_precision":
             return original(values, self.dtype)
+        is_made = not operand._has("columnwise") and operand.derives_columnwise
+        if operand is values and is_made and self.ctx.backward_override is None:
+            return operand.with_usage("rowwise")  # backward makes the other copy, and frees it
         return saved_operand(operand, self._usage, quantizer)
 
     # -- backward ----------------------------------------------------------------------

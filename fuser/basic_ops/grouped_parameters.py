@@ -42,11 +42,16 @@ class GroupParameters(GroupedWeightGradients, QuantizedGroupWeights, KeepsWeight
             self.register_parameter(name, Parameter(part))
 
     def _is_one(self, kind: str) -> bool:
-        return self.single_grouped_weight if kind == "weight" else self.single_grouped_bias
+        return self.single_grouped_bias if kind == "bias" else self.single_grouped_weight
+
+    def _size(self, kind: str) -> tuple[int, ...]:
+        """The shape of what one group has."""
+        return (self.out_features, self.in_features)[: 2 if kind == "weight" else 1]
 
     def _sized(self) -> str:
         """The op with its sizes, for messages."""
-        return f"GroupedLinear({self.num_groups}, {self.in_features}, {self.out_features})"
+        sizes = f"{self.num_groups}, {self.in_features}, {self.out_features}"
+        return f"{type(self).__name__}({sizes})"
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -54,7 +59,7 @@ class GroupParameters(GroupedWeightGradients, QuantizedGroupWeights, KeepsWeight
         return dtype
 
     def _parts(self, kind: str) -> list[Any]:
-        """The separate weights or biases, or the one parameter that has all."""
+        """The separate parameters of a kind, or the one parameter that has all."""
         own = self._parameters  # without torch's lookup of an attribute, 0.5 us for each
         return [own[n] if n in own else getattr(self, n) for n in self._names[kind]]
 
@@ -95,7 +100,7 @@ class GroupParameters(GroupedWeightGradients, QuantizedGroupWeights, KeepsWeight
         return is_moved
 
     def _stacked(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
-        """The weights ``[G, N, K]`` or biases ``[G, N]`` as one tensor.
+        """The parameters of a kind, such as the weights ``[G, N, K]``, as one tensor.
 
         This is the buffer of which the parameters are views, or a copy if they are not.
         """
@@ -105,7 +110,7 @@ class GroupParameters(GroupedWeightGradients, QuantizedGroupWeights, KeepsWeight
     def _together(self, kind: str, dtype: torch.dtype) -> torch.Tensor | Sequence[torch.Tensor]:
         """As :meth:`_stacked`; a list in place of a copy."""
         parts = self._parts(kind)
-        size = (self.out_features, self.in_features)[: 2 if kind == "weight" else 1]
+        size = self._size(kind)
         shape = (self.num_groups, *size) if self._is_one(kind) else size
         for name, part in zip(self._names[kind], parts, strict=True):
             if part.shape != shape:

@@ -279,7 +279,12 @@ class GroupedProduct:
     @property
     def wants_biases(self) -> bool:
         """Whether backward computes gradients of the biases."""
-        return any(self.ctx.params_require_grad[self.linear.main_grad_count :])
+        return any(self._biases_wanted)
+
+    @property
+    def _biases_wanted(self) -> Sequence[bool]:
+        first, names = self.linear.main_grad_count, self.linear._names.get("bias", ())
+        return self.ctx.params_require_grad[first : first + len(names)]
 
     @property
     def rows(self) -> Groups:
@@ -563,8 +568,7 @@ class GroupedProduct:
         if summed is None:
             return [None] * len(self.linear._names.get("bias", ()))
         parts = [summed] if self.linear.single_grouped_bias else summed
-        require_grad = self.ctx.params_require_grad[self.linear.main_grad_count :]
-        return [p if w else None for p, w in zip(parts, require_grad, strict=True)]
+        return [p if w else None for p, w in zip(parts, self._biases_wanted, strict=True)]
 
 
 @dataclass(frozen=True)

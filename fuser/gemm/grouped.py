@@ -175,6 +175,66 @@ def sums(dy: torch.Tensor, groups: Groups, scales: torch.Tensor | None = None) -
     return torch.stack([weighted[rows].sum(0) for rows in groups.slices()])
 
 
+class GroupProducts(NamedTuple):
+    """The functions of :mod:`fuser.gemm` for operands ``[..., K]`` and a weight for each group.
+
+    Addends are contiguous, and written.
+    """
+
+    groups: Groups
+    """Of rows that are not padded."""
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``x_g @ weight_g.T``."""
+        return _shaped_as(x, forward(_rows(x), weight, self.groups))
+
+    def linear_add(
+        self, x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor, *, scale: float
+    ) -> torch.Tensor:
+        """``scale * x_g @ weight_g.T + addend``."""
+        return self._added(_rows(x), weight.transpose(1, 2), addend, scale)
+
+    def dgrad(
+        self,
+        dy: torch.Tensor,
+        weight: torch.Tensor,
+        scale: float = 1.0,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``scale * dy_g @ weight_g (+ addend)``."""
+        if addend is not None:
+            return self._added(_rows(dy), weight, addend, scale)
+        return _shaped_as(dy, _scaled(dgrad(_rows(dy), weight, self.groups), scale))
+
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """``scale * dy_g.T @ x_g``."""
+        return _scaled(wgrad(_rows(dy), _rows(x), self.groups), scale)
+
+    def _added(
+        self, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """``addend`` with ``scale * a_g @ b_g``: one GEMM for each group where each is one."""
+        sums = addend.view(-1, addend.shape[-1])
+        if self.groups.sizes is None or sums.dtype is not a.dtype:
+            sums.add_(_multiply(a, b, self.groups, None), alpha=scale)
+            return addend
+        for rows, matrix in zip(self.groups.slices(), b, strict=True):
+            sums[rows].addmm_(a[rows], matrix, alpha=scale)
+        return addend
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _shaped_as(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+    return product.view(*x.shape[:-1], product.shape[-1])
+
+
+def _scaled(product: torch.Tensor, scale: float) -> torch.Tensor:
+    return product if scale == 1.0 else product.mul_(scale)
+
+
 def _multiply(
     a: torch.Tensor, b: torch.Tensor, groups: Groups, out: torch.Tensor | None
 ) -> torch.Tensor:

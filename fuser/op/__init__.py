@@ -14,6 +14,7 @@ from fuser.op.parameters import (
     check_sizes,
     default_device,
     default_dtype,
+    fill_weight,
 )
 from fuser.op.state import Stateful, is_tried, plain_keys
 from fuser.op.step import Contexts, Grads, StepGrads, StepInputs, StepOutputs, Tensors, rows
@@ -46,6 +47,7 @@ __all__ = [
     "check_parameter",
     "default_device",
     "default_dtype",
+    "fill_weight",
     "is_plain",
     "is_tried",
     "keyword_names",

@@ -84,6 +84,8 @@ class OperationContext:
     """Of a grouped linear that reads parts of one buffer: their versions in the forward."""
     state: Any = None
     """What the op keeps for its backward besides tensors: a ``NamedTuple`` of its own."""
+    adapters: Any = None
+    """Of a linear with adapters of low rank: what these keep besides tensors; None without any."""
     to_save: tuple[torch.Tensor | None, ...] | None
     saved_tensors: Any
     """In backward: the saved tensors, in the order in which the forward saved them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from typing import Literal, SupportsIndex, get_args
@@ -44,6 +45,16 @@ def default_dtype(dtype: torch.dtype | None) -> torch.dtype:
     if chosen not in COMPUTE_DTYPES:
         raise InputError(f"Parameters are float32, float16 or bfloat16; got {chosen}.")
     return chosen
+
+
+def fill_weight(weight: torch.Tensor) -> None:
+    """Initialise one weight ``[N, K]``, or each of several ``[G, N, K]``, as torch.nn.Linear."""
+    if is_distributed(weight):  # whose ranks have some of the weights, or rows of one
+        bound = 1 / math.sqrt(weight.shape[-1])
+        torch.nn.init.uniform_(weight, -bound, bound)
+        return
+    for matrix in weight if weight.dim() == 3 else [weight]:
+        torch.nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
 
 
 def check_parameter(op: str, name: str, parameter: torch.Tensor, shape: tuple[int, ...]) -> None:

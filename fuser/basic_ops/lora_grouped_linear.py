@@ -1,0 +1,296 @@
+"""LoRAGroupedLinear: linears of groups with frozen weights, and adapters that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fuser.basic_ops.grouped_linear import GroupedLinear
+from fuser.basic_ops.grouped_products import GroupedProduct
+from fuser.basic_ops.grouped_quantized_weights import stacked
+from fuser.basic_ops.lora_adapters import LoRAAdapters, check_adapters, frozen, hold_once
+from fuser.errors import InputError
+from fuser.gemm import grouped
+from fuser.gemm.grouped import GroupProducts, Groups
+from fuser.op import (
+    Contexts,
+    OperationContext,
+    StepGrads,
+    StepInputs,
+    StepOutputs,
+    Tensors,
+    default_device,
+    default_dtype,
+    fill_weight,
+    write_output,
+)
+from fuser.specs import PlanKey, TensorSpec
+from fuser.tensors.sharding import is_distributed
+
+
+class LoRAGroupedLinear(LoRAAdapters, GroupedLinear):
+    """``y_g = x_g @ W_g.T + bias_g + alpha / rank * dropout(x_g) @ A_g.T @ B_g.T``.
+
+    A :class:`GroupedLinear` whose weights and biases are frozen, with adapters for each group, such
+    as an expert; the extra inputs are those of that op. The adapters are parameters ``lora_A0``
+    ``[rank, in_features]``, ``lora_A1`` and so on, then ``lora_B0`` ``[out_features, rank]`` and so
+    on; each kind is views of one buffer. A recipe quantizes the weights and the input of their
+    products, and weights are held as in :class:`LoRALinear`: in formats that make one copy from the
+    other they have one, from which each backward makes the other.
+
+    The adapters' products run where those of :class:`GroupedLinear` would without a recipe: with 16
+    bits on a Hopper or Blackwell GPU all groups at once, and split sizes are not read. With fp32
+    adapters on a GPU everything runs group by group.
+
+    Parameters
+    ----------
+    num_groups, in_features, out_features, bias, device
+        As in :class:`GroupedLinear`.
+    rank, alpha, dropout, dtype, adapter_dtype
+        As in :class:`LoRALinear`.
+    single_grouped_weight
+        One parameter ``weight`` for all groups, and so one ``lora_A`` ``[num_groups, rank,
+        in_features]`` and one ``lora_B`` ``[num_groups, out_features, rank]``.
+    single_grouped_bias, scale_bias
+        As in :class:`GroupedLinear`.
+
+    Raises
+    ------
+    InputTypeError, InputError
+        As the constructors of these two ops; at a call if a weight requires a gradient.
+    """
+
+    can_quantize_output = ("forward",)
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        rank: int,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        adapter_dtype: torch.dtype | None = None,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        scale_bias: bool = False,
+    ) -> None:
+        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+        check_adapters("LoRAGroupedLinear", dropout, **sizes, rank=rank)
+        of_adapters = default_dtype(adapter_dtype or dtype)
+        super().__init__(
+            num_groups,
+            in_features,
+            out_features,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_bias,
+            scale_bias=scale_bias,
+        )
+        options: dict[str, Any] = {"device": default_device(device), "dtype": of_adapters}
+        kinds = ("lora_A", "lora_B")
+        for kind in kinds:
+            each = tuple(f"{kind}{g}" for g in range(num_groups))
+            self._names[kind] = (kind,) if single_grouped_weight else each
+        adapters = [name for kind in kinds for name in self._names[kind]]
+        self.parameter_names = [*self.parameter_names, *adapters]
+        self._take_adapters(adapters, rank, alpha, dropout)
+        for kind in kinds:
+            self._register(kind, torch.empty(num_groups, *self._size(kind), **options))
+        if options["device"].type != "meta":
+            self._reset(adapters)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: GroupedLinear,
+        *,
+        rank: int,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+        adapter_dtype: torch.dtype | None = None,
+    ) -> LoRAGroupedLinear:
+        """Adapters for a ``GroupedLinear``, whose channels and layout of parameters it gets.
+
+        The parameters of ``linear`` are used, and frozen; nothing is copied. Of quantized weights
+        that make one copy from the other, the columnwise copy is freed.
+
+        Raises
+        ------
+        InputTypeError, InputError
+            As the constructor, or if ``linear`` is something else, has adapters or is sharded.
+            Nothing has changed then.
+        """
+        if not isinstance(linear, GroupedLinear) or isinstance(linear, LoRAAdapters):
+            raise InputError(
+                "LoRAGroupedLinear.from_linear takes a fuser.GroupedLinear without adapters; got "
+                f"a {type(linear).__name__}."
+            )
+        if any(map(is_distributed, linear.parameters())):
+            raise InputError(
+                "LoRAGroupedLinear.from_linear got sharded weights: make it first, and then shard "
+                "it."
+            )
+        device = linear._parts("weight")[0].device
+        adapted = cls(
+            linear.num_groups,
+            linear.in_features,
+            linear.out_features,
+            rank=rank,
+            alpha=alpha,
+            dropout=dropout,
+            bias=linear.has_bias,
+            device="meta",
+            dtype=linear._dtype,
+            adapter_dtype=adapter_dtype,
+            single_grouped_weight=linear.single_grouped_weight,
+            single_grouped_bias=linear.single_grouped_bias,
+            scale_bias=linear.scale_bias,
+        )
+        for name in linear.parameter_names:
+            setattr(adapted, name, frozen(getattr(linear, name)))
+            hold_once(getattr(adapted, name))
+        for name in adapted._adapter_names:
+            like = torch.empty_like(getattr(adapted, name), device=device)
+            setattr(adapted, name, torch.nn.Parameter(like))
+        adapted._input_channels = dict(linear._input_channels)
+        adapted.train(linear.training)
+        if device.type != "meta":
+            adapted._reset(adapted._adapter_names)
+        return adapted
+
+    def _sized(self) -> str:
+        return GroupedLinear._sized(self)
+
+    def _size(self, kind: str) -> tuple[int, ...]:
+        of_adapters = {
+            "lora_A": (self.rank, self.in_features),
+            "lora_B": (self.out_features, self.rank),
+        }
+        return of_adapters[kind] if kind in of_adapters else super()._size(kind)
+
+    def _parts(self, kind: str) -> list[Any]:
+        return GroupedLinear._parts(self, kind)
+
+    # -- first values ---------------------------------------------------------
+
+    def reset_parameters(self) -> None:
+        """Initialise weights and biases as GroupedLinear does, and the adapters.
+
+        The adapters as :meth:`reset_adapters`.
+        """
+        super().reset_parameters()
+
+    def reset_adapters(self) -> None:
+        """Each A as the weight of torch.nn.Linear, and B zero: the products are zero."""
+        self._reset(self._adapter_names)
+
+    def _reset(self, chosen: Collection[str]) -> None:
+        for name in self._adapter_names:
+            if name in chosen:
+                is_a = name.startswith("lora_A")
+                self.initialise(name, fill_weight if is_a else torch.nn.init.zeros_)
+        super()._reset(chosen)
+
+    def as_parameter(self, weight: torch.nn.Parameter, name: str) -> torch.nn.Parameter:
+        fresh = super().as_parameter(weight, name)
+        hold_once(fresh)
+        return fresh
+
+    def merged_weight(self) -> torch.Tensor:
+        """``W_g + alpha / rank * B_g @ A_g``, ``[num_groups, out_features, in_features]``.
+
+        Computed in fp32 and rounded once, in the dtype of the weights; of quantized ones their
+        values. A ``GroupedLinear`` with it computes what this op does in evaluation mode, up to
+        that rounding.
+
+        Raises
+        ------
+        StateError
+            If the parameters are sharded, or are merged already.
+        """
+        merged = self._merged()
+        return merged[0] if self.single_grouped_weight else stacked(merged)
+
+    # -- questions of the planner ---------------------------------------------
+
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
+        self._check_frozen()
+        return super().output_spec(spec, extras, autocast)
+
+    def runs_at_once(self, key: PlanKey) -> bool:
+        dtype = self._adapter_dtype(key.autocast_dtype)
+        is_wide = key.arch is not None and dtype is torch.float32 and not self.is_merged
+        return super().runs_at_once(key) and not is_wide
+
+    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        return tuple(self._kernels(side, key))
+
+    def _kernels(self, side: str, key: PlanKey) -> Iterator[str]:
+        count, is_one = self.num_groups, self.runs_at_once(key)
+        has_one_dtype = self._parts("lora_A")[0].dtype is self._dtype or key.autocast_dtype
+
+        def named(name: str) -> tuple[str, ...]:
+            if name.endswith("addmm") and (is_one or not has_one_dtype):
+                return (*named(name.replace("addmm", "mm")), "add")
+            return (f"grouped {name} of {count}" if is_one else f"{count} x {name}",)
+
+        yield from super().kernels(side, key)
+        yield from self._adapter_kernels(side, key, named, adds=True)
+
+    # -- running --------------------------------------------------------------
+
+    def _operand(
+        self, ctx: OperationContext, kind: str, dtype: torch.dtype, *, is_read: bool
+    ) -> torch.Tensor:
+        values = self._stacked(kind, dtype)
+        if not is_read:
+            return values
+        self.note_versions(ctx, kind)
+        # Parameters of which it is a view are apart in graphs.
+        return values.clone() if self.runs_in_graph and not self._is_one(kind) else values
+
+    def _reads_sizes(self, ctx: OperationContext, x: Any) -> bool:
+        dtype = self._adapter_dtype(ctx.autocast_dtype)
+        is_looped = x.is_cuda and not self.is_merged and not grouped.has_grouped_mm(x.device, dtype)
+        return is_looped or super()._reads_sizes(ctx, x)
+
+    def _product(self, ctx: OperationContext, split_sizes: torch.Tensor, x: Any) -> GroupedProduct:
+        product = super()._product(ctx, split_sizes, x)
+        ctx.groups = product.groups
+        return product
+
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        """``op_kwargs`` are those of ``GroupedLinear``."""
+        (ctx,) = ctxs
+        y, _ = super().step_forward(ctxs, x, inputs._replace(quantizer=None))
+        groups: Groups = ctx.__dict__.pop("groups")
+        if not self.is_merged:
+            y = self.add_adapters(ctx, GroupProducts(groups._replace(padded=None)), x, y)
+        return write_output(y, inputs.quantizer), ()
+
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        (ctx,) = ctxs
+        if ctx.adapters is None:  # it ran merged
+            dx, grads, extras = super().step_backward(ctxs, dy, grad_extras)
+            return dx, (*grads, *(None for _ in self._adapter_names)), extras
+        saved = self.take_saved(ctx)
+        ends, sizes, *_ = ctx.saved_tensors
+        dx, grads, extras = super().step_backward(ctxs, dy, grad_extras)
+        products = GroupProducts(Groups(ends, sizes))
+        dx, *of_adapters = self.adapters_backward(ctx, products, saved, dy, dx)
+        for grad in of_adapters:
+            parts = [None] * self.num_groups if grad is None else grad
+            grads = (*grads, *([grad] if self.single_grouped_weight else parts))
+        wanted = zip(grads, ctx.params_require_grad, strict=True)
+        return dx, [grad if is_wanted else None for grad, is_wanted in wanted], extras
