@@ -100,7 +100,7 @@ class GroupedLinear(GroupParameters):
         ``out_features`` that are not a multiple of 128.
     """
 
-    can_quantize_output = ("forward", "backward")
+    can_quantize_output: tuple[str, ...] = ("forward", "backward")
     module_type = "grouped_linear"
     takes_floating_extras = True
     index_extras = (0,)

@@ -238,7 +238,7 @@ class LoRAAdapters(BasicOperation):
 
     def takes_rebuilt_input(self, key: PlanKey) -> bool:
         (op,) = key.ops
-        of_a, _ = self._wanted([param.requires_grad for param in op.params])
+        of_a, _ = self._wants([param.requires_grad for param in op.params])
         return not self.is_merged and op.requires_grad and of_a
 
     def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
@@ -263,7 +263,7 @@ class LoRAAdapters(BasicOperation):
                     "to a linear without adapters."
                 )
 
-    def _wanted(self, require_grad: Sequence[bool]) -> tuple[bool, bool]:
+    def _wants(self, require_grad: Sequence[bool]) -> tuple[bool, bool]:
         """Whether a gradient of A, and one of B, is wanted; of the op's parameters."""
         count = len(self._adapter_names) // 2
         return any(require_grad[-2 * count : -count]), any(require_grad[-count:])
@@ -278,7 +278,7 @@ class LoRAAdapters(BasicOperation):
         (op,) = key.ops
         if self.is_merged:
             return
-        of_a, of_b = self._wanted([param.requires_grad for param in op.params])
+        of_a, of_b = self._wants([param.requires_grad for param in op.params])
         drops = self.training and self.draws_seed
         if side == "forward":
             yield from ("dropout",) if drops else ()
@@ -301,7 +301,7 @@ class LoRAAdapters(BasicOperation):
     ) -> torch.Tensor:
         """``y`` with the adapters' product; saves what their backward reads before the rest."""
         dtype = self._adapter_dtype(ctx.autocast_dtype)
-        of_a, of_b = self._wanted(ctx.params_require_grad) if ctx.requires_grad else (False, False)
+        of_a, of_b = self._wants(ctx.params_require_grad) if ctx.requires_grad else (False, False)
         of_x = ctx.requires_grad and ctx.input_requires_grad
         a = self._operand(ctx, "lora_A", dtype, is_read=of_x)
         b = self._operand(ctx, "lora_B", dtype, is_read=of_a or of_x)
@@ -344,7 +344,7 @@ class LoRAAdapters(BasicOperation):
         addend: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """The gradients of the input, to which ``addend`` is added, and of A and B."""
-        of_a, _ = self._wanted(ctx.params_require_grad)
+        of_a, _ = self._wants(ctx.params_require_grad)
         state: AdaptersState = ctx.adapters
         dy = cast(plain(grad_output, state.dtype), state.dtype)
         grad_a = grad_b = grad_input = grad_hidden = None

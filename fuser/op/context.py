@@ -86,6 +86,8 @@ class OperationContext:
     """What the op keeps for its backward besides tensors: a ``NamedTuple`` of its own."""
     adapters: Any = None
     """Of a linear with adapters of low rank: what these keep besides tensors; None without any."""
+    groups: Any
+    """Of a grouped linear with adapters: the groups of its forward, until the adapters ran."""
     to_save: tuple[torch.Tensor | None, ...] | None
     saved_tensors: Any
     """In backward: the saved tensors, in the order in which the forward saved them."""

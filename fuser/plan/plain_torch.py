@@ -23,6 +23,8 @@ from fuser.basic_ops.constant_scale import ConstantScale
 from fuser.basic_ops.dropout import Dropout
 from fuser.basic_ops.grouped_linear import GroupedLinear
 from fuser.basic_ops.identity import Identity
+from fuser.basic_ops.lora_grouped_linear import LoRAGroupedLinear
+from fuser.basic_ops.lora_linear import LoRALinear
 from fuser.basic_ops.make_extra_output import MakeExtraOutput
 from fuser.basic_ops.moe import MoeCombine, MoeDispatch
 from fuser.basic_ops.normalization import L2Normalization, LayerNorm, RMSNorm
@@ -70,13 +72,39 @@ def _linear(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch
     return F.linear(x, *params)
 
 
+def _lora_linear(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
+    *frozen, a, b = params
+    return _adapted(op, x, F.linear(x, *frozen), lambda x: F.linear(F.linear(x, a), b))
+
+
+def _adapted(op: Any, x: torch.Tensor, y: torch.Tensor, product: Any) -> torch.Tensor:
+    """``y`` with the adapters' ``product``."""
+    if op.is_merged:
+        return y
+    added = product(F.dropout(x, op.dropout_probability, training=op.training))
+    return torch.add(y, added, alpha=op.scale)
+
+
 def _grouped_linear(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
+    return _grouped(op, x, op.out_features, is_trained=True)
+
+
+def _lora_grouped_linear(
+    op: Any, x: torch.Tensor, extras: Tensors, params: Tensors
+) -> torch.Tensor:
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return _grouped(op, _grouped(op, x, op.rank), op.out_features)
+
+    return _adapted(op, x, _grouped(op, x, op.out_features, is_trained=False), product)
+
+
+def _grouped(op: Any, x: torch.Tensor, size: int, *, is_trained: bool = True) -> torch.Tensor:
     """Batched products of groups of equal sizes; of one group if the rows cannot be divided."""
     rows = math.prod(x.shape[:-1])
     groups = op.num_groups if rows % op.num_groups == 0 else 1
-    weight = x.new_empty(groups, op.in_features, op.out_features, requires_grad=True)
+    weight = x.new_empty(groups, x.shape[-1], size, requires_grad=is_trained)
     y = torch.bmm(x.reshape(groups, -1, x.shape[-1]), weight)
-    return y.reshape(*x.shape[:-1], op.out_features)
+    return y.reshape(*x.shape[:-1], size)
 
 
 def _adaptive(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
@@ -114,6 +142,8 @@ PLAIN: dict[type[BasicOperation], Callable[[Any, torch.Tensor, Tensors, Tensors]
     Identity: lambda op, x, extras, params: x,
     L2Normalization: lambda op, x, extras, params: F.normalize(x, dim=-1, eps=op.eps),
     LayerNorm: _layer_norm,
+    LoRAGroupedLinear: _lora_grouped_linear,
+    LoRALinear: _lora_linear,
     MakeExtraOutput: lambda op, x, extras, params: x,
     MoeCombine: _combine,
     MoeDispatch: _dispatch,
@@ -205,13 +235,13 @@ class _Run:
             )
             params = tuple(self.params[i])
             dtype = graph.main_specs[i + 1].dtype
-            if isinstance(op, Bias) and i and isinstance(ops[i - 1], BasicLinear):
+            if isinstance(op, Bias) and i and _plain(ops[i - 1]) is _linear:
                 pass  # the linear before it has added it
             else:
                 if params:
                     x = x.to(dtype)
                 has_bias = i + 1 < len(ops) and isinstance(ops[i + 1], Bias)
-                if isinstance(op, BasicLinear) and has_bias:
+                if has_bias and _plain(op) is _linear:
                     params += tuple(self.params[i + 1])
                 x = _plain(op)(op, x, extras, params)
             for k, spec in enumerate(graph.extra_outputs[i]):

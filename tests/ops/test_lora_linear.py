@@ -345,6 +345,17 @@ def test_the_plan_says_that_the_products_are_added_in_the_gemms() -> None:
     assert "dgrad mm (emulated), add" in plan.backward[0].kernel
 
 
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_a_plan_for_a_gpu_has_plain_torch_with_as_many_products_beside_it(is_merged: bool) -> None:
+    wide = fuser.LoRALinear(4096, 4096, rank=8, dtype=BF16)
+    if is_merged:
+        wide.merge()
+    x = torch.empty(32, 4096, dtype=BF16, requires_grad=True)
+    for model in (fuser.Sequential(wide), fuser.Sequential(wide, fuser.Bias(4096))):
+        plan = model.plan(x, device="h200")
+        assert [baseline.name for baseline in plan.baselines] == ["torch eager", "torch.compile"]
+
+
 # -- other linears and states ------------------------------------------------------
 
 
