@@ -64,7 +64,9 @@ class ExpertsPart(Part):
     def refusal(self, owner: torch.nn.Module) -> str | None:
         for name in (self.up, self.down):
             weight = owner._parameters.get(name)
-            if weight is None or type(weight) not in PLAIN_TENSORS:
+            if weight is None:
+                return f"{name} is computed at each call, as by PEFT's target_parameters"
+            if type(weight) not in PLAIN_TENSORS:
                 return f"{name} is a {type(weight).__name__}"
         if tuple(owner._parameters[self.up].shape) != self._shape:  # type: ignore[union-attr]
             return f"{self.up} has another shape"

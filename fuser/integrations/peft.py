@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fuser.basic_ops import BasicLinear, GroupedLinear, LoRALinear
+from fuser.basic_ops import BasicLinear, GroupedLinear, LoRAGroupedLinear, LoRALinear
 from fuser.errors import InputError, StateError
 from fuser.fused_ops import Linear
 from fuser.modules import LayerNormLinear, LayerNormMLP
@@ -37,6 +37,7 @@ _REGISTER = "_register_custom_module"
 
 LINEARS = (Linear, BasicLinear, LinearLayer)
 """The classes that take adapters."""
+_HAVE_ADAPTERS = (LoRALinear, LoRAGroupedLinear)
 _HOLD_LINEARS = (LayerNormLinear, LayerNormMLP, GroupedLinear)
 # Ways to initialise that do not decompose or write the weight.
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal")
@@ -139,7 +140,7 @@ def _matches(config: Any, name: str) -> bool:
 
 def _takes_adapters(name: str, module: torch.nn.Module, ours: dict[str, Stateful]) -> bool:
     """Whether it is a linear that is not a part of another one, and has no adapters yet."""
-    return not isinstance(module, LoRALinear) and _composite_of(name, ours) is None
+    return not isinstance(module, _HAVE_ADAPTERS) and _composite_of(name, ours) is None
 
 
 def _composite_of(name: str, ours: dict[str, Stateful]) -> str | None:
@@ -153,8 +154,10 @@ def _refusal(name: str, module: torch.nn.Module, ours: dict[str, Stateful]) -> s
     composite = _composite_of(name, ours)
     if composite is not None:
         return f"it is a part of {composite!r}, which is the target to name"
-    if isinstance(module, LoRALinear):
+    if isinstance(module, _HAVE_ADAPTERS):
         return "it has adapters of its own"
+    if isinstance(module, GroupedLinear):
+        return "PEFT has none for it; fuser.LoRAGroupedLinear.from_linear(...) does"
     if not isinstance(module, LINEARS):
         names = ", ".join(f"fuser.{cls}" for cls in ("Linear", "BasicLinear", "modules.Linear"))
         return f"linears do, {names}"
@@ -178,7 +181,7 @@ def _check_all_linear(ours: dict[str, Stateful]) -> None:
     left_out = [
         f"{name or 'the model'!r}, a {type(module).__name__}"
         for name, module in ours.items()
-        if isinstance(module, _HOLD_LINEARS)
+        if isinstance(module, _HOLD_LINEARS) and not isinstance(module, _HAVE_ADAPTERS)
     ]
     if left_out:
         raise InputError(

@@ -125,7 +125,8 @@ class CostModel:
                 continue
             key = graph.key.window(i, i + 1)
             (op,) = key.ops
-            weight_needs_grad = any(param.requires_grad for param in op.params)
+            weights = op.params[: graph.ops[i].main_grad_count]  # biases and adapters have others
+            weight_needs_grad = any(param.requires_grad for param in weights)
             is_run = [True] if side == "forward" else [op.input_requires_grad, weight_needs_grad]
             dtype = key.autocast_dtype or graph.main_specs[i + 1].dtype
             kernels = " ".join(graph.ops[i].kernels(side, key))

@@ -609,6 +609,8 @@ def test_the_plan_says_which_products_add() -> None:
     def kernels(model: Any, recipe: Any = None) -> tuple[str, str]:
         with fuser.autocast(enabled=recipe is not None, recipe=recipe):
             plan = fuser.Sequential(model).plan(leaf(rows()), torch.tensor(SOME))
+        # A frozen weight has a dgrad alone.
+        assert plan.forward[0].flops_per_token == 2 * IN * OUT == plan.backward[0].flops_per_token
         return plan.forward[0].kernel, plan.backward[0].kernel
 
     forward, backward = kernels(lora(bias=False))

@@ -271,6 +271,7 @@ def other_layers() -> fuser.Sequential:
             mlp=fuser.modules.LayerNormMLP(N, N),
             lora=fuser.LoRALinear(N, N, rank=2),
             experts=fuser.GroupedLinear(2, N, N),
+            adapted=fuser.LoRAGroupedLinear(2, N, N, rank=2, single_grouped_weight=True),
         )
     )
 
@@ -278,12 +279,19 @@ def other_layers() -> fuser.Sequential:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a layer": ({"target_modules": ["up", "mlp"]}, "'mlp' is a fuser LayerNormMLP"),
     "a norm": ({"target_modules": r"norm|up"}, "'norm' is a fuser RMSNorm that takes no adapters"),
-    "experts": ({"target_modules": ["experts"]}, "'experts' is a fuser GroupedLinear"),
+    "experts": (
+        {"target_modules": ["experts"]},
+        r"'experts' is a fuser GroupedLinear .*: PEFT has none for it; fuser.LoRAGroupedLinear",
+    ),
+    "experts with adapters": (
+        {"target_modules": ["adapted"]},
+        "'adapted' is a fuser LoRAGroupedLinear that .*: it has adapters of its own",
+    ),
     "adapters": ({"target_modules": ["lora"]}, "it has adapters of its own"),
     "a basic op": ({"target_modules": r".*basic_ops\.0"}, "it is a part of 'up'"),
     "all": (
         {"target_modules": "all-linear"},
-        "leave out the linears in 'mlp', a LayerNormMLP; 'ex",
+        r"leave out the linears in 'mlp', a LayerNormMLP; 'experts', a GroupedLinear: name",
     ),
     "a parameter": (
         {"target_modules": ["up"], "target_parameters": ["up.weight"]},
@@ -310,7 +318,7 @@ def test_what_takes_no_adapters_is_refused_and_the_model_stays_as_it_is(what: st
         get_peft_model(model, config)
     assert ([*map(id, model.modules())], [p.requires_grad for p in model.parameters()]) == before
     found = get_peft_model(model, peft.LoraConfig(target_modules=["up"]))
-    assert len(adapters(found)) == 4  # two of the LoRALinear itself
+    assert len(adapters(found)) == 6  # two of each op that has adapters of its own
 
 
 def test_other_methods_and_decompositions_of_quantized_weights_are_refused() -> None:
@@ -331,6 +339,92 @@ def test_the_configuration_of_the_caller_stays_as_it_is() -> None:
     prepared(Model("modules"), config)
     assert config.target_modules == "all-linear"
     assert config._custom_modules is None
+
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def experts_step(model: Any, inputs: Any, recipe: Any = None) -> dict[str, Any]:
+    """The logits, and the gradients of the adapters, by names without those of PEFT's wrappers."""
+    model.zero_grad(set_to_none=True)
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        logits = model(**inputs).logits
+    logits.square().mean().backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"y": logits.detach(), **grads}
+
+
+@pytest.mark.parametrize("order", ["converted first", "PEFT first"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE"])
+def test_converted_experts_with_pefts_parameters_run_their_own_forward(
+    name: str, order: str
+) -> None:
+    """And not the pipeline, also if that has run before: PEFT computes the weights at each call."""
+    pytest.importorskip("transformers", reason="transformers is not installed.")
+    import hugging_face_models as models
+
+    config = peft.LoraConfig(r=4, target_parameters=EXPERTS, init_lora_weights=False)
+    inputs, base = models.inputs_of(name), models.causal(name).eval()
+    torch.manual_seed(1)
+    plain = peft.get_peft_model(copy.deepcopy(base), config)
+    model = base
+    if order == "converted first":
+        assert fuser.convert(model).converted
+        without = model(**inputs).logits
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, config)
+    if order == "PEFT first":
+        assert fuser.convert(adapted).converted
+        with adapted.disable_adapter():
+            without = adapted(**inputs).logits
+    for _ in range(2):
+        found, expected = experts_step(adapted, inputs), experts_step(plain, inputs)
+        assert found.keys() == expected.keys()
+        assert sum("lora_" in key for key in found) == 2 * 2 * 2  # A and B, weights, layers
+        assert not torch.allclose(found["y"], without, rtol=1e-2, atol=1e-2)
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
+    with adapted.disable_adapter(), plain.disable_adapter():
+        torch.testing.assert_close(
+            adapted(**inputs).logits, plain(**inputs).logits, rtol=1e-4, atol=1e-5
+        )
+    merged = adapted.merge_and_unload()
+    assert torch.equal(merged(**inputs).logits, merged(**inputs).logits)
+    torch.testing.assert_close(merged(**inputs).logits, expected["y"], rtol=1e-4, atol=1e-5)
+
+
+def test_merged_experts_of_a_converted_model_are_quantized_and_adapted_ones_are_not() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed.")
+    import hugging_face_models as models
+
+    inputs, recipe = models.inputs_of("Mixtral"), fuser.recipe.Float8CurrentScaling()
+    config = peft.LoraConfig(r=4, target_parameters=EXPERTS, init_lora_weights=False)
+    model = models.causal("Mixtral").eval()
+    torch.manual_seed(1)
+    plain = get_peft_model(copy.deepcopy(model), config)
+    fuser.convert(model, linears="none", recipe=recipe)
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, config)
+    assert torch.equal(adapted(**inputs).logits, plain(**inputs).logits)
+    merged, merged_plain = adapted.merge_and_unload(), plain.merge_and_unload()
+    error = (merged(**inputs).logits - merged_plain(**inputs).logits).abs().max()
+    assert 1e-4 < error < 0.1
+
+
+def test_an_implementation_of_experts_refuses_pefts_parameters_in_a_sentence() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed.")
+    import hugging_face_models as models
+
+    import fuser.integrations.transformers  # registers it
+
+    model = models.causal("Mixtral", experts_implementation="fuser").eval()
+    inputs = models.inputs_of("Mixtral")
+    expected = model(**inputs).logits
+    adapted = get_peft_model(model, peft.LoraConfig(r=4, target_parameters=EXPERTS))
+    with pytest.raises(fuser.StateError, match="gate_up_proj is computed at each call, as by PEFT"):
+        adapted(**inputs)
+    with adapted.disable_adapter():
+        assert torch.equal(adapted(**inputs).logits, expected)
 
 
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,28 +5,30 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 LORA = "basic_ops/lora_linear.py"
+SHARED = "basic_ops/lora_adapters.py"
+GROUPED = "basic_ops/lora_grouped_linear.py"
 STATES = "op/state.py"
 
 ADAPTERS = (
     Mutant(
         "the gradient of B is without the scale",
-        LORA,
-        "grad_b = gemm.wgrad(dy, saved.hidden, state.scale)",
-        "grad_b = gemm.wgrad(dy, saved.hidden)",
+        SHARED,
+        "grad_b = products.wgrad(dy, saved.hidden, state.scale)",
+        "grad_b = products.wgrad(dy, saved.hidden)",
         "test_lora_linear.py::test_output_and_gradients_are_those_of_the_formula",
     ),
     Mutant(
         "the gradient of A reads the input without its mask",
-        LORA,
+        SHARED,
         "x = materialize(pointwise.dropout(x, saved.seed, state.dropout_probability))",
         "pass",
         "test_lora_linear.py::test_dropout_is_of_the_adapters_input_alone",
     ),
     Mutant(
         "the adapters' gradient of the input is without the mask",
-        LORA,
-        "                added = materialize(dropped)\n",
-        "                pass\n",
+        SHARED,
+        "            grad_input = materialize(dropped)\n",
+        "            pass\n",
         "test_lora_linear.py::test_dropout_is_of_the_adapters_input_alone",
     ),
     Mutant(
@@ -38,7 +40,7 @@ ADAPTERS = (
     ),
     Mutant(
         "the op takes an input that the op before has quantized",
-        LORA,
+        SHARED,
         '        """None: the adapters read the values too, and the op quantizes for itself."""\n'
         "        return None\n",
         "        return super().input_quantization(key)\n",
@@ -53,7 +55,7 @@ ADAPTERS = (
     ),
     Mutant(
         "a frozen quantized weight is held twice",
-        LORA,
+        SHARED,
         "        weight.update_usage(columnwise_usage=False)\n",
         "        pass\n",
         "test_lora_linear.py::"
@@ -69,25 +71,63 @@ ADAPTERS = (
     ),
     Mutant(
         "plans do not follow merging",
-        LORA,
+        SHARED,
         "        module_calls.change()  # plans depend on it\n",
         "",
         "test_lora_linear.py::test_the_plan_of_frozen_adapters_follows_merging",
     ),
     Mutant(
         "a merged op saves its adapters too",
-        LORA,
-        '            del destination[f"{prefix}lora_A"], destination[f"{prefix}lora_B"]\n',
+        SHARED,
+        "            del destination[prefix + name]\n",
         "            pass\n",
         "test_lora_linear.py::"
         "test_the_state_of_a_merged_op_is_that_of_a_linear_and_none_is_loaded_into_it",
     ),
     Mutant(
         "a quantized weight is merged",
-        LORA,
-        "        if isinstance(self.weight, QuantizedTensor):\n",
+        SHARED,
+        "        if isinstance(weights[0], QuantizedTensor):\n",
         "        if False:\n",
         "test_lora_linear.py::test_what_cannot_be_merged_is_refused_and_stays_as_it_is",
+    ),
+    Mutant(
+        "an expert's adapters read a row of the next expert",
+        GROUPED,
+        "GroupProducts(groups._replace(padded=None))",
+        "GroupProducts(Groups(groups.ends + 1, groups.sizes))",
+        "test_lora_grouped_linear.py::"
+        "test_a_recipe_quantizes_the_weights_products_and_not_the_adapters",
+    ),
+    Mutant(
+        "the gradients of the experts' adapters are without the scale",
+        "gemm/grouped.py",
+        "    return product if scale == 1.0 else product.mul_(scale)\n",
+        "    return product\n",
+        "test_lora_grouped_linear.py::test_any_number_of_experts",
+    ),
+    Mutant(
+        "the other copy of an expert's frozen weight lives from forward to backward",
+        "basic_ops/grouped_loop.py",
+        "        if operand is values and is_made and self.ctx.backward_override is None:\n",
+        "        if False:\n",
+        "test_lora_grouped_linear.py::"
+        "test_quantized_weights_are_held_once_and_so_between_forward_and_backward",
+    ),
+    Mutant(
+        "experts with adapters in fp32 are planned as one launch",
+        GROUPED,
+        "        return super().runs_at_once(key) and not is_wide\n",
+        "        return super().runs_at_once(key)\n",
+        "test_lora_grouped_linear.py::"
+        "test_a_plan_for_a_gpu_says_when_sizes_are_read_and_has_plain_torch_beside_it",
+    ),
+    Mutant(
+        "adapters that change before the backward are not noticed",
+        GROUPED,
+        "        self.note_versions(ctx, kind)\n",
+        "",
+        "test_lora_grouped_linear.py::test_a_parameter_that_changes_before_the_backward_is_noticed",
     ),
 )
 

@@ -338,6 +338,8 @@ def test_on_kernels_an_activation_before_it_is_computed_again(recipe: Any) -> No
 def test_the_plan_says_that_the_products_are_added_in_the_gemms() -> None:
     plan = fuser.Sequential(lora()).plan(leaf(rows()))
     assert plan.forward[0].kernel == "addmm, mm, addmm"
+    # A frozen weight has a dgrad alone.
+    assert plan.forward[0].flops_per_token == 2 * IN * OUT == plan.backward[0].flops_per_token
     assert plan.backward[0].kernel == "dgrad mm, wgrad mm, wgrad mm, dgrad mm, dgrad addmm"
     with fuser.autocast(recipe=recipes.Float8CurrentScaling()):
         plan = fuser.Sequential(lora(BF16)).plan(leaf(rows(BF16)))
