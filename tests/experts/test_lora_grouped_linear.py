@@ -11,6 +11,7 @@ import pytest
 import torch
 from one_launch_experts import in_one_launch, one_by_one
 from oracles import Draw, assert_no_worse_than_torch, leaf, random_tensor
+from pipeline_kernels import on_kernels
 
 import fuser
 from fuser import recipe as recipes
@@ -596,6 +597,25 @@ def test_every_memory_budget_gives_the_same_bits(name: str) -> None:
             found.append(of_layer(copy.deepcopy(model), rows(), IN_A_LAYER[name]))
     assert equal(found[0], found[1])
     assert equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.Float8CurrentScaling()], ids=["none", "current"])
+def test_on_kernels_a_layer_of_experts_is_the_same(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if backward computes the inputs of adapters again; all experts are one launch."""
+    model, found = layer(dtype=BF16), []
+    expected = of_layer(copy.deepcopy(model), rows(BF16), recipe)
+    if recipe is None:
+        in_one_launch(monkeypatch)
+    with on_kernels():
+        for budget in (None, 0):
+            with fuser.activation_memory_budget(budget):
+                found.append(of_layer(copy.deepcopy(model), rows(BF16), recipe))
+    assert equal(*found)
+    for name, value in expected.items():
+        error = (found[0][name].float() - value.float()).abs().max()
+        assert error <= 0.05 * value.float().abs().max(), name
 
 
 def test_an_input_that_the_ops_before_compute_again_is_not_kept() -> None:
