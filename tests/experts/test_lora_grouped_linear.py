@@ -322,8 +322,12 @@ def test_a_weight_that_requires_a_gradient_is_refused_and_the_next_call_works() 
 
 
 @pytest.mark.parametrize("name", ["lora_A1", "lora_B2", "weight1"])
-def test_a_parameter_that_changes_before_the_backward_is_noticed(name: str) -> None:
-    model = lora()
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_parameter_that_changes_before_the_backward_is_noticed(
+    name: str, is_copied: bool
+) -> None:
+    """Also if the parts of one buffer have version counters of their own, as in a copy."""
+    model = copy.deepcopy(lora()) if is_copied else lora()
     y = model(leaf(rows()), torch.tensor(SOME))
     with torch.no_grad():
         getattr(model, name).add_(1)
