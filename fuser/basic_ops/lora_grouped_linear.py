@@ -130,9 +130,10 @@ class LoRAGroupedLinear(LoRAAdapters, GroupedLinear):
             Nothing has changed then.
         """
         if not isinstance(linear, GroupedLinear) or isinstance(linear, LoRAAdapters):
+            kind = type(linear)
             raise InputError(
-                "LoRAGroupedLinear.from_linear takes a fuser.GroupedLinear without adapters; got "
-                f"a {type(linear).__name__}."
+                "LoRAGroupedLinear.from_linear takes a fuser.GroupedLinear, an op without "
+                f"adapters; got a {kind.__module__}.{kind.__qualname__}."
             )
         if any(map(is_distributed, linear.parameters())):
             raise InputError(

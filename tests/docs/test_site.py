@@ -101,9 +101,9 @@ def test_a_message_has_an_ellipsis_for_each_value() -> None:
     (text,) = {
         message.text
         for message in sentences.sentences()
-        if message.module == "basic_ops/lora_linear.py" and "dropout=" in message.text
+        if message.module == "basic_ops/lora_adapters.py" and "dropout=" in message.text
     }
-    assert text == "LoRALinear got dropout=…; it is between 0 and 1."
+    assert text == "… got dropout=…; it is between 0 and 1."
 
 
 def test_a_table_of_figures_has_the_medians_of_its_file() -> None:

@@ -785,10 +785,11 @@ def test_wrong_arguments_are_sentences(arguments: Any, error: Any, sentence: str
 
 
 def test_what_is_no_grouped_linear_is_refused_and_stays_as_it_is() -> None:
-    others: list[Any] = [torch.nn.Linear(4, 4), fuser.Linear(4, 4), lora()]
+    layer_ = fuser.modules.GroupedLinear(2, 4, 4)
+    others: list[Any] = [torch.nn.Linear(4, 4), fuser.Linear(4, 4), layer_, lora()]
     for linear in others:
         trained = [p.requires_grad for p in linear.parameters()]
-        with pytest.raises(fuser.InputError, match=f"got a {type(linear).__name__}"):
+        with pytest.raises(fuser.InputError, match=rf"got a [\w.]+\.{type(linear).__name__}\."):
             fuser.LoRAGroupedLinear.from_linear(linear, rank=2)
         assert [p.requires_grad for p in linear.parameters()] == trained
     linear = fuser.GroupedLinear(2, 4, 4)
