@@ -295,6 +295,7 @@ def plans(rank: int) -> dict[str, Any]:
         model = layer(dist.group.WORLD, **options)
         plan = model.plan(x.requires_grad_(), indices, probs.requires_grad_())
         found[name] = str(plan)
+        found[f"{name} kernels"] = [s.kernel for s in (*plan.forward, *plan.backward)]
         found[f"{name} link"] = [s.link_bytes_per_token for s in (*plan.forward, *plan.backward)]
         found[f"{name} recorded"] = [is_recordable((op,)) for op in model]
         with pytest.raises((fuser.StateError, fuser.InputError)) as error:

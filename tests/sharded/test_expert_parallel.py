@@ -94,7 +94,7 @@ def test_a_plan_has_every_all_to_all_with_its_bytes(results: dict[str, list[Any]
             "all-to-all grad_output (2 ranks: 128 B/token)",
             "all-to-all grad of probs (2 ranks: 4 B/token)",
         ):
-            assert kernel in text
+            assert any(kernel in kernels for kernels in each["exact kernels"])
         note = " ".join(text.split("notes")[1].split())
         assert "4 experts on 2 ranks, 2 on each; ranks first exchange" in note
         assert "read the sizes on the host; none is dropped" in note
