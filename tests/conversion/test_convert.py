@@ -964,3 +964,49 @@ def test_other_calls_of_a_converted_forward_are_those_of_the_class() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
         model(x, scale=2)
     assert torch.equal(model(x), expected)
+
+
+def removed(model: Any) -> None:
+    del model.layers["0"]
+
+
+def added(model: Any) -> None:
+    model.layers["2"] = copy.deepcopy(model.layers["0"])
+
+
+def first_stage(model: Any) -> None:
+    del model.layers["1"]
+    model.norm = model.lm_head = None
+
+
+def last_stage(model: Any) -> None:
+    del model.layers["0"]
+    model.tok_embeddings = None
+
+
+@pytest.mark.parametrize("change", [removed, added, first_stage, last_stage])
+def test_a_model_that_loops_over_layers_may_lose_and_get_some(
+    change: Callable[[nn.Module], None],
+) -> None:
+    model, plain = seeded(titan_like.TitanLike), seeded(titan_like.TitanLike)
+    report = fuser.convert(model)
+    assert "" in [row.path for row in report.converted]
+    for each in (model, plain):
+        change(each)
+    x = titan_like.tokens() if plain.tok_embeddings is not None else torch.randn(2, 12, HIDDEN)
+    assert torch.equal(model(x), plain(x))
+    assert pipelines_run(model, x) == len(plain.get_submodule("layers")._modules)
+
+
+def test_a_subclass_of_a_linear_is_not_tried_with_weights_of_its_size() -> None:
+    class Linear(nn.Linear):
+        """As the linears of torchtitan: of a class of its own, with torch's forward."""
+
+    class Scaled(Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    with torch.device("meta"):
+        large = nn.ModuleList([Linear(1 << 20, 1 << 20), Linear(64, 64)])
+    assert len(fuser.convert(large, linears="all").converted) == 2
+    assert not fuser.convert(Scaled(64, 64), linears="all").converted
