@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
+from torchtitan_ranks_cases import on_meta
 
 import fuser
 
@@ -815,11 +816,12 @@ def test_a_compiled_model_is_one_graph_with_the_same_bits(recipe: Any) -> None:
     assert torch.equal(actual["y"], plain["y"]) == (recipe is None)
 
 
-def test_a_model_on_meta_is_converted_and_filled_later() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_model_on_meta_is_converted_and_filled_later(dtype: torch.dtype) -> None:
     expected = seeded(titan_like.TitanLike)
-    with torch.device("meta"):
-        model = titan_like.TitanLike()
-    report = fuser.convert(model, recipe=CURRENT)
+    with on_meta(dtype):
+        model = titan_like.TitanLike().to(torch.float32)
+        report = fuser.convert(model, recipe=CURRENT)
     assert str(report) == str(fuser.convert(copy.deepcopy(expected), recipe=CURRENT))
     model.to_empty(device="cpu")
     model.load_state_dict(expected.state_dict())

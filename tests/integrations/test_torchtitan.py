@@ -93,7 +93,9 @@ def test_options_are_those_of_convert_and_reach_it() -> None:
     rounded = built(titan.converted(models.config(), rounding="torch"), torch.bfloat16)
     assert torch.equal(rounded(x), bf16(x))
     assert not torch.equal(built(titan.converted(models.config()), torch.bfloat16)(x), bf16(x))
-    filtered = titan.converted(models.config(), filter=lambda path, _: not path.startswith("layers"))
+    filtered = titan.converted(
+        models.config(), filter=lambda path, _: not path.startswith("layers")
+    )
     assert titan_like.counted(built(filtered), x)[1] == 1
 
 

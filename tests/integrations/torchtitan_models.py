@@ -183,7 +183,9 @@ REFUSED = {
 
 def cases() -> dict[str, Callable[[int], Any]]:
     """On several ranks."""
-    ways = {f"{way}, {name}": (WAYS[way], CONVERSIONS[name]) for way in WAYS for name in CONVERSIONS}
+    ways = {
+        f"{way}, {name}": (WAYS[way], CONVERSIONS[name]) for way in WAYS for name in CONVERSIONS
+    }
     ways.update({way: (REFUSED[way], CONVERSIONS["converter"]) for way in REFUSED})
     return {name: functools.partial(trained, convert, way) for name, (way, convert) in ways.items()}
 
