@@ -6,39 +6,45 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser.torch_private import storage_uses
 
+DEVICES = ("cpu", "cuda")
+"""Where parameters are moved into one memory."""
+
+_wholes: Any = WeakTensorKeyDictionary()
+"""The memory of joined parameters, by the first of them."""
+
 
 class _Joined(torch.autograd.Function):
-    """Tensors that follow one another in one memory, as one; gradients are parts of one tensor."""
+    """Tensors that follow one another in ``whole``, as one; gradients are parts of one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, whole: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
         ctx.rows = [part.shape[0] for part in parts]
         ctx.save_for_backward(*parts)
-        first = parts[0]
-        size = (sum(ctx.rows), *first.shape[1:])
-        # No view of the first part: it would have that one's version, and none of the others'.
-        whole = torch.empty(0, dtype=first.dtype, device=first.device)
-        storage = first.untyped_storage()
-        return whole.set_(storage, first.storage_offset(), size, first.stride())
+        # No view of the memory: it would have that one's version, and none of the parts'.
+        view = torch.empty(0, dtype=whole.dtype, device=whole.device)
+        return view.set_(whole.untyped_storage(), 0, whole.shape, whole.stride())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         _ = ctx.saved_tensors  # torch's error if one was written to since
-        return torch.split(grad, ctx.rows)
+        return None, *torch.split(grad, ctx.rows)
 
 
 def are_joined(parts: Sequence[torch.Tensor]) -> bool:
     """Whether tensors follow one another in one memory, each contiguous."""
-    first, end = parts[0], parts[0].data_ptr()
+    whole = _wholes.get(parts[0])
+    if whole is None:
+        return False
+    end: int = whole.data_ptr()
     for part in parts:
-        if part.data_ptr() != end or not part.is_contiguous() or part.dtype != first.dtype:
+        if part.data_ptr() != end or not part.is_contiguous() or part.dtype != whole.dtype:
             return False
         end += part.nbytes
-    storage = first.untyped_storage()
-    return storage.data_ptr() + storage.nbytes() >= end
+    return end == whole.data_ptr() + whole.nbytes
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -47,23 +53,29 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return parts[0]
     if torch.compiler.is_compiling() or not are_joined(parts):
         return torch.cat(list(parts))
-    whole: torch.Tensor = _Joined.apply(*parts)  # type: ignore[no-untyped-call]
+    whole: torch.Tensor = _Joined.apply(_wholes[parts[0]], *parts)  # type: ignore[no-untyped-call]
     return whole
 
 
 def join(parts: Sequence[torch.nn.Parameter]) -> None:
     """Move parameters into one memory. They stay the same objects, with the same values.
 
-    Parameters whose memory is not theirs alone stay there, such as those that FSDP2 gathers:
-    somebody else may write to it. So do parameters on meta, and of other classes.
+    Each has a storage of its own size: safetensors and others take two tensors of one storage for
+    a tied weight, of which they save one. Parameters whose memory is not theirs alone stay there,
+    such as those that FSDP2 gathers: somebody else may write to it. So do parameters on meta, and
+    of other classes.
     """
+    if are_joined(parts):
+        return
     first = parts[0]
+    _wholes.pop(first, None)  # memory that the parts have left
     if any(
         type(part) is not torch.nn.Parameter
-        or part.is_meta
+        or part.device.type not in DEVICES
         or part.is_shared()  # type: ignore[no-untyped-call]
         or (part.dtype, part.device, part.shape[1:]) != (first.dtype, first.device, first.shape[1:])
         or part.untyped_storage().nbytes() != part.nbytes
+        or part.nbytes == 0
         or storage_uses(part.untyped_storage()) > 2  # the parameter, and the storage itself
         for part in parts
     ):
@@ -71,7 +83,7 @@ def join(parts: Sequence[torch.nn.Parameter]) -> None:
     # Parameters made of an inference tensor would never get a gradient again.
     with torch.inference_mode(False), torch.no_grad():
         whole = torch.cat(list(parts))
-        for part, rows in zip(
-            parts, torch.split(whole, [part.shape[0] for part in parts]), strict=True
-        ):
-            part.data = rows
+        rows = torch.split(whole, [part.shape[0] for part in parts])
+        for part, values in zip(parts, rows, strict=True):
+            part.data = torch.from_dlpack(values)
+        _wholes[first] = whole

@@ -374,9 +374,11 @@ def hooks_of(module: torch.nn.Module) -> str | None:
 INTERNALS = frozenset(
     (
         *torch.nn.Module().__dict__,
-        # What torch and transformers set on modules, and no forward computes with.
-        *("_compiled_call_impl", "_is_hf_initialized"),
+        # What torch, transformers and accelerate set on modules, and no forward computes with.
+        *("_compiled_call_impl", "_is_hf_initialized", "_is_accelerate_prepared"),
         *("gradient_checkpointing", "_gradient_checkpointing_func"),
+        # A forward around that of the class; which one a call begins with is asked of hooks_of.
+        *("forward", "_original_forward"),
     )
 )
 """Attributes of modules that do not change what they compute."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
+import inspect
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan_ranks_cases import on_meta
 
 import fuser
+from fuser.conversion import joined
 
 HIDDEN, WIDTH = 64, 96
 CURRENT = fuser.recipe.Float8CurrentScaling()
@@ -1012,3 +1017,73 @@ def test_a_subclass_of_a_linear_is_not_tried_with_weights_of_its_size() -> None:
         large = nn.ModuleList([Linear(1 << 20, 1 << 20), Linear(64, 64)])
     assert len(fuser.convert(large, linears="all").converted) == 2
     assert not fuser.convert(Scaled(64, 64), linears="all").converted
+
+
+def test_joined_weights_have_storages_of_their_own() -> None:
+    """Two tensors of one storage are a tied weight to safetensors and accelerate."""
+    model, plain = seeded(titan_like.TitanLike), seeded(titan_like.TitanLike)
+    fuser.convert(model)
+    mlp = model.get_submodule("layers.0.feed_forward")
+    one, other = mlp.w1.weight, mlp.w3.weight
+    assert other.data_ptr() == one.data_ptr() + one.nbytes
+    for p in model.parameters():
+        assert p.untyped_storage().nbytes() == p.nbytes
+    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(storages) == len(list(model.parameters()))
+    before = one.data_ptr()
+    model.train()
+    assert one.data_ptr() == before
+    # They outlive the model, and may go to other processes.
+    fuser.revert(model)
+    values = plain.get_submodule("layers.0.feed_forward.w3").weight.detach().clone()
+    del model, mlp, one
+    gc.collect()
+    assert torch.equal(other, values)
+    other.share_memory_()
+    assert torch.equal(other, values)
+
+
+def test_memory_that_parameters_have_left_is_given_back() -> None:
+    model = seeded(GatedMLP)
+    fuser.convert(model)
+    first = joined._wholes[model.gate.weight]
+    memory = weakref.ref(first)
+    del first
+    model.to(torch.float64)
+    assert memory() is None
+    model.to(torch.float32)
+    memory = weakref.ref(joined._wholes[model.gate.weight])
+    del model
+    gc.collect()
+    assert memory() is None
+
+
+@pytest.mark.parametrize("wrap", ["torch.compile", "a library"])
+def test_a_recipe_for_a_model_with_a_forward_around_its_own_is_refused(wrap: str) -> None:
+    model, x = seeded(titan_like.TitanLike), titan_like.tokens()
+    if wrap == "torch.compile":
+        model = torch.compile(model, backend="eager")
+    else:
+        model.forward = functools.partial(type(model).forward, model)
+    with pytest.raises(fuser.InputError, match="with a forward of its own"):
+        fuser.convert(model, recipe=CURRENT)
+    expected = seeded(titan_like.TitanLike)(x)
+    assert torch.equal(model(x), expected)
+    assert fuser.convert(model).converted
+    assert torch.equal(model(x), expected)
+
+
+def test_a_forward_around_a_converted_model_calls_its_pipelines() -> None:
+    """As accelerate sets it, and takes it off by ``__wrapped__``."""
+    model, x = seeded(lambda: nn.Sequential(PreNorm(), PreNorm())), data()
+    fuser.convert(model, recipe=CURRENT, keep=())
+    expected, count = titan_like.counted(model, x)
+    model._original_forward, forward = model.forward, model.forward
+    model._is_accelerate_prepared = True
+    model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+    found, present = titan_like.counted(model, x)
+    assert present == count > 0
+    assert torch.equal(found, expected)
+    del model.forward, model._original_forward
+    assert not hasattr(type(model).forward, "__wrapped__")
+    assert list(inspect.signature(model.forward).parameters) == ["input"]

@@ -136,11 +136,28 @@ def test_mixed_precision_of_accelerate_reaches_pipelines() -> None:
     for name, options in {"plain": None, "converted": {}}.items():
         training = Training(converted(options), mixed_precision="bf16")
         found[name] = torch.tensor(training.losses())
-        # accelerate gives the model a forward of its own, which calls that of the class.
+        # accelerate puts a forward around that of the class, and takes it off again.
+        assert "forward" in training.own.__dict__
+        count = titan_like.counted(training.model, titan_like.tokens())[1]
         out = training.accelerator.unwrap_model(training.model, keep_fp32_wrapper=False)
         assert out is training.own
-        assert "forward" not in out.__dict__ or out.forward.__func__ is type(out).forward
+        assert out.forward.__func__ is type(out).forward
+        for _ in range(2):
+            assert titan_like.counted(out, titan_like.tokens())[1] == count
+        assert count == (0 if name == "plain" else 3)
     torch.testing.assert_close(found["converted"], found["plain"], rtol=0.02, atol=0)
     assert not torch.equal(found["converted"], torch.tensor(plain_loop(converted({}))))
-    model = Training(converted({}), mixed_precision="bf16").model
-    assert titan_like.counted(model, titan_like.tokens())[1] >= 2
+
+
+def test_a_recipe_comes_before_accelerate() -> None:
+    model = converted(None)
+    training = Training(model, mixed_precision="bf16")
+    with pytest.raises(fuser.InputError, match="convert a model before torch"):
+        fuser.convert(training.model, recipe=CURRENT)
+    found = {}
+    for name, options in OPTIONS.items():
+        found[name] = Training(converted(options), mixed_precision="bf16").losses()
+    assert found["current"] != found["no recipe"]
+    torch.testing.assert_close(
+        torch.tensor(found["current"]), torch.tensor(found["no recipe"]), rtol=0.02, atol=0
+    )

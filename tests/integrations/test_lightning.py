@@ -161,7 +161,7 @@ def test_the_precisions_of_lightning_are_followed(precision: str, tmp_path: Path
 def test_a_checkpoint_is_that_of_the_plain_module_and_resumes(tmp_path: Path) -> None:
     module, training = fitted(Converted, tmp_path, max_steps=STEPS // 2)
     training.save_checkpoint(tmp_path / "half.ckpt")
-    plain, plain_training = fitted(Plain, tmp_path, max_steps=STEPS // 2)
+    _, plain_training = fitted(Plain, tmp_path, max_steps=STEPS // 2)
     plain_training.save_checkpoint(tmp_path / "plain.ckpt")
     files = [torch.load(tmp_path / f"{n}.ckpt", weights_only=True) for n in ("half", "plain")]
     assert files[0]["state_dict"].keys() == files[1]["state_dict"].keys()
