@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser.torch_private import storage_uses
@@ -44,7 +45,7 @@ def are_joined(parts: Sequence[torch.Tensor]) -> bool:
         if part.data_ptr() != end or not part.is_contiguous() or part.dtype != whole.dtype:
             return False
         end += part.nbytes
-    return end == whole.data_ptr() + whole.nbytes
+    return bool(end == whole.data_ptr() + whole.nbytes)
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -85,5 +86,5 @@ def join(parts: Sequence[torch.nn.Parameter]) -> None:
         whole = torch.cat(list(parts))
         rows = torch.split(whole, [part.shape[0] for part in parts])
         for part, values in zip(parts, rows, strict=True):
-            part.data = torch.from_dlpack(values)
+            part.data = from_dlpack(values)
         _wholes[first] = whole

@@ -66,9 +66,9 @@ class FuserConverter(ModelConfigConverter):
 
     def convert(self, model_config: Any) -> Any:
         """The configuration of the same model, converted."""
-        cls = _config_class(type(model_config))
+        parent: Any = type(model_config)
         given = {f.name: getattr(model_config, f.name) for f in fields(model_config) if f.init}
-        return cls(**{**given, "conversion": self.config})
+        return _config_class(parent)(**{**given, "conversion": self.config})
 
 
 def converted(config: Any, **options: Any) -> Any:
@@ -84,13 +84,17 @@ def converted(config: Any, **options: Any) -> Any:
     return FuserConverter(FuserConverter.Config(**options)).convert(config)
 
 
-@override(target=TransformerBlock.Config, description="Blocks that run pipelines of fuser.")
 def fuser_blocks(config: Any, *, keep: Sequence[str] = (), **options: Any) -> Any:
     """Each block, converted: ``--override.imports fuser.integrations.torchtitan.fuser_blocks``.
 
     Options are those of :func:`fuser.convert`; the recipe is that of the blocks alone.
     """
     return converted(config, keep=keep, **options)
+
+
+override(target=TransformerBlock.Config, description="Blocks that run pipelines of fuser.")(
+    fuser_blocks
+)
 
 
 @functools.cache
@@ -116,7 +120,8 @@ def _config_class(parent: Any) -> Any:
 
     names = {"__module__": owner.__module__, "__qualname__": owner.__qualname__}
     members = {**names, "Config": Config, "parallelize": parallelize}
-    return type(owner.__name__, (owner,), members).Config
+    subclass: Any = type(owner.__name__, (owner,), members)
+    return subclass.Config
 
 
 def _parallelize(module: Any, parallel_dims: Any, parallelize: Any) -> None:

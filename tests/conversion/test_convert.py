@@ -8,6 +8,7 @@ import gc
 import inspect
 import io
 import pickle
+import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -1060,7 +1061,8 @@ def test_memory_that_parameters_have_left_is_given_back() -> None:
 
 @pytest.mark.parametrize("wrap", ["torch.compile", "a library"])
 def test_a_recipe_for_a_model_with_a_forward_around_its_own_is_refused(wrap: str) -> None:
-    model, x = seeded(titan_like.TitanLike), titan_like.tokens()
+    model: Any = seeded(titan_like.TitanLike)
+    x = titan_like.tokens()
     if wrap == "torch.compile":
         model = torch.compile(model, backend="eager")
     else:
@@ -1075,7 +1077,8 @@ def test_a_recipe_for_a_model_with_a_forward_around_its_own_is_refused(wrap: str
 
 def test_a_forward_around_a_converted_model_calls_its_pipelines() -> None:
     """As accelerate sets it, and takes it off by ``__wrapped__``."""
-    model, x = seeded(lambda: nn.Sequential(PreNorm(), PreNorm())), data()
+    model: Any = seeded(lambda: nn.Sequential(PreNorm(), PreNorm()))
+    x = data()
     fuser.convert(model, recipe=CURRENT, keep=())
     expected, count = titan_like.counted(model, x)
     model._original_forward, forward = model.forward, model.forward
@@ -1087,3 +1090,30 @@ def test_a_forward_around_a_converted_model_calls_its_pipelines() -> None:
     del model.forward, model._original_forward
     assert not hasattr(type(model).forward, "__wrapped__")
     assert list(inspect.signature(model.forward).parameters) == ["input"]
+
+
+def test_layers_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if their attributes are other objects of one value, such as the shapes of norms."""
+    looked_at: list[type] = []
+    conversion = sys.modules["fuser.conversion.convert"]  # the package has the function's name
+    find = conversion._find_unit
+
+    def counting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        looked_at.append(type(module))
+        return find(module, *args, **kwargs)
+
+    monkeypatch.setattr(conversion, "_find_unit", counting)
+    counts = []
+    for layers in (2, 5):
+        looked_at.clear()
+        report = fuser.convert(titan_like.TitanLike(layers=layers))
+        assert len(report.converted) == layers + 1
+        counts.append(len(looked_at))
+    assert counts[0] == counts[1]
+    # Another value is another kind.
+    looked_at.clear()
+    model = titan_like.TitanLike(layers=2)
+    norm: Any = model.get_submodule("layers.1.ffn_norm")
+    norm.normalized_shape = (1, HIDDEN)
+    fuser.convert(model)
+    assert len(looked_at) > counts[0]

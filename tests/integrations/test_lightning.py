@@ -96,7 +96,7 @@ def fitted(cls: Any, folder: Path, arguments: Any = None, **options: Any) -> tup
     module = cls(**(arguments or {}))
     module.is_counted = True
     training = trainer(folder, **options)
-    loaders = [torch.utils.data.DataLoader(batches(), batch_size=None) for _ in range(2)]
+    loaders: list[Any] = [torch.utils.data.DataLoader(batches(), batch_size=None) for _ in range(2)]
     training.fit(module, *loaders)
     return module, training
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_is_that_of_the_plain_module_and_resumes(tmp_path: Path) ->
     resumed = {}
     for cls in (Plain, Converted):
         module = cls()
-        loader = torch.utils.data.DataLoader(batches(), batch_size=None)
+        loader: Any = torch.utils.data.DataLoader(batches(), batch_size=None)
         options = {"ckpt_path": tmp_path / "half.ckpt", "weights_only": True}
         trainer(tmp_path).fit(module, loader, **options)
         resumed[cls] = torch.tensor(module.losses)

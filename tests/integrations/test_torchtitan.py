@@ -121,10 +121,10 @@ def test_a_factory_converts_the_blocks_that_it_names() -> None:
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.models.common.decoder import TransformerBlock
 
-    @override(target=TransformerBlock.Config, fqns=["*layers.1"])
     def last_block(config: Any) -> Any:
         return titan.converted(config, recipe=CURRENT, keep=())
 
+    override(target=TransformerBlock.Config, fqns=["*layers.1"])(last_block)
     config = models.config()
     name = f"{last_block.__module__}.{last_block.__name__}"
     lines = apply_overrides(OverrideConfig(imports=[name]), config)
