@@ -205,7 +205,7 @@ def _plain_defaults() -> Iterator[None]:
 def revert(model: torch.nn.Module) -> int:
     """Give every converted module of a model its own class again; returns their number.
 
-    Parameters stay where they are: gate and up remain views of one memory.
+    Parameters stay where they are: gate and up remain side by side in one memory.
     """
     modules = list(converted_modules(model))
     for module in modules:

@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser.torch_private import storage_uses
 
 DEVICES = ("cpu", "cuda")
 """Where parameters are moved into one memory."""
 
-_wholes: Any = WeakTensorKeyDictionary()
-"""The memory of joined parameters, by the first of them."""
+MEMORY = "_fuser_memory"
+"""The attribute of the first parameter's storage that has the memory in which it begins.
+
+So the memory lives as long as that storage. A weak reference to a parameter would stop torch from
+swapping it, and an attribute of one would be part of its pickles.
+"""
 
 
 class _Joined(torch.autograd.Function):
@@ -35,26 +38,27 @@ class _Joined(torch.autograd.Function):
         return None, *torch.split(grad, ctx.rows)
 
 
-def are_joined(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors follow one another in one memory, each contiguous."""
-    whole = _wholes.get(parts[0])
-    if whole is None:
-        return False
-    end: int = whole.data_ptr()
+def memory_of(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The memory in which tensors follow one another, each contiguous; None if there is none."""
+    memory: torch.Tensor | None = parts[0].untyped_storage().__dict__.get(MEMORY)
+    if memory is None:
+        return None
+    end = memory.data_ptr()
     for part in parts:
-        if part.data_ptr() != end or not part.is_contiguous() or part.dtype != whole.dtype:
-            return False
+        if part.data_ptr() != end or not part.is_contiguous() or part.dtype != memory.dtype:
+            return None
         end += part.nbytes
-    return bool(end == whole.data_ptr() + whole.nbytes)
+    return memory if end == memory.data_ptr() + memory.nbytes else None
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Tensors as one, along dimension 0: a view if they are joined in memory, else a copy."""
     if len(parts) == 1:
         return parts[0]
-    if torch.compiler.is_compiling() or not are_joined(parts):
+    memory = None if torch.compiler.is_compiling() else memory_of(parts)
+    if memory is None:
         return torch.cat(list(parts))
-    whole: torch.Tensor = _Joined.apply(_wholes[parts[0]], *parts)  # type: ignore[no-untyped-call]
+    whole: torch.Tensor = _Joined.apply(memory, *parts)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -66,10 +70,9 @@ def join(parts: Sequence[torch.nn.Parameter]) -> None:
     such as those that FSDP2 gathers: somebody else may write to it. So do parameters on meta, and
     of other classes.
     """
-    if are_joined(parts):
+    if memory_of(parts) is not None:
         return
     first = parts[0]
-    _wholes.pop(first, None)  # memory that the parts have left
     if any(
         type(part) is not torch.nn.Parameter
         or part.device.type not in DEVICES
@@ -83,8 +86,8 @@ def join(parts: Sequence[torch.nn.Parameter]) -> None:
         return
     # Parameters made of an inference tensor would never get a gradient again.
     with torch.inference_mode(False), torch.no_grad():
-        whole = torch.cat(list(parts))
-        rows = torch.split(whole, [part.shape[0] for part in parts])
+        memory = torch.cat(list(parts))
+        rows = torch.split(memory, [part.shape[0] for part in parts])
         for part, values in zip(parts, rows, strict=True):
             part.data = from_dlpack(values)
-        _wholes[first] = whole
+        setattr(first.untyped_storage(), MEMORY, memory)

@@ -1044,16 +1044,40 @@ def test_joined_weights_have_storages_of_their_own() -> None:
     assert torch.equal(other, values)
 
 
+def memory_of(mlp: nn.Module) -> Any:
+    return joined.memory_of([mlp.gate.weight, mlp.up.weight])
+
+
+def test_parameters_of_a_converted_model_can_be_swapped() -> None:
+    """As ``model.to`` does by torch.__future__.set_swap_module_params_on_conversion."""
+    model, plain, x = seeded(GatedMLP), seeded(GatedMLP), data()
+    fuser.convert(model)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64).to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert_same(results(model, x), results(plain, x))
+
+
+def test_a_block_and_its_part_join_weights_once() -> None:
+    model = seeded(PreNorm)
+    fuser.convert(model.mlp)
+    address = model.mlp.gate.weight.data_ptr()
+    fuser.convert(model)
+    for _ in range(3):
+        model.train().eval()
+        assert model.mlp.gate.weight.data_ptr() == address
+
+
 def test_memory_that_parameters_have_left_is_given_back() -> None:
     model = seeded(GatedMLP)
     fuser.convert(model)
-    first = joined._wholes[model.gate.weight]
-    memory = weakref.ref(first)
-    del first
+    memory = weakref.ref(memory_of(model))
     model.to(torch.float64)
     assert memory() is None
     model.to(torch.float32)
-    memory = weakref.ref(joined._wholes[model.gate.weight])
+    memory = weakref.ref(memory_of(model))
     del model
     gc.collect()
     assert memory() is None
