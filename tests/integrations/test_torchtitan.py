@@ -147,6 +147,20 @@ def test_the_configuration_can_be_written_and_copied() -> None:
     assert titan_like.counted(copy.deepcopy(model), x)[1] == titan_like.counted(model, x)[1] > 4
 
 
+def test_a_head_that_the_loss_calls_is_not_quantized() -> None:
+    """As ChunkedLossWrapper does: the model returns hidden states, and the loss calls the head."""
+    model = built(titan.converted(models.config(), recipe=CURRENT, keep=()))
+    plain, x = built(models.config()), models.tokens()
+    fuser.convert(plain, recipe=CURRENT, keep=())
+    whole = model(x)
+    model._skip_lm_head = plain._skip_lm_head = True
+    hidden = model(x)
+    assert torch.equal(hidden, plain(x))
+    logits = torch.nn.functional.linear(hidden, model.lm_head.weight)
+    assert torch.equal(model.lm_head(hidden), logits)
+    assert not torch.equal(whole, logits)
+
+
 def test_stages_of_a_pipeline_are_copies_without_some_layers() -> None:
     model, plain = (built(make(models.config())) for make in (titan.converted, models.unchanged))
     x = models.tokens()
