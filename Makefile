@@ -92,7 +92,7 @@ test-fast: $(VENV)/.ready
 test-cuda-build: $(CUDA_VENV)/.ready
 	$(CUDA_VENV)/bin/python $(PYTEST) $(CUDA_BUILD_TESTS)
 
-# The tests of models of transformers and adapters of PEFT, in an environment of their own.
+# The tests of other libraries, in an environment of their own; torchtitan's need triton too.
 test-integrations: $(INTEGRATIONS_VENV)/.ready
 	$(INTEGRATIONS_VENV)/bin/python $(PYTEST) $(INTEGRATIONS_TESTS)
 

@@ -162,7 +162,8 @@ def convert(
         If ``model`` is no module or ``recipe`` no recipe.
     InputError
         On another value of ``linears``, ``norms`` or ``rounding``; if ``keep`` matches nothing;
-        with ``strict`` if a module was refused. The model is then as it was.
+        with ``strict`` if a module was refused; with a ``recipe`` if something has put a forward
+        around the model's. The model is then as it was.
     """
     _check(model, recipe, linears=linears, norms=norms, rounding=rounding)
     if recipe is None and linears == "recipe":
@@ -204,7 +205,7 @@ def _plain_defaults() -> Iterator[None]:
 def revert(model: torch.nn.Module) -> int:
     """Give every converted module of a model its own class again; returns their number.
 
-    Parameters stay where they are: gate and up remain views of one memory.
+    Parameters stay where they are: gate and up remain side by side in one memory.
     """
     modules = list(converted_modules(model))
     for module in modules:
@@ -454,6 +455,12 @@ def _check(model: object, recipe: object, **options: str) -> None:
     if recipe is not None and not isinstance(recipe, Recipe):
         raise InputTypeError(
             f"fuser.convert takes a recipe of fuser.recipe or None; got a {type(recipe).__name__}."
+        )
+    if recipe is not None and "forward" in model.__dict__:
+        raise InputError(
+            f"fuser.convert(recipe={type(recipe).__name__}()) got a {type(model).__name__} with a "
+            "forward of its own, which would not run under the recipe: convert a model before "
+            "torch.compile, accelerate or others put a forward around that of its class."
         )
     for name, value in options.items():
         choices = get_args(get_type_hints(convert)[name])

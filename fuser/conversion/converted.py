@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,8 +62,11 @@ def _converted_class(cls: Any) -> Any:
         with autocast(recipe=recipe):
             return _run(self, cls, args, keywords)
 
-    # Trainer and PEFT look at the names of arguments, which inspect finds through __wrapped__.
+    # Trainer and PEFT look at the names of arguments. inspect would find them through __wrapped__
+    # too, but accelerate sets the innermost function that it finds there as the forward.
     functools.update_wrapper(forward, cls.forward)
+    del forward.__wrapped__  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     members = {**names, "forward": forward, "_class_before_fuser": cls}
     return type(cls.__name__, (Converted, cls), members)

@@ -6,72 +6,88 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from fuser.torch_private import storage_uses
 
+DEVICES = ("cpu", "cuda")
+"""Where parameters are moved into one memory."""
+
+MEMORY = "_fuser_memory"
+"""The attribute of the first parameter's storage that has the memory in which it begins.
+
+So the memory lives as long as that storage. A weak reference to a parameter would stop torch from
+swapping it, and an attribute of one would be part of its pickles.
+"""
+
 
 class _Joined(torch.autograd.Function):
-    """Tensors that follow one another in one memory, as one; gradients are parts of one tensor."""
+    """Tensors that follow one another in ``whole``, as one; gradients are parts of one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, whole: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
         ctx.rows = [part.shape[0] for part in parts]
         ctx.save_for_backward(*parts)
-        first = parts[0]
-        size = (sum(ctx.rows), *first.shape[1:])
-        # No view of the first part: it would have that one's version, and none of the others'.
-        whole = torch.empty(0, dtype=first.dtype, device=first.device)
-        storage = first.untyped_storage()
-        return whole.set_(storage, first.storage_offset(), size, first.stride())
+        # No view of the memory: it would have that one's version, and none of the parts'.
+        view = torch.empty(0, dtype=whole.dtype, device=whole.device)
+        return view.set_(whole.untyped_storage(), 0, whole.shape, whole.stride())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         _ = ctx.saved_tensors  # torch's error if one was written to since
-        return torch.split(grad, ctx.rows)
+        return None, *torch.split(grad, ctx.rows)
 
 
-def are_joined(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors follow one another in one memory, each contiguous."""
-    first, end = parts[0], parts[0].data_ptr()
+def memory_of(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The memory in which tensors follow one another, each contiguous; None if there is none."""
+    memory: torch.Tensor | None = parts[0].untyped_storage().__dict__.get(MEMORY)
+    if memory is None:
+        return None
+    end = memory.data_ptr()
     for part in parts:
-        if part.data_ptr() != end or not part.is_contiguous() or part.dtype != first.dtype:
-            return False
+        if part.data_ptr() != end or not part.is_contiguous() or part.dtype != memory.dtype:
+            return None
         end += part.nbytes
-    storage = first.untyped_storage()
-    return storage.data_ptr() + storage.nbytes() >= end
+    return memory if end == memory.data_ptr() + memory.nbytes else None
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Tensors as one, along dimension 0: a view if they are joined in memory, else a copy."""
     if len(parts) == 1:
         return parts[0]
-    if torch.compiler.is_compiling() or not are_joined(parts):
+    memory = None if torch.compiler.is_compiling() else memory_of(parts)
+    if memory is None:
         return torch.cat(list(parts))
-    whole: torch.Tensor = _Joined.apply(*parts)  # type: ignore[no-untyped-call]
+    whole: torch.Tensor = _Joined.apply(memory, *parts)  # type: ignore[no-untyped-call]
     return whole
 
 
 def join(parts: Sequence[torch.nn.Parameter]) -> None:
     """Move parameters into one memory. They stay the same objects, with the same values.
 
-    Parameters whose memory is not theirs alone stay there, such as those that FSDP2 gathers:
-    somebody else may write to it. So do parameters on meta, and of other classes.
+    Each has a storage of its own size: safetensors and others take two tensors of one storage for
+    a tied weight, of which they save one. Parameters whose memory is not theirs alone stay there,
+    such as those that FSDP2 gathers: somebody else may write to it. So do parameters on meta, and
+    of other classes.
     """
+    if memory_of(parts) is not None:
+        return
     first = parts[0]
     if any(
         type(part) is not torch.nn.Parameter
-        or part.is_meta
+        or part.device.type not in DEVICES
         or part.is_shared()  # type: ignore[no-untyped-call]
         or (part.dtype, part.device, part.shape[1:]) != (first.dtype, first.device, first.shape[1:])
         or part.untyped_storage().nbytes() != part.nbytes
+        or part.nbytes == 0
         or storage_uses(part.untyped_storage()) > 2  # the parameter, and the storage itself
         for part in parts
     ):
         return
     # Parameters made of an inference tensor would never get a gradient again.
     with torch.inference_mode(False), torch.no_grad():
-        whole = torch.cat(list(parts))
-        for part, rows in zip(
-            parts, torch.split(whole, [part.shape[0] for part in parts]), strict=True
-        ):
-            part.data = rows
+        memory = torch.cat(list(parts))
+        rows = torch.split(memory, [part.shape[0] for part in parts])
+        for part, values in zip(parts, rows, strict=True):
+            part.data = from_dlpack(values)
+        setattr(first.untyped_storage(), MEMORY, memory)

@@ -374,9 +374,13 @@ def hooks_of(module: torch.nn.Module) -> str | None:
 INTERNALS = frozenset(
     (
         *torch.nn.Module().__dict__,
-        # What torch and transformers set on modules, and no forward computes with.
-        *("_compiled_call_impl", "_is_hf_initialized"),
+        # What torch, transformers and accelerate set on modules, and no forward computes with.
+        *("_compiled_call_impl", "_is_hf_initialized", "_is_accelerate_prepared"),
         *("gradient_checkpointing", "_gradient_checkpointing_func"),
+        # How torchtitan fills and shards parameters: its layers differ in the objects.
+        *("_param_init", "_sharding_config", "_pos_arg_list", "_parallelized"),
+        # A forward around that of the class; which one a call begins with is asked of hooks_of.
+        *("forward", "_original_forward"),
     )
 )
 """Attributes of modules that do not change what they compute."""
@@ -388,12 +392,19 @@ BOOKKEEPING = ("_fuser", "_fsdp", "_is_fsdp", "__composable")
 def attributes_of(module: torch.nn.Module) -> tuple[object, ...]:
     """What a module computes with besides its parameters and children: numbers, and objects."""
     own = [
-        (name, value if isinstance(value, (bool, int, float, str)) else id(value))
+        (name, value if _is_plain(value) else id(value))
         for name, value in module.__dict__.items()
         if name not in INTERNALS and not name.startswith(BOOKKEEPING)
     ]
     buffers = [(name, id(buffer)) for name, buffer in module._buffers.items()]
     return original_class(module).forward, *own, *buffers  # type: ignore[attr-defined]
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value never changes, and equals those with which the same is computed."""
+    if type(value) is tuple:
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, (bool, int, float, str))
 
 
 def bare(

@@ -143,6 +143,12 @@ class Runner:
         paths = dict.fromkeys(
             path for pipeline in self.pipelines.values() for path, _ in pipeline.chain.replaced
         )
+        called = [step.target for step in unit.steps if type(step.target) is str]
+        # A forward may loop over children: one that was added or removed is another step.
+        self._children = [
+            (path, _names_of_children(child_of(owner, path)))
+            for path in dict.fromkeys(p for c in (*called, *paths) for p in _paths_above(c))
+        ]
         self._attributes = [
             (path, attributes_of(child_of(owner, path)))
             for path in ("", *paths)
@@ -159,6 +165,9 @@ class Runner:
         for path, attributes in compared:
             if attributes_of(child_of(owner, path)) != attributes:
                 return f"an attribute of {path or 'it'} was changed"
+        for path, names in self._children:
+            if _names_of_children(child_of(owner, path)) != names:
+                return f"a child of {path or 'it'} was added or removed"
         for pipeline in self.pipelines.values():
             for name, module in pipeline.own_modules:
                 if child_of(owner, name) is not module:
@@ -341,6 +350,19 @@ def unit_of(
         places[node] = Ref(len(inputs) + len(steps))
         steps.append(step)
     return Unit(tuple(inputs), tuple(steps), output)
+
+
+def _paths_above(path: str) -> list[str]:
+    """The paths of the modules that hold the one at ``path``, from the owner on."""
+    names = path.split(".")
+    return [".".join(names[:count]) for count in range(len(names))] if path else []
+
+
+def _names_of_children(module: torch.nn.Module | None) -> list[str] | None:
+    """The names of the children that a module has; None if there is no module."""
+    if module is None:
+        return None
+    return [name for name, child in module._modules.items() if child is not None]
 
 
 def _filled(argument: Any, values: Sequence[Any]) -> Any:

@@ -31,7 +31,9 @@ class Attention(torch.nn.Module):
             torch.nn.Linear(dim, dim, bias=False) for _ in range(4)
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, attention_masks: Any, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
         batch, length, dim = x.shape
         q, k, v = (
             linear(x).view(batch, length, self.heads, -1).transpose(1, 2)
@@ -50,8 +52,10 @@ class TransformerBlock(torch.nn.Module):
         self.attention_norm = torch.nn.RMSNorm(dim, eps=1e-5)
         self.ffn_norm = torch.nn.RMSNorm(dim, eps=1e-5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x + self.attention(self.attention_norm(x))
+    def forward(
+        self, x: torch.Tensor, attention_masks: Any, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        h = x + self.attention(self.attention_norm(x), attention_masks, positions)
         out: torch.Tensor = h + self.feed_forward(self.ffn_norm(h))
         return out
 
@@ -61,18 +65,28 @@ class TitanLike(torch.nn.Module):
 
     def __init__(self, dim: int = 64, hidden: int = 96, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
+        self.norm: torch.nn.Module | None
+        self.tok_embeddings: torch.nn.Module | None
+        self.lm_head: torch.nn.Module | None
         self.tok_embeddings = torch.nn.Embedding(VOCABULARY, dim)
         self.layers = torch.nn.ModuleDict(
             {str(i): TransformerBlock(dim, hidden, heads) for i in range(layers)}
         )
         self.norm = torch.nn.RMSNorm(dim, eps=1e-5)
-        self.output = torch.nn.Linear(dim, VOCABULARY, bias=False)
+        self.lm_head = torch.nn.Linear(dim, VOCABULARY, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        h = self.tok_embeddings(tokens)
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_masks: Any = None,
+    ) -> torch.Tensor:
+        # A stage of a pipeline has None in place of what other stages have.
+        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
-            h = layer(h)
-        logits: torch.Tensor = self.output(self.norm(h))
+            h = layer(h, attention_masks, positions)
+        h = self.norm(h) if self.norm is not None else h
+        logits: torch.Tensor = self.lm_head(h) if self.lm_head is not None else h
         return logits
 
 

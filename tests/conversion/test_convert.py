@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
+import inspect
 import io
 import pickle
+import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,8 +21,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
+from torchtitan_ranks_cases import on_meta
 
 import fuser
+from fuser.conversion import joined
 
 HIDDEN, WIDTH = 64, 96
 CURRENT = fuser.recipe.Float8CurrentScaling()
@@ -815,11 +822,12 @@ def test_a_compiled_model_is_one_graph_with_the_same_bits(recipe: Any) -> None:
     assert torch.equal(actual["y"], plain["y"]) == (recipe is None)
 
 
-def test_a_model_on_meta_is_converted_and_filled_later() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_model_on_meta_is_converted_and_filled_later(dtype: torch.dtype) -> None:
     expected = seeded(titan_like.TitanLike)
-    with torch.device("meta"):
-        model = titan_like.TitanLike()
-    report = fuser.convert(model, recipe=CURRENT)
+    with on_meta(dtype):
+        model = titan_like.TitanLike().to(torch.float32)
+        report = fuser.convert(model, recipe=CURRENT)
     assert str(report) == str(fuser.convert(copy.deepcopy(expected), recipe=CURRENT))
     model.to_empty(device="cpu")
     model.load_state_dict(expected.state_dict())
@@ -964,3 +972,172 @@ def test_other_calls_of_a_converted_forward_are_those_of_the_class() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
         model(x, scale=2)
     assert torch.equal(model(x), expected)
+
+
+def removed(model: Any) -> None:
+    del model.layers["0"]
+
+
+def added(model: Any) -> None:
+    model.layers["2"] = copy.deepcopy(model.layers["0"])
+
+
+def first_stage(model: Any) -> None:
+    del model.layers["1"]
+    model.norm = model.lm_head = None
+
+
+def last_stage(model: Any) -> None:
+    del model.layers["0"]
+    model.tok_embeddings = None
+
+
+@pytest.mark.parametrize("change", [removed, added, first_stage, last_stage])
+def test_a_model_that_loops_over_layers_may_lose_and_get_some(
+    change: Callable[[nn.Module], None],
+) -> None:
+    model, plain = seeded(titan_like.TitanLike), seeded(titan_like.TitanLike)
+    report = fuser.convert(model)
+    assert "" in [row.path for row in report.converted]
+    for each in (model, plain):
+        change(each)
+    x = titan_like.tokens() if plain.tok_embeddings is not None else torch.randn(2, 12, HIDDEN)
+    assert torch.equal(model(x), plain(x))
+    assert pipelines_run(model, x) == len(plain.get_submodule("layers")._modules)
+
+
+def test_a_subclass_of_a_linear_is_not_tried_with_weights_of_its_size() -> None:
+    class Linear(nn.Linear):
+        """As the linears of torchtitan: of a class of its own, with torch's forward."""
+
+    class Scaled(Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    with torch.device("meta"):
+        large = nn.ModuleList([Linear(1 << 20, 1 << 20), Linear(64, 64)])
+    assert len(fuser.convert(large, linears="all").converted) == 2
+    assert not fuser.convert(Scaled(64, 64), linears="all").converted
+
+
+def test_joined_weights_have_storages_of_their_own() -> None:
+    """Two tensors of one storage are a tied weight to safetensors and accelerate."""
+    model, plain = seeded(titan_like.TitanLike), seeded(titan_like.TitanLike)
+    fuser.convert(model)
+    mlp = model.get_submodule("layers.0.feed_forward")
+    one, other = mlp.w1.weight, mlp.w3.weight
+    assert other.data_ptr() == one.data_ptr() + one.nbytes
+    for p in model.parameters():
+        assert p.untyped_storage().nbytes() == p.nbytes
+    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(storages) == len(list(model.parameters()))
+    before = one.data_ptr()
+    model.train()
+    assert one.data_ptr() == before
+    # They outlive the model, and may go to other processes.
+    fuser.revert(model)
+    values = plain.get_submodule("layers.0.feed_forward.w3").weight.detach().clone()
+    del model, mlp, one
+    gc.collect()
+    assert torch.equal(other, values)
+    other.share_memory_()
+    assert torch.equal(other, values)
+
+
+def memory_of(mlp: Any) -> Any:
+    return joined.memory_of([mlp.gate.weight, mlp.up.weight])
+
+
+def test_parameters_of_a_converted_model_can_be_swapped() -> None:
+    """As ``model.to`` does by torch.__future__.set_swap_module_params_on_conversion."""
+    model, plain, x = seeded(GatedMLP), seeded(GatedMLP), data()
+    fuser.convert(model)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64).to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert_same(results(model, x), results(plain, x))
+
+
+def test_a_block_and_its_part_join_weights_once() -> None:
+    model = seeded(PreNorm)
+    fuser.convert(model.mlp)
+    address = model.mlp.gate.weight.data_ptr()
+    fuser.convert(model)
+    for _ in range(3):
+        model.train().eval()
+        assert model.mlp.gate.weight.data_ptr() == address
+
+
+def test_memory_that_parameters_have_left_is_given_back() -> None:
+    model = seeded(GatedMLP)
+    fuser.convert(model)
+    memory = weakref.ref(memory_of(model))
+    model.to(torch.float64)
+    assert memory() is None
+    model.to(torch.float32)
+    memory = weakref.ref(memory_of(model))
+    del model
+    gc.collect()
+    assert memory() is None
+
+
+@pytest.mark.parametrize("wrap", ["torch.compile", "a library"])
+def test_a_recipe_for_a_model_with_a_forward_around_its_own_is_refused(wrap: str) -> None:
+    model: Any = seeded(titan_like.TitanLike)
+    x = titan_like.tokens()
+    if wrap == "torch.compile":
+        model = torch.compile(model, backend="eager")
+    else:
+        model.forward = functools.partial(type(model).forward, model)
+    with pytest.raises(fuser.InputError, match="with a forward of its own"):
+        fuser.convert(model, recipe=CURRENT)
+    expected = seeded(titan_like.TitanLike)(x)
+    assert torch.equal(model(x), expected)
+    assert fuser.convert(model).converted
+    assert torch.equal(model(x), expected)
+
+
+def test_a_forward_around_a_converted_model_calls_its_pipelines() -> None:
+    """As accelerate sets it, and takes it off by ``__wrapped__``."""
+    model: Any = seeded(lambda: nn.Sequential(PreNorm(), PreNorm()))
+    x = data()
+    fuser.convert(model, recipe=CURRENT, keep=())
+    expected, count = titan_like.counted(model, x)
+    model._original_forward, forward = model.forward, model.forward
+    model._is_accelerate_prepared = True
+    model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+    found, present = titan_like.counted(model, x)
+    assert present == count > 0
+    assert torch.equal(found, expected)
+    del model.forward, model._original_forward
+    assert not hasattr(type(model).forward, "__wrapped__")
+    assert list(inspect.signature(model.forward).parameters) == ["input"]
+
+
+def test_layers_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if their attributes are other objects of one value, such as the shapes of norms."""
+    looked_at: list[type] = []
+    conversion = sys.modules["fuser.conversion.convert"]  # the package has the function's name
+    find = conversion._find_unit
+
+    def counting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        looked_at.append(type(module))
+        return find(module, *args, **kwargs)
+
+    monkeypatch.setattr(conversion, "_find_unit", counting)
+    counts = []
+    for layers in (2, 5):
+        looked_at.clear()
+        report = fuser.convert(titan_like.TitanLike(layers=layers))
+        assert len(report.converted) == layers + 1
+        counts.append(len(looked_at))
+    assert counts[0] == counts[1]
+    # Another value is another kind.
+    looked_at.clear()
+    model = titan_like.TitanLike(layers=2)
+    norm: Any = model.get_submodule("layers.1.ffn_norm")
+    norm.normalized_shape = (1, HIDDEN)
+    fuser.convert(model)
+    assert len(looked_at) > counts[0]

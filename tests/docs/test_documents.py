@@ -31,7 +31,7 @@ DOCUMENTS = tuple(
 )
 # All Python blocks of these run in their order; those of CONTRIBUTING.md and of
 # docs/extending.md have tests of their own; that of docs/parallel.md runs on two ranks
-# (test_parallel_ops.py), and docs/peft.md where PEFT is (tests/integrations).
+# (test_parallel_ops.py), and the pages of other libraries where these are (tests/integrations).
 RUN = (
     "README.md",
     "docs/convert.md",
@@ -122,14 +122,9 @@ def test_the_files_of_a_number_format_are_those_that_contributing_counts() -> No
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_document_with_python_is_run(document: str) -> None:
-    tested = (
-        *RUN,
-        *ALONE,
-        "CONTRIBUTING.md",
-        "docs/extending.md",
-        "docs/parallel.md",
-        "docs/peft.md",
-    )
+    of_libraries = ("docs/lightning.md", "docs/peft.md", "docs/torchtitan.md")
+    others = ("CONTRIBUTING.md", "docs/extending.md", "docs/parallel.md")
+    tested = (*RUN, *ALONE, *others, *of_libraries)
     assert not python_blocks(read(document)) or document in tested
 
 
