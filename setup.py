@@ -41,7 +41,8 @@ def readme(home: str) -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     if not home:
         return text
-    text = text.replace("URL_OF_THIS_REPOSITORY", home)
+    text = text.replace("# in a clone of this repository; for a CPU", "# a CPU")
+    text = text.replace('pip install ".[', 'pip install "fuser-ops[')
     # A page of the repository's host, such as a workflow's, relative to the page of README.md.
     text = re.sub(r"\]\(\.\./\.\./", f"]({home}/", text)
     text = re.sub(r"(!\[[^]]*\]\()(?!https?:|#)", rf"\1{home}/raw/v{version()}/", text)

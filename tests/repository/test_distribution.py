@@ -184,7 +184,8 @@ def test_urls_of_the_package_follow_from_one_that_pyproject_names(tmp_path: Path
     assert f"![The plan of this model, drawn by plan.draw]({HOME}/raw/v{version}/" in description
     assert f"]({HOME}/blob/v{version}/docs/memory.md#activation-memory-budget)" in description
     assert f"({HOME}/actions/workflows/tests.yml)" in description
-    assert f"git clone {HOME} fuser" in description
+    assert description.count('pip install "fuser-ops[draw') == 3
+    assert 'pip install ".' not in description
 
 
 def test_without_a_url_nothing_is_invented(tmp_path: Path) -> None:

@@ -332,8 +332,12 @@ def test_dir_shows_the_public_names_alone() -> None:
 def test_a_name_that_dir_does_not_show_is_imported_as_before() -> None:
     names = [module.name for module in pkgutil.iter_modules(fuser.__path__)]
     assert {"chain", "cuda", "errors", "plan", "specs", "tensors", *PUBLIC_MODULES} <= {*names}
+    from fuser.plan import FusionPlan
+
+    assert fuser.plan(fuser.Sequential(fuser.GELU()), torch.ones(2)).parts  # a function, by design
+    assert FusionPlan is fuser.FusionPlan
     for name in names:
-        if name != "__main__":  # which runs the command line
+        if name not in ("__main__", "plan"):  # the former runs the command line
             assert importlib.import_module(f"fuser.{name}") is getattr(fuser, name)
 
 
