@@ -224,6 +224,20 @@ OF_GROUPS: Options = {
     "groups": padded(20, 12),
     "group_dbias": torch.zeros(2, COLUMNS, dtype=BF16),
 }
+
+
+def _chain_of(given: Options) -> LazyTensor:
+    """The output of the chain whose gradient has these options."""
+    return pointwise._Forward(given["stages"], given["x"], given["operands"])
+
+
+def _norm_of(given: Options) -> LazyTensor:
+    """The output of the norm whose gradient has these options, with its statistics."""
+    output = normalization._Norm(given["x"], given["dy"].dtype, given["parameters"], 1e-5)
+    output.statistics, output.has_statistics = given["statistics"], True
+    return output
+
+
 BIASED = {"stages": (Stage("bias"), GELU), "operands": (BIAS, None)}
 # What differs from the base, twice.
 OF_PRODUCERS: dict[type[LazyTensor], dict[str, tuple[Options, Options]]] = {
@@ -245,6 +259,7 @@ OF_PRODUCERS: dict[type[LazyTensor], dict[str, tuple[Options, Options]]] = {
         "zero_centered": ({}, {"zero_centered": True}),
         "d_extra": ({}, {"d_extra": EXTRA}),
         "rounded_dx": ({}, {"rounded_dx": drawn(2)}),
+        "output": ({}, {"output": _norm_of}),
     },
     pointwise._Forward: {
         "x": ({}, {"x": drawn(5)}),
@@ -264,6 +279,7 @@ OF_PRODUCERS: dict[type[LazyTensor], dict[str, tuple[Options, Options]]] = {
         ),
         "groups": (OF_GROUPS, {**OF_GROUPS, "groups": padded(12, 20)}),
         "group_dbias": (OF_GROUPS, {**OF_GROUPS, "groups": None, "group_dbias": None}),
+        "output": ({}, {"output": _chain_of}),
     },
     grouped._PaddedRows: {
         "rows": ({}, {"rows": drawn(5)}),
@@ -350,6 +366,7 @@ def _producing(cls: type[LazyTensor], options: Options) -> Callable[[str], Resul
         results: Results = []
         for quantizer in (None, QUANTIZERS.get(cls, Float8CurrentScalingQuantizer())):
             given = {name: on(device, value) for name, value in options.items()}
+            given |= {name: value(given) for name, value in given.items() if callable(value)}
             values = cls(**given)
             beside = list(given.get("grads", getattr(values, "grads", ())))
             beside += [*getattr(values, "statistics", ()), getattr(values, "z", None)]
@@ -357,6 +374,7 @@ def _producing(cls: type[LazyTensor], options: Options) -> Callable[[str], Resul
             if quantizer is None:
                 results.append(values.tensor())
                 beside.append(getattr(values, "rounded_dx", None))
+                beside.append(getattr(given.get("output"), "values", None))
             else:
                 groups = given.get("groups") if cls is pointwise._Backward else None
                 rows: Any = values
