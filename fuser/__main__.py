@@ -101,16 +101,17 @@ def _parser() -> argparse.ArgumentParser:
         help="forecast a training step on many GPUs; takes the options of fuser_forecast",
         add_help=False,
     )
-    commands.add_parser("doctor", help="say what this machine can run and what is missing")
+    doctor = commands.add_parser("doctor", help="say what this machine can run and what is missing")
+    doctor.add_argument("--json", action="store_true", help="print values for programs")
     return parser
 
 
 # -- the commands -------------------------------------------------------------
 
 
-def _doctor(_: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace) -> int:
     diagnosis = diagnose()
-    print(diagnosis)
+    print(json.dumps(diagnosis.to_dict(), indent=2) if options.json else diagnosis)
     return diagnosis.exit_status
 
 

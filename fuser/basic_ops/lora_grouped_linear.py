@@ -293,5 +293,5 @@ class LoRAGroupedLinear(LoRAAdapters, GroupedLinear):
         for grad in of_adapters:
             parts = [None] * self.num_groups if grad is None else grad
             grads = (*grads, *([grad] if self.single_grouped_weight else parts))
-        wanted = zip(grads, ctx.params_require_grad, strict=True)
-        return dx, [grad if is_wanted else None for grad, is_wanted in wanted], extras
+        pairs = zip(grads, ctx.params_require_grad, strict=True)
+        return dx, [grad if is_wanted else None for grad, is_wanted in pairs], extras

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib
 import importlib.metadata
 import os
@@ -13,21 +14,24 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import networkx
 import numpy
 import torch
 
 import fuser.cuda
+from fuser.basic_ops import GroupedLinear
 from fuser.cuda import module
 from fuser.cuda.module import Installation, Obstacle, installation, obstacle
 from fuser.cuda.probe import probe
-from fuser.errors import KernelUnavailable
+from fuser.errors import EmulationWarning, KernelUnavailable
 from fuser.precision.availability import runs_natively
-from fuser.precision.contexts import default_recipe
+from fuser.precision.contexts import autocast, default_recipe
 from fuser.recipe import RECIPES
+from fuser.runtime.pipeline import OperationFuser
 from fuser.version import __version__
 
 MINIMUM_TORCH = (2, 11)
@@ -53,6 +57,29 @@ def matrix_products(capability: tuple[int, int] | None) -> dict[str, str]:
         recipe.__name__: "native" if runs_natively(recipe(), capability) else "emulated"
         for recipe in RECIPES
     }
+
+
+def products_of_experts(capability: tuple[int, int] | None) -> dict[str, str]:
+    """How a ``GroupedLinear`` in 16 bits runs, as its plan says, in bf16 and under each recipe."""
+    make = {"dtype": torch.bfloat16, "device": "cpu"}
+    x, sizes = torch.empty(512, 128, **make, requires_grad=True), torch.full((4,), 128)
+    pipeline = OperationFuser([GroupedLinear(4, 128, 128, bias=False, **make)])
+    where = "CPU" if capability is None else "native"
+    how = {}
+    for recipe in (None, *(recipe() for recipe in RECIPES)):
+        with autocast(enabled=recipe is not None, recipe=recipe), warnings.catch_warnings():
+            warnings.simplefilter("ignore", EmulationWarning)  # which the table says
+            if capability is None:
+                plan = pipeline.plan(x, sizes)
+            else:
+                _, plan = pipeline.plan_for_gpu(capability, x, sizes)
+        kernels = ", ".join(step.kernel for step in (*plan.forward, *plan.backward))
+        name = "bf16" if recipe is None else type(recipe).__name__
+        how[name] = (
+            f"{'emulated' if 'emulated' in kernels else where}, "
+            f"{'one by one' if ' x ' in kernels else 'at once'}"
+        )
+    return how
 
 
 @dataclass(frozen=True)
@@ -143,6 +170,30 @@ class Diagnosis:
         ]
         return tuple(lines)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The report as values that JSON has; ``recipes`` are by device, op and recipe."""
+        return {
+            "fuser": __version__,
+            "versions": dict(self.versions),
+            "devices": [dataclasses.asdict(device) for device in self.devices],
+            "kernels": {
+                "are_available": self.obstacle is None and not self.faults,
+                "reason": None if self.obstacle is None else self.obstacle.reason,
+                "probe": None if self.probe is None else dataclasses.asdict(self.probe),
+            },
+            "recipes": {
+                device.name: {
+                    "linear": matrix_products(device.capability),
+                    "experts": products_of_experts(device.capability),
+                }
+                for device in self.devices
+            },
+            "optional": dict(self.optional),
+            "to do": list(self.advice),
+            "verdict": self.verdict,
+            "exit_status": self.exit_status,
+        }
+
     def __str__(self) -> str:
         sections = (
             (f"fuser {__version__}", ()),
@@ -150,6 +201,7 @@ class Diagnosis:
             ("Devices", _aligned((device.name, device.model) for device in self.devices)),
             ("CUDA kernels", self._kernel_lines()),
             ("Matrix products", self._format_lines()),
+            ("Products of experts", self._expert_lines()),
             ("torch.compile", _compile_lines(self.installation.torch_version)),
             ("Optional packages", _aligned((n, v or "not installed") for n, v in self.optional)),
             ("To do", self.advice or ("nothing",)),
@@ -177,14 +229,26 @@ class Diagnosis:
         )
         return tuple(lines)
 
-    def _format_lines(self) -> tuple[str, ...]:
+    def _table(self, of: Callable[[tuple[int, int] | None], dict[str, str]]) -> tuple[str, ...]:
+        """A row for each name that ``of`` has, and a column for each kind of GPU, or the CPU."""
         gpus = dict.fromkeys(device.capability for device in self.devices if device.capability)
         capabilities = tuple(gpus) or (None,)
-        columns = [matrix_products(capability) for capability in capabilities]
+        columns = [of(capability) for capability in capabilities]
         heading = ("", *(f"sm_{c[0]}{c[1]}" if c else "here" for c in capabilities))
-        rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+        return _aligned(
+            [heading, *((name, *(column[name] for column in columns)) for name in columns[0])]
+        )
+
+    def _expert_lines(self) -> tuple[str, ...]:
         return (
-            *_aligned([heading, *rows]),
+            *self._table(products_of_experts),
+            "At once: one product for all experts of a GroupedLinear; the host does not read their",
+            "numbers of rows. One by one: a product for each, after these were read.",
+        )
+
+    def _format_lines(self) -> tuple[str, ...]:
+        return (
+            *self._table(matrix_products),
             "Every recipe runs, with its format's exact bytes. An emulated recipe runs its matrix",
             "products on dequantized operands in fp32, fp16 or bf16.",
             f"fuser.autocast() without a recipe, or with recipe=None, is {default_recipe()};",

@@ -409,6 +409,8 @@ def test_doctor_in_a_process_of_its_own_returns_0_and_ends_with_the_verdict() ->
         assert "CPU" in lines[-1]
 
 
+NAMES_OF_RECIPES = {recipe.__name__ for recipe in recipes.RECIPES}
+GROUPED = {"bf16", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"}
 HOPPER = doctor.Device("cuda:0", "NVIDIA H200", (9, 0))
 HEALTHY = doctor.Diagnosis(
     versions=(("python", "3.12.3"),),
@@ -589,13 +591,55 @@ def test_the_doctor_knows_what_is_native_on_an_architecture(
     assert {how for name, how in found.items() if name not in PLAIN | native} == {"emulated"}
 
 
+@pytest.mark.parametrize(
+    ("capability", "native", "one_by_one"),
+    [
+        (None, set(), {"bf16", "Float8RowwiseScaling"}),
+        ((8, 0), {"bf16"}, {"bf16", *NAMES_OF_RECIPES}),
+        ((9, 0), GROUPED | {"Float8RowwiseScaling"}, {"Float8RowwiseScaling"}),
+        ((10, 0), {"bf16"}, {"Float8RowwiseScaling"}),
+    ],
+)
+def test_the_doctor_knows_how_experts_run_on_an_architecture(
+    capability: tuple[int, int] | None,
+    native: set[str],
+    one_by_one: set[str],
+    cuda_13_torch: None,
+) -> None:
+    found = doctor.products_of_experts(capability)
+    assert found.keys() == {"bf16", *NAMES_OF_RECIPES}
+    assert {name for name, how in found.items() if how.startswith("native")} == native
+    assert {name for name, how in found.items() if how.endswith("one by one")} == one_by_one
+    assert set(found.values()) <= {
+        f"{how}, {when}"
+        for how in ("CPU", "native", "emulated")
+        for when in ("at once", "one by one")
+    }
+
+
+def test_the_doctor_prints_its_values_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["torch"].startswith(torch.__version__)
+    assert found["verdict"].startswith("fuser runs here")
+    assert found["recipes"]["cpu"] == {
+        "linear": doctor.matrix_products(None),
+        "experts": doctor.products_of_experts(None),
+    }
+    assert HEALTHY.to_dict()["recipes"].keys() == {"cpu", "cuda:0"}
+    assert HEALTHY.to_dict()["kernels"]["are_available"]
+
+
 def test_two_kinds_of_gpu_get_a_column_each(cuda_13_torch: None) -> None:
     blackwell = doctor.Device("cuda:1", "NVIDIA B200", (10, 0))
     report = str(dataclasses.replace(HEALTHY, devices=(*HEALTHY.devices, blackwell, HOPPER)))
-    (heading,) = (line.split() for line in report.splitlines() if "sm_100" in line)
-    assert heading == ["sm_90", "sm_100"]
-    (block,) = (line.split() for line in report.splitlines() if "Float8BlockScaling" in line)
-    assert block == ["Float8BlockScaling", "native", "emulated"]
+    headings = [line.split() for line in report.splitlines() if "sm_100" in line]
+    assert headings == [["sm_90", "sm_100"]] * 2
+    blocks = [line.split() for line in report.splitlines() if "Float8BlockScaling" in line]
+    assert blocks == [
+        ["Float8BlockScaling", "native", "emulated"],
+        ["Float8BlockScaling", "native,", "at", "once", "emulated,", "at", "once"],
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
