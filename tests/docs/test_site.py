@@ -10,6 +10,7 @@ from pathlib import Path
 
 import commands
 import figures
+import formats_picture
 import pytest
 import sentences
 from paths import ROOT
@@ -115,6 +116,13 @@ def test_a_table_of_figures_has_the_medians_of_its_file() -> None:
         figures.table("peers_h200.csv", "variant", None, ["seconds"], None)
     with pytest.raises(ValueError, match="no lines where way=flown"):
         figures.table("peers_steps_h200.csv", "variant", "way", ["ms"], "way=flown")
+
+
+def test_the_picture_of_formats_is_that_of_its_script() -> None:
+    picture = formats_picture.picture()
+    assert formats_picture.PICTURE.read_text(encoding="utf-8") == picture
+    for text in ("largest 448<", "largest 57344<", "largest 6<", "MXFP8: 1 x 32"):
+        assert text in picture
 
 
 def test_a_command_prints_what_the_program_prints() -> None:
