@@ -9,6 +9,7 @@ from fuser.plan.devices import Device
 from fuser.plan.graph import OpGraph
 from fuser.plan.kept import kept_tensors
 from fuser.plan.memory import BudgetCost, MemoryCurve
+from fuser.plan.plan import FusionPlan
 from fuser.plan.planner import make_plan
 from fuser.plan.rebuilt import Limit
 from fuser.plan.registered import RegisteredFusions
@@ -19,6 +20,7 @@ LIMITS = (Limit(None), Limit(1), Limit(1, keep_weight_copies=False))
 
 def memory_curve(
     graph: OpGraph,
+    plan: FusionPlan | None,
     key_under: Callable[[Limit], PlanKey],
     registered: RegisteredFusions,
     target: Device | None = None,
@@ -27,8 +29,9 @@ def memory_curve(
 ) -> MemoryCurve:
     """What each budget keeps and costs; ``key_under`` gives the key of the ops under a limit.
 
-    ``target`` is that of :func:`make_plan`. ``cuts`` are the ops before which the pipeline is cut
-    into autograd nodes. Binds ``graph``.
+    ``plan`` is the plan of one of these keys, of this graph, which is not made again. ``target`` is
+    an argument of :func:`make_plan`. ``cuts`` are the ops before which the pipeline is cut into
+    autograd nodes. Binds ``graph``.
     """
     every: list[BudgetCost] = []
     repeated: BudgetCost | None = None
@@ -39,10 +42,13 @@ def memory_curve(
         if not limit.keep_weight_copies and key.recipe is None:  # there are no such copies
             every.append(replace(every[-1], keep_weight_copies=False))
             continue
-        planned = make_plan(graph, key, registered, target)
-        plan = planned.plan
-        times = [sum(step.microseconds for step in side) for side in (plan.forward, plan.backward)]
-        kept = kept_tensors(graph, planned.forward, cuts)
+        if plan is not None and plan.key == key and not cuts:
+            graph.bind(key)
+            own, kept = plan, plan.kept
+        else:
+            planned = make_plan(graph, key, registered, target)
+            own, kept = planned.plan, kept_tensors(graph, planned.forward, cuts)
+        times = [sum(step.microseconds for step in side) for side in (own.forward, own.backward)]
         a_token, weights = sum(k.bytes_per_token for k in kept), sum(k.nbytes for k in kept)
         again = [k for k in kept if k.is_rebuilt]
         every.append(
@@ -67,7 +73,7 @@ def memory_curve(
                 repeats_forward=True,
             )
     assert repeated is not None
-    return MemoryCurve((*every, repeated), graph.tokens, plan.nominal_tokens)
+    return MemoryCurve((*every, repeated), graph.tokens, own.nominal_tokens)
 
 
 def _input_bytes(graph: OpGraph) -> int:

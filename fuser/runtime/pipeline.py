@@ -275,6 +275,7 @@ class OperationFuser:
             input, extra_inputs = input[None], tuple(map(_with_dimension, extra_inputs))
         self._find_parameters()
         params = self._slots.tensors()
+        count = self.planned_count
         with torch.set_grad_enabled(training):
             run = self._plan_run(input, params, extra_inputs, only_planning=True)
             graph = self._graph(input, extra_inputs, run.key.autocast_dtype)
@@ -292,7 +293,9 @@ class OperationFuser:
         ):
             plan = run.with_nodes(plan, graph, input, params, extra_inputs)
         cuts = plan.cuts if plan.waiting else ()
-        return replace(plan, memory=memory_curve(graph, under, _registered, cuts=cuts))
+        # A plan of an earlier call may be of other rows, and keep other bytes for each.
+        known = plan if self.planned_count > count else None
+        return replace(plan, memory=memory_curve(graph, known, under, _registered, cuts=cuts))
 
     def plan_on(
         self,
@@ -323,7 +326,7 @@ class OperationFuser:
             under = self._keys_under(graph, key, input, extra_inputs)
         plan = make_plan(graph, key, _registered, target).plan
         plan = replace(plan, baselines=baselines_of(graph, target))
-        return replace(plan, memory=memory_curve(graph, under, _registered, target))
+        return replace(plan, memory=memory_curve(graph, plan, under, _registered, target))
 
     def plan_for_gpu(
         self, arch: tuple[int, int], input: torch.Tensor, *extra_inputs: torch.Tensor

@@ -61,7 +61,7 @@ def matrix_products(capability: tuple[int, int] | None) -> dict[str, str]:
 
 def products_of_experts(capability: tuple[int, int] | None) -> dict[str, str]:
     """How a ``GroupedLinear`` in 16 bits runs, as its plan says, in bf16 and under each recipe."""
-    make = {"dtype": torch.bfloat16, "device": "cpu"}
+    make: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
     x, sizes = torch.empty(512, 128, **make, requires_grad=True), torch.full((4,), 128)
     pipeline = OperationFuser([GroupedLinear(4, 128, 128, bias=False, **make)])
     where = "CPU" if capability is None else "native"
