@@ -312,6 +312,11 @@ def is_in_selective_checkpoint() -> bool:
     return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has sizes and no values, as those of a function that is traced."""
+    return isinstance(tensor, FakeTensor)
+
+
 @contextlib.contextmanager
 def outside_fake_mode() -> Iterator[None]:
     """Context in which tensors are real, inside a function that is being traced."""
@@ -339,7 +344,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 def in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as another tensor, with a storage of its own; of a fake tensor, another."""
     size, stride = tensor.size(), tensor.stride()
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+    if is_fake(tensor) or tensor.is_meta:
         return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
     made = torch.utils.dlpack.from_dlpack(tensor.detach())
     return made.as_strided(size, stride, made.storage_offset())
@@ -397,8 +402,10 @@ def is_module_conversion() -> bool:
 def users_level() -> int:
     """The level for ``warnings.warn`` in the caller, at which neither fuser nor torch runs."""
     ours = ("fuser", "torch")
-    levels = (n for n, frame in enumerate(frames()) if module_of(frame).split(".")[0] not in ours)
-    return next(levels, 1)
+    for level, frame in enumerate(frames()):  # no comprehension: it would be a frame itself
+        if module_of(frame).split(".")[0] not in ours:
+            return level
+    return 1
 
 
 # -- checkpoints of state dicts ----------------------------------------------------------

@@ -35,6 +35,7 @@ from fuser.conversion.parts import (
     attributes_of,
     bare,
     hooks_of,
+    joint,
     original_class,
 )
 from fuser.conversion.trace import Untraceable
@@ -67,9 +68,13 @@ class ConversionRow:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What :func:`convert` did: printed, a table with a row for each kind of module."""
+    """What :func:`convert` did: printed, a table with a row for each kind of module.
+
+    ``note`` is a sentence on the whole model, or empty.
+    """
 
     rows: tuple[ConversionRow, ...]
+    note: str = ""
 
     @property
     def converted(self) -> tuple[ConversionRow, ...]:
@@ -99,7 +104,7 @@ class ConversionReport:
             width = max((len(name) for name, _ in kinds), default=0)
             lines += [f"{title}:"] * bool(kinds)
             lines += [f"{n:5d} x {name:{width}}  {text}" for (name, text), n in kinds.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *([self.note] if self.note else ())])
 
 
 def convert(
@@ -174,7 +179,14 @@ def convert(
         names = [path for path, m in model.named_modules() if linear_part(m, "") is not None]
         search = _Search(filter, linears, norms, _kept(names, keep))
         search.visit(model, "")
-    report = ConversionReport(tuple(search.rows))
+    rows = {row.path for row in search.rows if row.is_converted}
+    units = [(path, unit) for path, _, unit in search.units if path in rows and unit.linears]
+    is_never = bool(units) and all(search.keeps(path, unit) for path, unit in units)
+    note = (
+        f"No linear is quantized: keep={tuple(keep)!r} holds those of every chain; keep=() "
+        "quantizes them."
+    )
+    report = ConversionReport(tuple(search.rows), note * (recipe is not None and is_never))
     if strict and report.refused:
         raise InputError(
             "fuser.convert(strict=True) has converted nothing, because of "
@@ -251,7 +263,7 @@ class _Search:
         self._seen.add(module)
         first_row = len(self.rows)
         for name, child in module.named_children():
-            self.visit(child, _joint(path, name))
+            self.visit(child, joint(path, name))
         stacked = any(p is not None and p.dim() == 3 for p in module._parameters.values())
         if not module._modules and not stacked:
             self._leaf(module, path)
@@ -261,19 +273,20 @@ class _Search:
             return
         if unit is not None:
             # The rows of its parts: they run alone only where the whole does not.
-            inside = {_joint(path, p) for c in unit.chains for p, _ in c.replaced}
+            inside = {joint(path, p) for c in unit.chains for p, _ in c.replaced}
             self.rows[first_row:] = [r for r in self.rows[first_row:] if r.path not in inside]
             self._add(path, module, unit)
         elif reason is not None:
             self.rows.append(ConversionRow(path, _name(module), False, reason))
 
     def _add(self, path: str, module: torch.nn.Module, unit: Unit) -> None:
-        is_kept = self._keeps(path, unit)
+        is_kept = self.keeps(path, unit)
         self.units.append((path, module, replace(unit, is_quantized=not is_kept)))
         text = unit.text + ", never quantized" * is_kept
         self.rows.append(ConversionRow(path, _name(module), True, text))
 
-    def _keeps(self, path: str, unit: Unit) -> bool:
+    def keeps(self, path: str, unit: Unit) -> bool:
+        """Whether a unit has a linear that is not quantized, and so is none of it."""
         return not self._kept.isdisjoint(_linears_of(path, unit))
 
     def _quantizes_less(self, path: str, unit: Unit) -> bool:
@@ -281,7 +294,7 @@ class _Search:
         linears = _linears_of(path, unit)
         inside = ((p, u) for p, _, u in self.units if len(u.linears) > 1)
         parts = [(p, u) for p, u in inside if _linears_of(p, u) <= linears]
-        return self._keeps(path, unit) and not all(self._keeps(p, u) for p, u in parts)
+        return self.keeps(path, unit) and not all(self.keeps(p, u) for p, u in parts)
 
     def _accepts(self, path: str, module: torch.nn.Module) -> bool:
         return self._filter is None or bool(self._filter(path, module))
@@ -313,7 +326,7 @@ class _Search:
         if unit is None:
             return None, reason
         for name in ("", *(name for chain in unit.chains for name, _ in chain.replaced)):
-            inner = _joint(path, name)
+            inner = joint(path, name)
             if not self._accepts(inner, module.get_submodule(name)):
                 return None, f"the filter leaves out {inner or 'the model'}"
         if unit.is_one_chain and hooks_of(module) is None:
@@ -422,12 +435,7 @@ def _look_like_a_feed_forward(shapes: Sequence[tuple[int, int]]) -> bool:
 
 def _linears_of(path: str, unit: Unit) -> set[str]:
     """The paths in the model of the linears of a unit's chains."""
-    return {_joint(path, name) for name in unit.linears}
-
-
-def _joint(path: str, name: str) -> str:
-    """The path of what has the path ``name`` from the module at ``path``."""
-    return f"{path}.{name}".strip(".")
+    return {joint(path, name) for name in unit.linears}
 
 
 def _kept(linears: Sequence[str], keep: Sequence[str]) -> set[str]:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from fuser.conversion.joined import join
-from fuser.conversion.parts import LinearPart, original_class
+from fuser.conversion.parts import LinearPart, joint, original_class
 from fuser.conversion.unit import Runner, Unit
+from fuser.op import FusibleOperation
 from fuser.precision.contexts import autocast
 from fuser.recipe import Recipe
 
@@ -118,6 +119,23 @@ def is_converted(module: torch.nn.Module) -> bool:
 def conversion_of(module: torch.nn.Module) -> tuple[torch.nn.Module, Unit | None, Recipe | None]:
     """A converted module, its unit and its recipe, to be set again."""
     return module, module.__dict__.get(UNIT), module.__dict__.get(RECIPE)
+
+
+def ops_of_conversions(model: torch.nn.Module) -> Iterator[tuple[str, FusibleOperation, bool]]:
+    """The ops with weights in the pipelines of converted modules, by the paths of the weights.
+
+    The last item says whether the module is inside of another that runs a pipeline in its place.
+    """
+    replaced: set[str] = set()
+    for path, module in model.named_modules():
+        unit: Unit | None = module.__dict__.get(UNIT)
+        if unit is None:
+            continue
+        is_spare = path in replaced
+        replaced.update(joint(path, name) for chain in unit.chains for name, _ in chain.replaced)
+        for pipeline in module.__dict__[RUNNER].pipelines.values():
+            for name, op in pipeline.linears:
+                yield joint(path, name), op, is_spare
 
 
 def unset_conversion(module: torch.nn.Module) -> None:

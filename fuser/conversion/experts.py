@@ -54,6 +54,10 @@ class ExpertsPart(Part):
     def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
         return [getattr(owner, self.up), getattr(owner, self.down)]
 
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return self.up, self.down
+
     def inputs(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x, experts, probs = inputs
         if not experts.is_cuda:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from fuser.torch_private import storage_uses
+from fuser.torch_private import is_fake, storage_uses
 
 DEVICES = ("cpu", "cuda")
 """Where parameters are moved into one memory."""
@@ -30,6 +30,8 @@ class _Joined(torch.autograd.Function):
         ctx.save_for_backward(*parts)
         # No view of the memory: it would have that one's version, and none of the parts'.
         view = torch.empty(0, dtype=whole.dtype, device=whole.device)
+        if is_fake(view):  # while a model is planned
+            return view.new_empty(whole.shape)
         return view.set_(whole.untyped_storage(), 0, whole.shape, whole.stride())
 
     @staticmethod

@@ -76,6 +76,11 @@ class Part(ABC):
         return None
 
     @property
+    def weights(self) -> tuple[str, ...]:
+        """The paths from the owner of the weights of its ops that quantize, in their order."""
+        return ()
+
+    @property
     @abstractmethod
     def text(self) -> str:
         """The part in a report."""
@@ -108,6 +113,11 @@ class LinearPart(Part):
                 in_features, out_features, bias=self.has_bias, device="meta", dtype=dtype
             )
         ]
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        first, *others = self.names
+        return (" and ".join([first, *(name.rpartition(".")[2] for name in others)]),)
 
     def _linears(self, owner: torch.nn.Module) -> list[Any]:
         return [child_of(owner, name) for name in self.names]
@@ -369,6 +379,11 @@ def hooks_of(module: torch.nn.Module) -> str | None:
     if "forward" in module.__dict__:
         return OWN_FORWARD
     return "hooks" if any(torch_private.hooks_of(module)) else None
+
+
+def joint(path: str, name: str) -> str:
+    """The path of what has the path ``name`` from the module at ``path``."""
+    return f"{path}.{name}".strip(".")
 
 
 INTERNALS = frozenset(

@@ -14,6 +14,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from fuser import fused_ops
+from fuser.basic_ops import GroupedLinear
 from fuser.conversion.chains import ADDITIONS, Chains, FoundChain
 from fuser.conversion.parts import (
     Chain,
@@ -221,6 +223,10 @@ class Pipeline:
         self.slots = slots_of(modules)
         names = [part.name for part in chain.parts if isinstance(part, ModulePart)]
         self.own_modules = [(name, child_of(owner, name)) for name in names]
+        with_weights = [m for m in modules if isinstance(m, (fused_ops.Linear, GroupedLinear))]
+        weights = [name for part in chain.parts for name in part.weights]
+        self.linears = list(zip(weights, with_weights, strict=True))
+        """The ops that multiply by weights, by the path of these from the owner."""
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fuser.conversion.converted import ops_of_conversions
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.inspection.report import InspectionReport, Place
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, modules_and_ops
@@ -102,6 +103,10 @@ def _places(model: torch.nn.Module) -> dict[int, Place]:
     model = compiled_from(model) or model
     places: dict[int, Place] = {}
     composites: dict[int, Place] = {}
+    for path, op, is_spare in ops_of_conversions(model):
+        own = op.members if isinstance(op, FusedOperation) else [op]
+        place = Place(path, type(op).__name__, is_spare)
+        places.update((id(member.__dict__), place) for member in own if _quantizes(member))
     for path, module in modules_and_ops(model):
         if isinstance(module, FusedOperation):
             own = [op for op in module.members if _quantizes(op)]

@@ -37,6 +37,8 @@ class Place(NamedTuple):
 
     layer: str
     op: str
+    is_spare: bool = False
+    """Whether it runs where a converted module that holds it does not run its pipeline."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ class InspectionReport:
         return {
             place.layer: reasons[ran.get(op)]
             for op, place in self.places.items()
-            if op not in quantized
+            if op not in quantized and not (place.is_spare and op not in ran)
         }
 
     @property

@@ -1141,3 +1141,63 @@ def test_layers_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatc
     norm.normalized_shape = (1, HIDDEN)
     fuser.convert(model)
     assert len(looked_at) > counts[0]
+
+
+def test_the_plan_of_a_converted_model_has_its_pipelines_and_nothing_of_their_weights() -> None:
+    model, x = nn.Sequential(*(seeded(PreNorm, seed) for seed in range(3))), data()
+    own = fuser.plan(model, x)
+    assert not own.plans
+    fuser.convert(model)
+    for device in (None, "h200"):
+        plan = fuser.plan(model, x, device=device)
+        assert list(plan.plans) == ["0", "1", "2"] or list(plan.plans) == [""]
+        # gate and up are one weight in memory: no other operation joins them
+        assert {type(part.content) for part in plan.parts} == {fuser.FusionPlan}
+    assert "SwiGLU" in str(next(iter(plan.plans.values())))
+    assert_same(results(model, x), results(seeded_copy(model), x))
+
+
+def seeded_copy(model: nn.Module) -> nn.Module:
+    """The same model, not converted."""
+    twin = copy.deepcopy(model)
+    assert fuser.revert(twin)
+    return twin
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_a_converted_model_is_inspected_by_the_paths_of_its_linears() -> None:
+    model, x = titan_like_model(), titan_like.tokens()
+    fuser.convert(model, recipe=CURRENT)
+    with fuser.inspect(model) as report:
+        model(x).float().square().mean().backward()
+    layers = {row.layer for row in report.rows()}
+    assert "layers.0.feed_forward.w1 and w3" in layers
+    assert {"layers.1.feed_forward.w2", "layers.0.attention.wk"} <= layers
+    # the first and the last linear are kept, and what an outer pipeline runs is named once
+    assert report.not_quantized == {
+        "layers.0.attention.wq": "no recipe was active",
+        "lm_head": "no recipe was active",
+    }
+    # a child with a hook: the block's own forward runs, and with it the linears of their own
+    model.get_submodule("layers.0.feed_forward.w1").register_forward_hook(lambda *_: None)
+    with fuser.inspect(model) as report:
+        model(x).float().square().mean().backward()
+    layers = {row.layer for row in report.rows()}
+    assert "layers.0.feed_forward.w3" in layers
+    assert report.not_quantized["layers.0.feed_forward.w1 and w3"] == "it did not run"
+
+
+def titan_like_model() -> Any:
+    return seeded(titan_like.TitanLike)
+
+
+def test_a_report_says_if_a_recipe_quantizes_nothing() -> None:
+    def chain() -> nn.Module:
+        layers = (nn.Linear(HIDDEN, HIDDEN), nn.GELU())
+        return nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN), nn.GELU(), *layers[:1])
+
+    sentence = "No linear is quantized: keep=('first', 'last') holds those of every chain"
+    assert sentence in str(fuser.convert(chain(), recipe=CURRENT))
+    assert not fuser.convert(chain(), recipe=CURRENT, keep=()).note
+    assert not fuser.convert(chain()).note
+    assert not fuser.convert(titan_like_model(), recipe=CURRENT).note

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import oracles
@@ -631,8 +632,10 @@ def test_the_warning_comes_once_for_a_recipe(monkeypatch: pytest.MonkeyPatch) ->
         warnings.simplefilter("always")
         for override in (None, "dequantized"):
             with fuser.autocast(recipe=recipes.MXFP8BlockScaling(backward_override=override)):
-                fuser.BasicLinear(64, 64)(torch.zeros(32, 64))
+                fuser.BasicLinear(64, 64)(torch.zeros(32, 64))  # this line
     (warning,) = caught
+    assert warning.filename == __file__
+    assert Path(__file__).read_text().splitlines()[warning.lineno - 1].endswith("# this line")
     assert str(warning.message).startswith("MXFP8BlockScaling is emulated on a CPU")
     assert warning.category is fuser.EmulationWarning
 
