@@ -86,7 +86,11 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{', '.join(PRESETS)}; or MODULE:FACTORY, a dotted module name or a .py file, and a "
         "function in it that takes nothing and returns a module, or a tuple of one and its inputs",
     )
-    plan.add_argument("--device", metavar="NAME", help=f"plan for it: {', '.join(DEVICES)}")
+    plan.add_argument(
+        "--device",
+        metavar="NAME",
+        help=f"plan for it: {', '.join(DEVICES)}; default: h200 for public sizes",
+    )
     plan.add_argument("--recipe", metavar="NAME", help=f"{', '.join(NAMES)}; default: none")
     plan.add_argument("--tokens", metavar="N", help=f"rows of the main input; default: {ROWS}")
     plan.add_argument("--training", action="store_true", help="plan forward and backward")
@@ -166,7 +170,9 @@ def _plan(options: argparse.Namespace) -> int:
         )
         inputs = (main_input, *inputs[1:])
     how = {"training": options.training}
-    how |= {} if options.device is None else {"device": options.device}
+    # A model of a public size is asked about for a GPU, which need not be here.
+    device = "h200" if isinstance(model, Decoder) and options.device is None else options.device
+    how |= {} if device is None else {"device": device}
     with autocast(enabled=recipe is not None, recipe=recipe):
         plan: FusionPlan | ModelPlan
         if isinstance(model, Sequential):

@@ -13,7 +13,7 @@ import torch
 from fuser.conversion.joined import join
 from fuser.conversion.parts import LinearPart, joint, original_class
 from fuser.conversion.unit import Runner, Unit
-from fuser.op import FusibleOperation
+from fuser.op import BasicOperation, FusedOperation
 from fuser.precision.contexts import autocast
 from fuser.recipe import Recipe
 
@@ -121,7 +121,9 @@ def conversion_of(module: torch.nn.Module) -> tuple[torch.nn.Module, Unit | None
     return module, module.__dict__.get(UNIT), module.__dict__.get(RECIPE)
 
 
-def ops_of_conversions(model: torch.nn.Module) -> Iterator[tuple[str, FusibleOperation, bool]]:
+def ops_of_conversions(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, FusedOperation | BasicOperation, bool]]:
     """The ops with weights in the pipelines of converted modules, by the paths of the weights.
 
     The last item says whether the module is inside of another that runs a pipeline in its place.

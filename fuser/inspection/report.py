@@ -220,11 +220,11 @@ class InspectionReport:
         """
         scores = []
         rows = self.rows()
-        for place in dict.fromkeys(self.places.values()):
-            own = {(r.tensor, r.copy): r for r in rows if (r.layer, r.op) == place}
+        for layer, op in dict.fromkeys((place.layer, place.op) for place in self.places.values()):
+            own = {(r.tensor, r.copy): r for r in rows if (r.layer, r.op) == (layer, op)}
             if not any(tensor == "weight" for tensor, _ in own):
                 continue
-            products = [_score(place, name, own) for name in PRODUCTS]
+            products = [_score(layer, op, name, own) for name in PRODUCTS]
             of_layer = [score for score in products if score is not None]
             if of_layer:
                 scores.append(min(of_layer, key=_order))
@@ -370,7 +370,9 @@ def _ratio(signal: float, noise: float, nonzeros: float) -> float | None:
     return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
-def _score(place: Place, product: str, own: Mapping[tuple[str, str], Row]) -> LayerScore | None:
+def _score(
+    layer: str, op: str, product: str, own: Mapping[tuple[str, str], Row]
+) -> LayerScore | None:
     """The score of one product of a layer; None if no operand of it was measured."""
     known: list[tuple[float, str]] = []
     for tensor, copy in PRODUCTS[product]:
@@ -381,10 +383,10 @@ def _score(place: Place, product: str, own: Mapping[tuple[str, str], Row]) -> La
     if not known or (product != "forward" and all(t != "grad_output" for _, t in known)):
         return None
     if any(math.isnan(ratio) for ratio, _ in known):
-        return LayerScore(*place, math.nan, product, next(t for r, t in known if math.isnan(r)))
+        return LayerScore(layer, op, math.nan, product, next(t for r, t in known if math.isnan(r)))
     noise = sum(10 ** (-ratio / 10) for ratio, _ in known)
     ratio = math.inf if not noise else -10 * math.log10(noise)
-    return LayerScore(*place, ratio, product, min(known)[1])
+    return LayerScore(layer, op, ratio, product, min(known)[1])
 
 
 def _order(score: LayerScore) -> tuple[bool, float]:

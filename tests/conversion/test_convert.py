@@ -1173,6 +1173,7 @@ def test_a_converted_model_is_inspected_by_the_paths_of_its_linears() -> None:
     layers = {row.layer for row in report.rows()}
     assert "layers.0.feed_forward.w1 and w3" in layers
     assert {"layers.1.feed_forward.w2", "layers.0.attention.wk"} <= layers
+    assert {score.layer for score in report.ranked()} == layers
     # the first and the last linear are kept, and what an outer pipeline runs is named once
     assert report.not_quantized == {
         "layers.0.attention.wq": "no recipe was active",
