@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -328,4 +329,10 @@ def _dtype(name: str) -> torch.dtype:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads it, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    raise SystemExit(status)

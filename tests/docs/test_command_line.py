@@ -411,6 +411,18 @@ def test_doctor_in_a_process_of_its_own_returns_0_and_ends_with_the_verdict() ->
 
 NAMES_OF_RECIPES = {recipe.__name__ for recipe in recipes.RECIPES}
 GROUPED = {"bf16", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"}
+
+
+def test_a_reader_that_has_enough_ends_the_program_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "fuser", "doctor"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.close()
+        assert run.stderr.read() == b""
+    assert run.returncode == 0
+
+
 HOPPER = doctor.Device("cuda:0", "NVIDIA H200", (9, 0))
 HEALTHY = doctor.Diagnosis(
     versions=(("python", "3.12.3"),),
