@@ -171,7 +171,7 @@ def _plan(options: argparse.Namespace) -> int:
         )
         inputs = (main_input, *inputs[1:])
     how = {"training": options.training}
-    # A model of a public size is asked about for a GPU, which need not be here.
+    # Models of public sizes are planned for a GPU, which need not be here.
     device = "h200" if isinstance(model, Decoder) and options.device is None else options.device
     how |= {} if device is None else {"device": device}
     with autocast(enabled=recipe is not None, recipe=recipe):

@@ -18,6 +18,7 @@ from fuser.conversion.leaves import (
     linear_part,
     norm_part,
 )
+from fuser.conversion.modules import attributes_of, bare, hooks_of, original_class
 from fuser.conversion.parts import (
     AddPart,
     ForkPart,
@@ -26,10 +27,6 @@ from fuser.conversion.parts import (
     ModulePart,
     NormPart,
     Part,
-    attributes_of,
-    bare,
-    hooks_of,
-    original_class,
 )
 
 ADDITIONS = (operator.add, torch.add, "add")

@@ -27,17 +27,15 @@ from fuser.conversion.leaves import (
     linear_part,
     norm_part,
 )
-from fuser.conversion.parts import (
+from fuser.conversion.modules import (
     OWN_FORWARD,
-    PLAIN_TENSORS,
-    Chain,
-    Part,
     attributes_of,
     bare,
     hooks_of,
     joint,
     original_class,
 )
+from fuser.conversion.parts import PLAIN_TENSORS, Chain, Part
 from fuser.conversion.trace import Untraceable
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit, unit_of
 from fuser.errors import FuserError, InputError, InputTypeError
@@ -286,15 +284,16 @@ class _Search:
         self.rows.append(ConversionRow(path, _name(module), True, text))
 
     def keeps(self, path: str, unit: Unit) -> bool:
-        """Whether a unit has a linear that is not quantized, and so is none of it."""
+        """Whether a linear of the unit is kept unquantized, and with it the whole unit."""
         return not self._kept.isdisjoint(_linears_of(path, unit))
 
     def _quantizes_less(self, path: str, unit: Unit) -> bool:
         """Whether a unit would take quantization from units inside of it that hold no kept one."""
+        if not self.keeps(path, unit):
+            return False
         linears = _linears_of(path, unit)
         inside = ((p, u) for p, _, u in self.units if len(u.linears) > 1)
-        parts = [(p, u) for p, u in inside if _linears_of(p, u) <= linears]
-        return self.keeps(path, unit) and not all(self.keeps(p, u) for p, u in parts)
+        return any(_linears_of(p, u) <= linears and not self.keeps(p, u) for p, u in inside)
 
     def _accepts(self, path: str, module: torch.nn.Module) -> bool:
         return self._filter is None or bool(self._filter(path, module))

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from fuser.conversion.joined import join
-from fuser.conversion.parts import LinearPart, joint, original_class
+from fuser.conversion.modules import joint, original_class
+from fuser.conversion.parts import LinearPart
 from fuser.conversion.unit import Runner, Unit
 from fuser.op import BasicOperation, FusedOperation
 from fuser.precision.contexts import autocast

@@ -9,7 +9,8 @@ import torch
 
 from fuser import basic_ops
 from fuser.conversion.leaves import are_close
-from fuser.conversion.parts import PLAIN_TENSORS, Chain, Part, bare
+from fuser.conversion.modules import bare
+from fuser.conversion.parts import PLAIN_TENSORS, Chain, Part
 from fuser.conversion.trace import parameters_of
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from fuser import basic_ops
+from fuser.conversion.modules import bare, original_class
 from fuser.conversion.parts import (
     ACTIVATIONS,
     ActivationPart,
@@ -15,8 +16,6 @@ from fuser.conversion.parts import (
     KnownActivation,
     LinearPart,
     NormPart,
-    bare,
-    original_class,
 )
 from fuser.op import FusibleOperation, HiddenOps
 

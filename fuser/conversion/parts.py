@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from fuser import basic_ops, fused_ops, torch_private
+from fuser import basic_ops, fused_ops
 from fuser.conversion.joined import joined
+from fuser.conversion.modules import child_of, hooks_of, original_class
 from fuser.op import COMPUTE_DTYPES, FusedOperation, FusibleOperation
 
 PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
@@ -42,9 +43,6 @@ ACTIVATIONS = (
     KnownActivation(lambda x: x * torch.sigmoid(1.702 * x), "QGELU", "QGEGLU"),
     KnownActivation(torch.sigmoid, "", "GLU"),
 )
-
-
-OWN_FORWARD = "a forward of its own"
 
 
 @dataclass(frozen=True)
@@ -366,94 +364,3 @@ def slots_of(modules: Sequence[torch.nn.Module]) -> list[tuple[dict[str, Any], s
         for name, value in op._parameters.items()
         if value is not None
     ]
-
-
-def original_class(module: torch.nn.Module) -> type:
-    """The class of a module before it was converted."""
-    cls: type = getattr(type(module), "_class_before_fuser", type(module))
-    return cls
-
-
-def hooks_of(module: torch.nn.Module) -> str | None:
-    """What a call of the module would run beside its class's forward; None if nothing."""
-    if "forward" in module.__dict__:
-        return OWN_FORWARD
-    return "hooks" if any(torch_private.hooks_of(module)) else None
-
-
-def joint(path: str, name: str) -> str:
-    """The path of what has the path ``name`` from the module at ``path``."""
-    return f"{path}.{name}".strip(".")
-
-
-INTERNALS = frozenset(
-    (
-        *torch.nn.Module().__dict__,
-        # What torch, transformers and accelerate set on modules, and no forward computes with.
-        *("_compiled_call_impl", "_is_hf_initialized", "_is_accelerate_prepared"),
-        *("gradient_checkpointing", "_gradient_checkpointing_func"),
-        # How torchtitan fills and shards parameters: its layers differ in the objects.
-        *("_param_init", "_sharding_config", "_pos_arg_list", "_parallelized"),
-        # A forward around that of the class; which one a call begins with is asked of hooks_of.
-        *("forward", "_original_forward"),
-    )
-)
-"""Attributes of modules that do not change what they compute."""
-
-BOOKKEEPING = ("_fuser", "_fsdp", "_is_fsdp", "__composable")
-"""How such attributes of fuser and of FSDP2 begin."""
-
-
-def attributes_of(module: torch.nn.Module) -> tuple[object, ...]:
-    """What a module computes with besides its parameters and children: numbers, and objects."""
-    own = [
-        (name, value if _is_plain(value) else id(value))
-        for name, value in module.__dict__.items()
-        if name not in INTERNALS and not name.startswith(BOOKKEEPING)
-    ]
-    buffers = [(name, id(buffer)) for name, buffer in module._buffers.items()]
-    return original_class(module).forward, *own, *buffers  # type: ignore[attr-defined]
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a value never changes, and equals those with which the same is computed."""
-    if type(value) is tuple:
-        return all(_is_plain(item) for item in value)
-    return isinstance(value, (bool, int, float, str))
-
-
-def bare(
-    module: torch.nn.Module, values: Mapping[str, torch.Tensor] | None = None
-) -> torch.nn.Module:
-    """A copy of a module in evaluation, of its own class and without hooks, to be tried.
-
-    ``values`` has a value for every parameter, by its path; None for the parameters themselves.
-    Everything else is the module's own.
-    """
-    cls: Any = original_class(module)
-    copy: torch.nn.Module = object.__new__(cls)
-    torch.nn.Module.__init__(copy)
-    own = {n: v for n, v in module.__dict__.items() if n not in copy.__dict__}
-    copy.__dict__.update(own, training=False)
-    copy._buffers.update(module._buffers)
-    copy._parameters.update(module._parameters)
-    for name, parameter in module._parameters.items():
-        if values is not None and parameter is not None:
-            copy._parameters[name] = torch.nn.Parameter(values[name], requires_grad=False)
-    for name, child in module._modules.items():
-        start = name + "."
-        inner = None
-        if values is not None:
-            inner = {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
-        copy._modules[name] = None if child is None else bare(child, inner)
-    return copy
-
-
-def child_of(owner: torch.nn.Module, path: str) -> Any:
-    """The submodule at a path; None if there is none."""
-    module: Any = owner
-    for name in path.split(".") if path else ():
-        module = module._modules.get(name)
-        if module is None:
-            return None
-    return module

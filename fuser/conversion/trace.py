@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from fuser.conversion.parts import attributes_of, bare, original_class
+from fuser.conversion.modules import attributes_of, bare, original_class
 
 AUTOCASTS = ("cpu", "cuda")
 

@@ -17,15 +17,8 @@ from torch.fx.node import map_aggregate
 from fuser import fused_ops
 from fuser.basic_ops import GroupedLinear
 from fuser.conversion.chains import ADDITIONS, Chains, FoundChain
-from fuser.conversion.parts import (
-    Chain,
-    LinearPart,
-    ModulePart,
-    attributes_of,
-    child_of,
-    original_class,
-    slots_of,
-)
+from fuser.conversion.modules import attributes_of, child_of, original_class
+from fuser.conversion.parts import Chain, LinearPart, ModulePart, slots_of
 from fuser.conversion.trace import OTHER_KEYWORDS, parameters_of, traced
 from fuser.errors import StateError
 from fuser.op import CallResult
@@ -188,7 +181,7 @@ class Runner:
         values: list[Any] = []
         for name, default in self.unit.inputs:
             if name == OTHER_KEYWORDS:
-                values.append(None)  # the last input; steps get what it stands for
+                values.append(None)  # **kwargs, the last input: steps get the keywords themselves
                 continue
             if name not in given and default is REQUIRED:
                 return None

@@ -19,7 +19,7 @@ from fuser.conversion.converted import (
     set_conversion,
     unset_conversion,
 )
-from fuser.conversion.parts import child_of
+from fuser.conversion.modules import child_of
 from fuser.errors import InputError
 from fuser.recipe import Recipe, recipe_named
 

@@ -1,6 +1,6 @@
 """Training in the order of torchtitan: built and converted on meta, wrapped, sharded, then filled.
 
-Its functions are written here anew, so that torchtitan need not be installed.
+The functions are written for these tests, which run without torchtitan.
 """
 
 from __future__ import annotations

@@ -1150,7 +1150,7 @@ def test_the_plan_of_a_converted_model_has_its_pipelines_and_nothing_of_their_we
     fuser.convert(model)
     for device in (None, "h200"):
         plan = fuser.plan(model, x, device=device)
-        assert list(plan.plans) == ["0", "1", "2"] or list(plan.plans) == [""]
+        assert list(plan.plans) == ["0", "1", "2"]
         # gate and up are one weight in memory: no other operation joins them
         assert {type(part.content) for part in plan.parts} == {fuser.FusionPlan}
     assert "SwiGLU" in str(next(iter(plan.plans.values())))

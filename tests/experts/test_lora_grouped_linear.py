@@ -193,7 +193,7 @@ def test_any_number_of_experts(layout: Any, groups: int) -> None:
 def test_all_experts_in_one_launch_are_the_same(
     layout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that is no whole vector of the kernel; and adapters in fp32 are refused none."""
+    """The sums of a product over all experts at once are as exact as torch's."""
     in_one_launch(monkeypatch)
     model = lora(BF16, **layout)
     found = step(model, rows(BF16), SOME)
