@@ -1,0 +1,488 @@
+"""The layers of ``transformer_engine.pytorch``: those of ``fuser.modules``, with what programs
+for Transformer Engine pass them and read from them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fuser import basic_ops, modules
+from fuser.communication import GroupArgument, group_size
+from fuser.errors import FuserWarning, InputError
+from fuser.modules.layer import InitMethod
+
+__all__ = [
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "RMSNorm",
+    "TransformerEngineBaseModule",
+    "get_dummy_wgrad",
+]
+
+DEFAULT_STD = 0.023
+"""The standard deviation of a weight without an ``init_method``, as in Transformer Engine."""
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """What the layers here share, and what a program may ask ``isinstance`` of."""
+
+    fp8 = False
+    fp8_calibration = False
+    save_original_input = False
+    """Accepted, no effect: ``backward_override`` of the recipe says what is kept."""
+    tp_size: int
+    tp_group: GroupArgument = None
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """What programs read of the state of FP8, which is in the ops here: nothing is in it."""
+        return {"fp8_checkpoint": False, "recipe": None}
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Accepted, no effect: the state of a recipe is made when it is used."""
+
+    def set_tensor_parallel_group(self, tp_group: GroupArgument) -> None:
+        """Name the group of ranks after construction, as programs do that make it later.
+
+        Raises
+        ------
+        InputError
+            If its size is not that with which the layer was made.
+        """
+        name = type(self).__name__
+        ranks = 1 if tp_group is None else group_size(name, tp_group)
+        if ranks != self.tp_size:
+            raise InputError(
+                f"{name}.set_tensor_parallel_group got a group of {ranks} ranks, and the layer has "
+                f"the features of one of {self.tp_size}."
+            )
+        self.tp_group = tp_group
+
+
+class _NamedTracker:
+    """A tracker of random states whose ``fork()`` is that of one name."""
+
+    def __init__(self, tracker: Callable[[], Any], name: str) -> None:
+        self._tracker, self._name = tracker, name
+
+    def __call__(self) -> _NamedTracker:
+        return self
+
+    def fork(self) -> Any:
+        return self._tracker().fork(self._name)
+
+
+def _normal(weight: torch.Tensor) -> None:
+    torch.nn.init.normal_(weight, mean=0.0, std=DEFAULT_STD)
+
+
+@functools.cache
+def _warn_of_overlap(layer: str, names: tuple[str, ...]) -> None:
+    warnings.warn(
+        f"{layer} ignores {', '.join(names)}: communication is not overlapped with GEMMs here. "
+        "Results are the same; leave the arguments out.",
+        FuserWarning,
+        stacklevel=2,
+    )
+
+
+def _options(layer: str, options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` for the layer of ``fuser.modules``: without those that change no result."""
+    taken = dict(options)
+    overlaps = tuple(name for name in taken if name.startswith("ub_") and taken[name])
+    for name in [name for name in taken if name.startswith("ub_")]:
+        del taken[name]
+    switches = tuple(name for name in overlaps if name != "ub_name")
+    if switches:
+        _warn_of_overlap(layer, switches)
+    taken.pop("save_original_input", None)
+    tracker, name = taken.pop("get_rng_state_tracker", None), taken.pop("rng_tracker_name", None)
+    if tracker is not None:
+        taken["get_rng_state_tracker"] = _NamedTracker(tracker, name) if name else tracker
+    # A layer of one rank has no sequence to gather, whatever the program's setting is.
+    if taken.get("tp_size", 1) == 1 or taken.get("parallel_mode") is None:
+        taken.pop("sequence_parallel", None)
+    if taken.get("parallel_mode") is None:
+        taken.pop("tp_size", None)
+        taken.pop("tp_group", None)
+    return taken
+
+
+def _mark(parameter: torch.nn.Parameter | None, dim: int | None, ranks: int) -> None:
+    """Set the attributes by which Megatron-LM knows the part of a parameter that a rank has."""
+    if parameter is None:
+        return
+    is_part = dim is not None and ranks > 1
+    parameter.tensor_model_parallel = is_part  # type: ignore[attr-defined]
+    parameter.partition_dim = dim if is_part else -1  # type: ignore[attr-defined]
+    parameter.partition_stride = 1  # type: ignore[attr-defined]
+
+
+class Linear(modules.Linear, TransformerEngineBaseModule):
+    """``y = x @ weight.T + bias``: :class:`fuser.modules.Linear` for programs of te.Linear.
+
+    ``return_bias=True`` returns ``(x @ weight.T, bias)``: the caller adds the bias. A bias
+    begins with zeros, and a weight without an ``init_method`` with normal values of
+    deviation 0.023. Arguments for userbuffers are ignored, with a warning if they are on.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: GroupArgument = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: Any = None,
+        **options: Any,
+    ) -> None:
+        given = _options(
+            type(self).__name__,
+            {
+                **options,
+                "sequence_parallel": sequence_parallel,
+                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+                "tp_group": tp_group,
+                "tp_size": tp_size,
+                "get_rng_state_tracker": get_rng_state_tracker,
+                "parallel_mode": parallel_mode,
+            },
+        )
+        super().__init__(
+            in_features,
+            out_features,
+            bias=bias and not return_bias,
+            init_method=init_method or _normal,
+            params_dtype=params_dtype,
+            **given,
+        )
+        _finish(self, self.ops[0].members[0], bias, return_bias, options)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _zero_biases(self)
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """The output ``[..., out_features]``; with ``return_bias`` also the bias."""
+        return _with_bias(self, super().forward(inp, is_first_microbatch, fp8_output, fp8_grad))
+
+
+class LayerNormLinear(modules.LayerNormLinear, TransformerEngineBaseModule):
+    """A norm and a linear: :class:`fuser.modules.LayerNormLinear`, with the additions of Linear."""
+
+    layer_norm_bias: torch.nn.Parameter | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: GroupArgument = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: Any = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: Any = None,
+        zero_centered_gamma: bool = False,
+        **options: Any,
+    ) -> None:
+        given = _options(
+            type(self).__name__,
+            {
+                **options,
+                "sequence_parallel": sequence_parallel,
+                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+                "tp_group": tp_group,
+                "tp_size": tp_size,
+                "get_rng_state_tracker": get_rng_state_tracker,
+                "parallel_mode": parallel_mode,
+            },
+        )
+        super().__init__(
+            in_features,
+            out_features,
+            eps,
+            bias=bias and not return_bias,
+            normalization=normalization,
+            zero_centered_gamma=zero_centered_gamma,
+            init_method=init_method or _normal,
+            params_dtype=params_dtype,
+            **given,
+        )
+        _finish(self, self.ops[1].members[0], bias, return_bias, options)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _zero_biases(self)
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """The output ``[..., out_features]``; with ``return_bias`` also the bias."""
+        return _with_bias(self, super().forward(inp, is_first_microbatch, fp8_output, fp8_grad))
+
+
+class LayerNormMLP(modules.LayerNormMLP, TransformerEngineBaseModule):
+    """A feed-forward block: :class:`fuser.modules.LayerNormMLP`, with the additions of Linear."""
+
+    layer_norm_bias: torch.nn.Parameter | None = None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        bias: bool = True,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        **options: Any,
+    ) -> None:
+        is_parallel = bool(options.get("set_parallel_mode", False))
+        ranks = options.get("tp_size", 1) if is_parallel else 1
+        given = _options(
+            type(self).__name__,
+            {**options, "parallel_mode": "column", "sequence_parallel": sequence_parallel},
+        )
+        given.pop("parallel_mode")
+        if ranks == 1:
+            for name in ("tp_size", "tp_group", "set_parallel_mode"):
+                given.pop(name, None)
+        if return_bias:
+            raise InputError(
+                "LayerNormMLP got return_bias=True; its second bias is added inside of the "
+                "pipeline. Leave the argument out, and do not add the bias."
+            )
+        super().__init__(
+            hidden_size,
+            ffn_hidden_size,
+            eps,
+            bias=bias,
+            init_method=init_method or _normal,
+            output_layer_init_method=output_layer_init_method or _normal,
+            **given,
+        )
+        self.use_bias, self.return_bias = bias, False
+        self.tp_size, self.sequence_parallel = ranks, sequence_parallel and ranks > 1
+        self.tp_group = options.get("tp_group")
+        self.fuse_wgrad_accumulation = options.get("fuse_wgrad_accumulation", False)
+        _mark(self.fc1_weight, 0, ranks)
+        _mark(self.fc2_weight, 1, ranks)
+        if bias:
+            _mark(self.fc1_bias, 0, ranks)
+            _mark(self.fc2_bias, None, ranks)
+        _zero_biases(self)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _zero_biases(self)
+
+
+class GroupedLinear(modules.GroupedLinear, TransformerEngineBaseModule):
+    """A linear for each group: :class:`fuser.modules.GroupedLinear`, with the additions of Linear.
+
+    ``return_bias=True`` returns the biases beside the output, a list of one for each group.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: GroupArgument = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: Any = None,
+        **options: Any,
+    ) -> None:
+        given = _options(
+            type(self).__name__,
+            {
+                **options,
+                "sequence_parallel": sequence_parallel,
+                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+                "tp_group": tp_group,
+                "tp_size": tp_size,
+                "get_rng_state_tracker": get_rng_state_tracker,
+                "rng_tracker_name": rng_tracker_name,
+                "parallel_mode": parallel_mode,
+            },
+        )
+        for name in ("tp_size", "tp_group", "parallel_mode", "use_grouped_tensor"):
+            value = given.pop(name, None)
+            if name == "tp_size" and value not in (None, 1):
+                raise InputError(
+                    f"GroupedLinear got tp_size={value}; its features are not sharded over ranks "
+                    "here. Give each rank whole experts: expert parallelism."
+                )
+        super().__init__(
+            num_gemms,
+            in_features,
+            out_features,
+            bias=bias and not return_bias,
+            init_method=init_method or _normal,
+            params_dtype=params_dtype,
+            **given,
+        )
+        self.use_bias, self.return_bias = bias, return_bias and bias
+        self.tp_size, self.parallel_mode, self.sequence_parallel = 1, None, False
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.single_grouped_weight = bool(options.get("single_grouped_weight", False))
+        self.single_grouped_bias = bool(options.get("single_grouped_bias", False))
+        self.delay_wgrad_compute = bool(options.get("delay_wgrad_compute", False))
+        self.ub_name = options.get("ub_name")
+        if self.return_bias:
+            weight = next(self.parameters())
+            zeros = functools.partial(torch.zeros, device=weight.device, dtype=weight.dtype)
+            shapes = {f"bias{i}": (out_features,) for i in range(num_gemms)}
+            if self.single_grouped_bias:
+                shapes = {"bias": (num_gemms, out_features)}
+            for name, shape in shapes.items():
+                self.register_parameter(name, torch.nn.Parameter(zeros(shape)))
+        _zero_biases(self)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _zero_biases(self)
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        m_splits: Sequence[int] | torch.Tensor,
+        is_first_microbatch: bool | None = None,
+    ) -> Any:
+        """The output ``[..., out_features]``; with ``return_bias`` also the biases."""
+        output = super().forward(inp, m_splits, is_first_microbatch)
+        if not self.return_bias:
+            return output
+        if self.single_grouped_bias:
+            return output, list(self.bias.unbind())
+        return output, [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
+
+
+def _finish(
+    layer: Any,
+    linear: basic_ops.BasicLinear,
+    bias: bool,
+    return_bias: bool,
+    options: dict[str, Any],
+) -> None:
+    """Set the attributes that programs read of a layer of one linear, and its own bias."""
+    ranks, mode = linear.tensor_parallel_size, linear.tensor_parallel_mode
+    layer.in_features, layer.out_features = linear.local_in_features, linear.local_out_features
+    layer.use_bias, layer.return_bias = bias, return_bias and bias
+    layer.tp_size, layer.tp_group = ranks, linear.tensor_parallel_group
+    layer.parallel_mode, layer.sequence_parallel = mode, linear.sequence_parallel
+    layer.fuse_wgrad_accumulation = linear._accumulate_into_main_grad
+    layer.ub_name = options.get("ub_name")
+    layer.delay_wgrad_compute = False
+    weight = layer.weight
+    if layer.return_bias:
+        zeros = torch.zeros(layer.out_features, device=weight.device, dtype=weight.dtype)
+        layer.bias = torch.nn.Parameter(zeros)
+    _mark(weight, {"column": 0, "row": 1}.get(mode or ""), ranks)
+    _mark(layer.bias, 0 if mode == "column" else None, ranks)
+    if mode == "row" and layer.sequence_parallel and layer.bias is not None:
+        layer.bias.sequence_parallel = True
+    _zero_biases(layer)
+
+
+def _zero_biases(layer: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if "bias" in name and not parameter.is_meta:
+                parameter.zero_()
+
+
+def _with_bias(layer: Any, output: torch.Tensor) -> Any:
+    return (output, layer.bias) if layer.return_bias else output
+
+
+class _Norm:
+    """The arguments of te's norms, which are ops here too."""
+
+    def __init__(
+        self,
+        normalized_shape: Any = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        name = type(self).__name__
+        if (normalized_shape is None) == (hidden_size is None):
+            raise InputError(
+                f"{name} got normalized_shape={normalized_shape} and hidden_size={hidden_size}; "
+                "it takes one of them."
+            )
+        if params_dtype is not None:
+            options["dtype"] = params_dtype
+        super().__init__(
+            hidden_size if normalized_shape is None else normalized_shape,
+            eps=eps,
+            zero_centered_gamma=zero_centered_gamma,
+            **options,
+        )
+        self.sequence_parallel = sequence_parallel
+        if sequence_parallel is not None:
+            for parameter in self.parameters():  # type: ignore[attr-defined]
+                parameter.sequence_parallel = sequence_parallel
+
+
+class LayerNorm(_Norm, basic_ops.LayerNorm):
+    """A LayerNorm as te.LayerNorm: also by ``hidden_size`` and ``params_dtype``.
+
+    ``sequence_parallel`` is set on the parameters, whose gradients a trainer adds over ranks.
+    """
+
+
+class RMSNorm(_Norm, basic_ops.RMSNorm):
+    """An RMSNorm as te.RMSNorm: see :class:`LayerNorm`."""
+
+
+def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    """A gradient of the shape of a weight whose gradient was added to ``main_grad``.
+
+    Its values are not read; with ``zero`` they are 0.
+    """
+    make = torch.zeros if zero else torch.empty
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return make(tuple(shape), dtype=dtype, device=device, requires_grad=False)

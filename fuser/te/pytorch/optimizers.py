@@ -1,0 +1,331 @@
+"""FusedAdam, FusedSGD and functions over lists of tensors, on torch's fused optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from fuser.errors import InputError
+from fuser.tensors import QuantizedTensor
+
+__all__ = [
+    "FusedAdam",
+    "FusedSGD",
+    "multi_tensor_applier",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+]
+
+Loss = Any
+
+
+class _Fused(torch.optim.Optimizer):
+    """What both optimizers share: parameters are updated in fp32, and written once.
+
+    A parameter in 16 bits or quantized is updated as its master weight in fp32, the state's
+    ``master_param`` if there are ``master_weights``, else as its present values.
+    """
+
+    master_weights: bool
+    use_decoupled_grad = False
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        name = "decoupled_grad" if self.use_decoupled_grad else "grad"
+        gradient: torch.Tensor | None = getattr(parameter, name, None)
+        if gradient is not None and gradient.is_sparse:
+            raise InputError(
+                f"{type(self).__name__} got a sparse gradient of shape {tuple(gradient.shape)}; it "
+                "takes dense ones. Use torch.optim.SparseAdam for that parameter."
+            )
+        return gradient
+
+    def _values(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The values in fp32 that a step changes; of an fp32 parameter itself."""
+        if parameter.dtype is torch.float32 and not isinstance(parameter, QuantizedTensor):
+            return parameter.detach()
+        master: torch.Tensor | None = self.state[parameter].get("master_param")
+        if master is None:
+            first = None
+            if isinstance(parameter, QuantizedTensor):
+                first = parameter.get_high_precision_init_val()
+                parameter.clear_high_precision_init_val()
+            source = parameter.detach() if first is None else first.to(parameter.device)
+            if isinstance(source, QuantizedTensor):
+                source = source.dequantize()
+            master = source.float()
+            if self.master_weights:
+                self.state[parameter]["master_param"] = master
+        return master
+
+    @staticmethod
+    def _write(parameter: torch.Tensor, values: torch.Tensor) -> None:
+        if values.data_ptr() != parameter.data_ptr():
+            parameter.detach().copy_(values)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set gradients to None, or to zeros; decoupled ones too."""
+        super().zero_grad(set_to_none)
+        if self.use_decoupled_grad:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.decoupled_grad = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; moments and master weights stay in fp32 for parameters in 16 bits."""
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
+                    # torch has cast it to the dtype of the parameter.
+                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+
+
+class FusedAdam(_Fused):
+    """Adam (Kingma and Ba, 2014) or AdamW (Loshchilov and Hutter, 2017), with torch's fused kernel.
+
+    Parameters
+    ----------
+    params, lr, betas, eps, weight_decay
+        As of :class:`torch.optim.AdamW`.
+    bias_correction
+        True alone.
+    adam_w_mode
+        True, the default: weight decay is apart from the gradient, AdamW.
+    capturable
+        The step is counted on the device, so that a CUDA graph can hold it.
+    master_weights
+        Keep values in fp32 of parameters in 16 bits or quantized, in the state.
+    use_decoupled_grad
+        Read gradients from ``parameter.decoupled_grad``.
+
+    Raises
+    ------
+    InputError
+        For ``amsgrad``, for moments or master weights in another dtype than fp32, or for
+        remainders in place of master weights.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        if amsgrad or not bias_correction:
+            raise InputError(
+                f"FusedAdam got amsgrad={amsgrad} and bias_correction={bias_correction}; it is "
+                "Adam with bias correction. Use torch.optim.Adam(amsgrad=True)."
+            )
+        dtypes = (master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype)
+        if set(dtypes) != {torch.float32} or store_param_remainders:
+            raise InputError(
+                f"FusedAdam got master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype {dtypes} "
+                f"and store_param_remainders={store_param_remainders}; its state is in fp32."
+            )
+        defaults = {
+            "lr": lr,
+            "bias_correction": True,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+        self.adam_w_mode, self.capturable = adam_w_mode, capturable
+        self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
+        """Make the moments of ``param``, zeros, and its master weight."""
+        values = self._values(param)
+        for name in ("exp_avg", "exp_avg_sq"):
+            self.state[param].setdefault(name, torch.zeros_like(values))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Loss] | None = None, grad_scaler: Any = None) -> Loss:  # type: ignore[override]
+        """One step. ``closure`` computes the loss again, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if self._gradient(p) is not None]
+            if not parameters:
+                continue
+            self._count(group, parameters[0].device)
+            for parameter in parameters:
+                self.initialize_state(parameter)
+            values = [self._values(p) for p in parameters]
+            states = [self.state[p] for p in parameters]
+            # torch's kernel counts the step of each tensor on.
+            steps = (group["step"] - 1) * torch.ones(len(values), device=values[0].device)
+            beta1, beta2 = group["betas"]
+            adam(
+                values,
+                [self._gradient(p).to(v.dtype) for p, v in zip(parameters, values, strict=True)],  # type: ignore[union-attr]
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                list(steps.unbind()),
+                fused=True,
+                grad_scale=None,
+                found_inf=None,
+                decoupled_weight_decay=self.adam_w_mode,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for parameter, updated in zip(parameters, values, strict=True):
+                self._write(parameter, updated)
+        return loss
+
+    def _count(self, group: dict[str, Any], device: torch.device) -> None:
+        step = group.get("step", 0)
+        if self.capturable:
+            if not isinstance(step, torch.Tensor):
+                step = torch.tensor(float(step), device=device)
+            group["step"] = step.add_(1)
+        else:
+            group["step"] = step + 1
+
+
+class FusedSGD(_Fused):
+    """Stochastic gradient descent, with torch's fused kernel.
+
+    Parameters
+    ----------
+    params, lr, momentum, dampening, weight_decay, nesterov
+        As of :class:`torch.optim.SGD`.
+    wd_after_momentum
+        False alone.
+    master_weights
+        As of :class:`FusedAdam`.
+
+    Raises
+    ------
+    InputError
+        If weight decay is asked for after momentum.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        master_weights: bool = False,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        if wd_after_momentum:
+            raise InputError(
+                "FusedSGD got wd_after_momentum=True; weight decay is added to the gradient before "
+                "momentum. Leave it out."
+            )
+        if nesterov and (momentum <= 0 or dampening):
+            raise InputError(
+                f"FusedSGD got nesterov=True with momentum={momentum} and dampening={dampening}; "
+                "it needs a momentum and no dampening."
+            )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults)
+        self.master_weights = master_weights
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss:  # type: ignore[override]
+        """One step. ``closure`` computes the loss again, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if self._gradient(p) is not None]
+            if not parameters:
+                continue
+            values = [self._values(p) for p in parameters]
+            momenta = [self.state[p].get("momentum_buffer") for p in parameters]
+            sgd(
+                values,
+                [self._gradient(p).to(v.dtype) for p, v in zip(parameters, values, strict=True)],  # type: ignore[union-attr]
+                momenta,
+                has_sparse_grad=False,
+                fused=True,
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=False,
+            )
+            for parameter, updated, momentum in zip(parameters, values, momenta, strict=True):
+                if group["momentum"]:
+                    self.state[parameter]["momentum_buffer"] = momentum
+                self._write(parameter, updated)
+        return loss
+
+
+# -- lists of tensors ----------------------------------------------------------------
+
+Lists = Sequence[Sequence[torch.Tensor]]
+
+
+def multi_tensor_applier(
+    op: Callable[..., Any], noop_flag: torch.Tensor, tensor_lists: Lists, *args: Any
+) -> Any:
+    """Call ``op`` on lists of tensors, as Apex's function of this name."""
+    return op(0, noop_flag, tensor_lists, *args)
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The norm ``[1]`` of all tensors of the first list, in fp32, and of each if ``per_tensor``."""
+    (tensors,) = tensor_lists
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+    device = tensors[0].device if tensors else noop_flag.device
+    each = torch.stack(norms) if norms else torch.zeros(0, device=device)
+    return torch.linalg.vector_norm(each).reshape(1), each if per_tensor else None
+
+
+def multi_tensor_scale(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float | torch.Tensor
+) -> None:
+    """Write the tensors of the first list, times ``scale``, into those of the second.
+
+    ``noop_flag`` becomes 1 if a value is not finite.
+    """
+    sources, targets = tensor_lists
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source * scale)
+        is_finite = torch.isfinite(target).all()
+        noop_flag.logical_or_(~is_finite)

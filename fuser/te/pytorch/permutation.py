@@ -1,0 +1,206 @@
+"""Tokens as rows in the order of their experts, and back, by the names of Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from fuser.errors import InputError
+
+__all__ = [
+    "moe_permute",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+]
+
+MapType = Literal["mask"]
+
+
+class _Take(torch.autograd.Function):
+    """Rows by index; backward adds the gradients of a token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.tokens = x.shape[0]
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (rows,) = ctx.saved_tensors
+        return _sum_of_rows(grad, rows, ctx.tokens), None
+
+
+def _sum_of_rows(x: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
+    """``[tokens, ...]``: for each token the sum of the rows of ``x`` that are its, in fp32.
+
+    The order of a sum is that of the rows, on every device and in every run.
+    """
+    order = rows.argsort(stable=True)
+    counts = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
+    counts.scatter_add_(0, rows, torch.ones_like(rows))
+    sums = torch.segment_reduce(
+        x.index_select(0, order).float().flatten(1), "sum", lengths=counts, axis=0, initial=0
+    )
+    return sums.reshape(tokens, *x.shape[1:]).to(x.dtype)
+
+
+def _row_ids(
+    name: str, routing_map: torch.Tensor, num_out_tokens: int, map_type: str
+) -> torch.Tensor:
+    """``[2, rows]``: the token and the expert of each row, by expert, then by token."""
+    if map_type != "mask" or routing_map.dim() != 2:
+        raise InputError(
+            f"{name} got map_type={map_type!r} and a routing map of shape "
+            f"{tuple(routing_map.shape)}; it takes a mask [tokens, experts]. For indices "
+            "[tokens, k] there is fuser.moe.permute."
+        )
+    by_expert = routing_map.to(torch.bool).T
+    if num_out_tokens > 0:
+        places = torch.nonzero_static(by_expert, size=num_out_tokens, fill_value=0)
+    else:
+        places = by_expert.nonzero()
+    return places.T.flip(0).contiguous()
+
+
+def moe_permute(
+    inp: torch.Tensor,
+    routing_map: torch.Tensor,
+    num_out_tokens: int = -1,
+    max_token_num: int = -1,
+    map_type: MapType = "mask",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of tokens, sorted by expert, and which row is whose.
+
+    Parameters
+    ----------
+    inp
+        Tokens ``[tokens, features]``.
+    routing_map
+        A mask ``[tokens, experts]``.
+    num_out_tokens
+        The number of copies, that of the mask's ones; -1 reads it from the mask, for which the
+        host waits for the GPU.
+    max_token_num
+        Accepted, no effect.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        ``[copies, features]``, and the map that :func:`moe_unpermute` takes.
+
+    Raises
+    ------
+    InputError
+        If the map is not a mask.
+    """
+    rows = _row_ids("moe_permute", routing_map, num_out_tokens, map_type)
+    return _Take.apply(inp, rows[0]), rows  # type: ignore[no-any-return]
+
+
+def moe_permute_with_probs(
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    num_out_tokens: int = -1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`moe_permute`, with the probability ``[copies]`` of each row in the middle.
+
+    ``probs`` are ``[tokens, experts]``.
+    """
+    rows = _row_ids("moe_permute_with_probs", routing_map, num_out_tokens, "mask")
+    output = _Take.apply(inp, rows[0])
+    return output, probs[rows[0], rows[1]], rows
+
+
+def moe_unpermute(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None = None,
+    restore_shape: tuple[int, ...] | torch.Size | None = None,
+    map_type: MapType = "mask",
+    probs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sum of each token's rows, weighted by its probabilities if they are given.
+
+    Parameters
+    ----------
+    inp
+        Rows ``[copies, features]`` in the order of :func:`moe_permute`.
+    row_id_map
+        Its second result.
+    merging_probs, probs
+        ``[tokens, experts]``; two names of one argument.
+    restore_shape
+        ``(tokens, features)``; needed without probabilities.
+
+    Raises
+    ------
+    InputError
+        If neither the probabilities nor the shape tell the number of tokens.
+    """
+    weights = probs if merging_probs is None else merging_probs
+    if map_type != "mask" or (weights is None and restore_shape is None):
+        raise InputError(
+            f"moe_unpermute got map_type={map_type!r}, merging_probs={weights} and restore_shape="
+            f"{restore_shape}; it takes a mask's map, and the probabilities [tokens, experts] or "
+            "the shape (tokens, features)."
+        )
+    token, expert = row_id_map.unbind()
+    if restore_shape is not None:
+        tokens = restore_shape[0]
+    else:
+        assert weights is not None
+        tokens = weights.shape[0]
+    if weights is not None:
+        inp = inp * weights[token, expert][:, None].to(inp.dtype)
+    return _Add.apply(inp, token, tokens)  # type: ignore[no-any-return]
+
+
+class _Add(torch.autograd.Function):
+    """The sum of each token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        return _sum_of_rows(x, rows, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (rows,) = ctx.saved_tensors
+        return grad.index_select(0, rows), None, None
+
+
+def _chunk_rows(split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
+    """The rows of chunks of these sizes, in another order of the chunks."""
+    sizes = split_sizes.to(torch.int64)
+    order = sorted_index.to(device=sizes.device, dtype=torch.int64)
+    starts = (sizes.cumsum(0) - sizes)[order]
+    lengths = sizes[order]
+    total = int(sizes.sum())
+    ends = lengths.cumsum(0)
+    within = torch.arange(total, device=sizes.device)
+    within = within - torch.repeat_interleave(ends - lengths, lengths, output_size=total)
+    return torch.repeat_interleave(starts, lengths, output_size=total) + within
+
+
+def moe_sort_chunks_by_index(
+    inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
+) -> torch.Tensor:
+    """Chunks of the rows of ``inp``, of these sizes, in the order of ``sorted_index``."""
+    rows = _chunk_rows(split_sizes, sorted_index).to(inp.device)
+    return inp.index_select(0, rows)
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    split_sizes: torch.Tensor,
+    sorted_index: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`moe_sort_chunks_by_index`, of rows and of their probabilities ``[rows]``."""
+    rows = _chunk_rows(split_sizes, sorted_index).to(inp.device)
+    return inp.index_select(0, rows), probs.index_select(0, rows)

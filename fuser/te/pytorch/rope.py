@@ -1,0 +1,153 @@
+"""Rotary position embedding (Su et al., 2021) by the names of Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from fuser.errors import InputError
+
+__all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb"]
+
+TensorFormat = Literal["sbhd", "bshd", "thd"]
+
+
+class RotaryPositionEmbedding(torch.nn.Module):
+    """The angles of positions, ``[length, 1, 1, dim]`` in fp32.
+
+    Parameters
+    ----------
+    dim
+        The features of a head that are rotated.
+    rotary_percent
+        The part of ``dim`` that is rotated.
+    seq_len_interpolation_factor
+        Positions are divided by it; None for 1.
+    rotary_base
+        The base of the inverse frequencies ``base^(-2i / dim)``.
+    interleaved
+        Whether neighbouring features are a pair, in place of features half of ``dim`` apart.
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        if pretrained_max_position_embeddings is not None:
+            raise InputError(
+                "RotaryPositionEmbedding got pretrained_max_position_embeddings="
+                f"{pretrained_max_position_embeddings}; give seq_len_interpolation_factor, by which "
+                "positions are divided."
+            )
+        rotated = int(dim * rotary_percent)
+        self.factor = seq_len_interpolation_factor
+        self.interleaved = interleaved
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+        self.register_buffer("inv_freq", 1.0 / rotary_base**exponents, persistent=False)
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """The angles of ``max_seq_len`` positions from ``offset`` on."""
+        positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32)
+        positions = positions + offset
+        if self.factor is not None:
+            positions = positions / self.factor
+        angles = torch.outer(positions, self.inv_freq)
+        if self.interleaved:
+            angles = angles.repeat_interleave(2, dim=-1)
+        else:
+            angles = torch.cat((angles, angles), dim=-1)
+        return angles[:, None, None, :]
+
+
+def apply_rotary_pos_emb(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: TensorFormat = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    **options: Any,
+) -> torch.Tensor:
+    """Rotate the first features of heads by the angles of their positions.
+
+    Computes in fp32 and rounds once to the dtype of ``t``.
+
+    Parameters
+    ----------
+    t
+        ``[s, b, h, d]``, ``[b, s, h, d]`` or, for ``"thd"``, ``[tokens, h, d]``, by
+        ``tensor_format``.
+    freqs
+        The angles ``[positions, 1, 1, r]`` with ``r <= d``; the other features stay.
+    start_positions
+        ``[b]``: the position of the first token of each sequence; None for 0.
+    interleaved
+        As in :class:`RotaryPositionEmbedding`.
+    fused
+        Accepted, no effect.
+    cu_seqlens
+        ``[sequences + 1]``: where sequences begin and end, for ``"thd"``.
+
+    Raises
+    ------
+    InputError
+        If the format is unknown, there are fewer angles than positions, or a sequence is shared
+        by ranks.
+    """
+    if options:
+        raise InputError(f"apply_rotary_pos_emb takes no argument {next(iter(options))!r} here.")
+    if cp_size != 1:
+        raise InputError(
+            f"apply_rotary_pos_emb got cp_size={cp_size}; sequences are not shared by ranks here. "
+            "Give each rank whole sequences."
+        )
+    if tensor_format == "thd":
+        if cu_seqlens is None:
+            raise InputError("apply_rotary_pos_emb needs cu_seqlens for tensor_format='thd'.")
+        tokens = torch.arange(t.shape[0], device=t.device)
+        starts = cu_seqlens.to(t.device, torch.int64)
+        places = tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]
+        angles = freqs.flatten(0, -2).to(t.device)[places][:, None, :]
+    elif tensor_format in ("sbhd", "bshd"):
+        length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
+        last = length if start_positions is None else length + int(start_positions.max())
+        if freqs.shape[0] < last:
+            raise InputError(
+                f"apply_rotary_pos_emb got the angles of {freqs.shape[0]} positions for {last}."
+            )
+        table = freqs.flatten(0, -2).to(t.device)
+        if start_positions is None:
+            angles = table[:length][:, None, None, :]
+        else:
+            steps = torch.arange(length, device=t.device)[:, None] + start_positions[None, :]
+            angles = table[steps][:, :, None, :]
+        if tensor_format == "bshd":
+            angles = angles.transpose(0, 1)
+    else:
+        raise InputError(
+            f"apply_rotary_pos_emb got tensor_format={tensor_format!r}; it is 'sbhd', 'bshd' or "
+            "'thd'."
+        )
+    rotated = freqs.shape[-1]
+    part, rest = t[..., :rotated].float(), t[..., rotated:]
+    if interleaved:
+        pairs = part.unflatten(-1, (-1, 2))
+        turned = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
+    else:
+        first, second = part.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    angles = angles.float()
+    out = (part * angles.cos() + turned * angles.sin()).to(t.dtype)
+    return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out

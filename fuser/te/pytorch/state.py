@@ -1,0 +1,106 @@
+"""``transformer_engine.pytorch.fp8``: the recipe in effect, and what a device runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fuser.precision import availability
+from fuser.precision.contexts import (
+    autocast,
+    current_recipe,
+    current_state,
+    default_recipe,
+    quantized_model_init,
+)
+from fuser.recipe import Recipe
+from fuser.te.functions import fp8_autocast, fp8_model_init, get_default_recipe
+
+__all__ = [
+    "FP8GlobalStateManager",
+    "autocast",
+    "check_fp8_block_scaling_support",
+    "check_fp8_support",
+    "check_mxfp8_support",
+    "check_nvfp4_support",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_default_fp8_recipe",
+    "get_default_recipe",
+    "quantized_model_init",
+]
+
+
+def _with_reason(answer: Any) -> tuple[bool, str]:
+    is_here, reason = answer
+    return bool(is_here), str(reason)
+
+
+def check_fp8_support() -> tuple[bool, str]:
+    """Whether FP8 recipes run here, True on every device, and a sentence if they are emulated."""
+    return _with_reason(availability.is_fp8_available(return_reason=True))
+
+
+def check_mxfp8_support() -> tuple[bool, str]:
+    """Whether MXFP8 recipes run here, as :func:`check_fp8_support`."""
+    return _with_reason(availability.is_mxfp8_available(return_reason=True))
+
+
+def check_nvfp4_support() -> tuple[bool, str]:
+    """Whether NVFP4 recipes run here, as :func:`check_fp8_support`."""
+    return _with_reason(availability.is_nvfp4_available(return_reason=True))
+
+
+def check_fp8_block_scaling_support() -> tuple[bool, str]:
+    """Whether FP8 recipes in blocks of 128 run here, as :func:`check_fp8_support`."""
+    return _with_reason(availability.is_fp8_block_scaling_available(return_reason=True))
+
+
+get_default_fp8_recipe = get_default_recipe
+
+
+class FP8GlobalStateManager:
+    """The recipe in effect in this thread, by the methods of Transformer Engine's class."""
+
+    @classmethod
+    def is_fp8_available(cls) -> tuple[bool, str]:
+        """As :func:`check_fp8_support`."""
+        return check_fp8_support()
+
+    @classmethod
+    def is_mxfp8_available(cls) -> tuple[bool, str]:
+        """As :func:`check_mxfp8_support`."""
+        return check_mxfp8_support()
+
+    @classmethod
+    def is_nvfp4_available(cls) -> tuple[bool, str]:
+        """As :func:`check_nvfp4_support`."""
+        return check_nvfp4_support()
+
+    @classmethod
+    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
+        """As :func:`check_fp8_block_scaling_support`."""
+        return check_fp8_block_scaling_support()
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        """Whether an ``autocast`` that quantizes is in effect."""
+        return current_recipe() is not None
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
+        """False: calibration has no effect here."""
+        return False
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        """The recipe in effect; outside of every ``autocast`` the default one."""
+        return current_recipe() or default_recipe()
+
+    @classmethod
+    def get_fp8_group(cls) -> Any:
+        """The process group over which amaxes are reduced; None for all ranks."""
+        return current_state().group
+
+    @classmethod
+    def reset(cls) -> None:
+        """Accepted, no effect: a step ends with its ``autocast``, and leaves no state."""

@@ -1,0 +1,41 @@
+"""``transformer_engine.pytorch.tensor``: the classes of quantized tensors and quantizers."""
+
+from fuser.te import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensorStorage,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8TensorStorage,
+    MXFP8Quantizer,
+    MXFP8TensorStorage,
+    NVFP4Quantizer,
+    NVFP4TensorStorage,
+    QuantizedTensorStorage,
+)
+from fuser.tensors import (
+    Float8BlockwiseQTensor,
+    Float8Tensor,
+    MXFP8Tensor,
+    NVFP4Tensor,
+    QuantizedTensor,
+    Quantizer,
+)
+
+__all__ = [
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "Float8TensorStorage",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
+]

@@ -1,0 +1,372 @@
+"""Multi-head attention and a transformer layer, of the layers here and torch's attention."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from fuser.errors import InputError
+from fuser.te.pytorch.attention import DotProductAttention
+from fuser.te.pytorch.layers import LayerNormLinear, LayerNormMLP, Linear
+from fuser.te.pytorch.rope import apply_rotary_pos_emb
+
+__all__ = ["MultiheadAttention", "TransformerLayer"]
+
+
+def _refuse(layer: str, options: dict[str, Any], off: dict[str, Any]) -> None:
+    """Refuse arguments of Transformer Engine's layer that are on, and unknown ones."""
+    for name, value in options.items():
+        if name.startswith("ub_") or name in ("micro_batch_size", "seq_length", "name"):
+            continue
+        if name not in off:
+            raise InputError(f"{layer} takes no argument {name!r} here.")
+        if value != off[name]:
+            raise InputError(
+                f"{layer} got {name}={value!r}, which is not here; it takes {off[name]!r}."
+            )
+
+
+class MultiheadAttention(torch.nn.Module):
+    """Self attention: a linear for queries, keys and values, attention, and a linear.
+
+    Parameters
+    ----------
+    hidden_size, num_attention_heads, kv_channels, num_gqa_groups
+        Features of the input and of a head, heads of queries, and heads of keys and values.
+    input_layernorm
+        Whether a norm of the input, of the kind ``normalization``, comes first.
+    qkv_weight_interleaved
+        Whether the rows of the first weight are, for each group of heads, its queries, key and
+        value (with ``fuse_qkv_params``); else all queries, then keys, then values. Either way it
+        is one parameter.
+    qkv_format
+        ``"sbhd"`` or ``"bshd"``: the order of sequence and batch in the input.
+    attn_mask_type, window_size, attention_dropout, softmax_scale
+        As of :class:`~fuser.te.pytorch.attention.DotProductAttention`.
+    set_parallel_mode, tp_group, tp_size, sequence_parallel
+        The first linear is column parallel, the last row parallel, and each rank has some heads.
+
+    Raises
+    ------
+    InputError
+        For cross attention, norms of queries and keys, and other arguments that are not here.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        input_layernorm: bool = False,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        softmax_scale: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        off = {
+            "attention_type": "self",
+            "return_layernorm_output": False,
+            "qk_norm_type": None,
+            "cp_group": None,
+            "delay_wgrad_compute": False,
+            "softmax_type": "vanilla",
+        }
+        _refuse("MultiheadAttention", options, off)
+        self.channels = kv_channels or hidden_size // num_attention_heads
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        ranks = tp_size if set_parallel_mode else 1
+        self.heads, self.groups = num_attention_heads // ranks, groups // ranks
+        self.qkv_format, self.return_bias = qkv_format, return_bias
+        self.is_interleaved = qkv_weight_interleaved and fuse_qkv_params
+        shared = {
+            "tp_group": tp_group,
+            "tp_size": ranks,
+            "sequence_parallel": sequence_parallel,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "params_dtype": params_dtype,
+            "device": device,
+        }
+        rows = (num_attention_heads + 2 * groups) * self.channels
+        column = {**shared, "parallel_mode": "column" if set_parallel_mode else None, "bias": bias}
+        if input_layernorm:
+            self.layernorm_qkv = LayerNormLinear(
+                hidden_size,
+                rows,
+                layernorm_epsilon,
+                init_method=init_method,
+                normalization=normalization,
+                zero_centered_gamma=zero_centered_gamma,
+                **column,  # type: ignore[arg-type]
+            )
+        else:
+            self.qkv = Linear(hidden_size, rows, init_method=init_method, **column)  # type: ignore[arg-type]
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            self.channels,
+            groups,
+            attention_dropout,
+            qkv_format,
+            attn_mask_type,
+            window_size,
+            tp_size=ranks,
+            tp_group=tp_group,
+            get_rng_state_tracker=get_rng_state_tracker,
+            layer_number=layer_number,
+            softmax_scale=softmax_scale,
+        )
+        self.proj = Linear(
+            num_attention_heads * self.channels,
+            hidden_size,
+            init_method=output_layer_init_method,
+            bias=bias,
+            return_bias=return_bias,
+            parallel_mode="row" if set_parallel_mode else None,
+            **shared,  # type: ignore[arg-type]
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        encoder_output: torch.Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        is_first_microbatch: bool | None = None,
+        rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """The output, of the shape of ``hidden_states``; with ``return_bias`` also the bias.
+
+        ``rotary_pos_emb`` are angles as of ``RotaryPositionEmbedding``, or a pair for queries and
+        for keys.
+
+        Raises
+        ------
+        InputError
+            For ``encoder_output``, a cache, and other arguments that are not here.
+        """
+        off = {
+            "inference_params": None,
+            "alibi_slopes": None,
+            "checkpoint_core_attention": False,
+            "fast_zero_fill": True,
+            "pad_between_seqs": None,
+        }
+        _refuse("MultiheadAttention", {**options, "encoder_output": encoder_output}, {
+            **off,
+            "encoder_output": None,
+        })
+        first = self.layernorm_qkv if hasattr(self, "layernorm_qkv") else self.qkv
+        mixed = first(hidden_states, is_first_microbatch)
+        sizes = (self.heads // self.groups, 1, 1)
+        if self.is_interleaved:
+            grouped = mixed.unflatten(-1, (self.groups, sum(sizes), self.channels))
+            q, k, v = (part.flatten(-3, -2) for part in grouped.split(sizes, dim=-2))
+        else:
+            heads = mixed.unflatten(-1, (-1, self.channels))
+            q, k, v = heads.split((self.heads, self.groups, self.groups), dim=-2)
+        if rotary_pos_emb is not None:
+            pair = isinstance(rotary_pos_emb, tuple)
+            angles = rotary_pos_emb if pair else (rotary_pos_emb, rotary_pos_emb)
+            q, k = (
+                apply_rotary_pos_emb(part, freqs, self.qkv_format)  # type: ignore[arg-type]
+                for part, freqs in zip((q, k), angles, strict=True)
+            )
+        context = self.core_attention(
+            q,
+            k,
+            v,
+            attention_mask,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+        )
+        return self.proj(context, is_first_microbatch)
+
+
+class TransformerLayer(torch.nn.Module):
+    """A pre-norm transformer layer: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+
+    Parameters
+    ----------
+    hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, kv_channels
+        Sizes; see :class:`MultiheadAttention` and ``LayerNormMLP``.
+    hidden_dropout, attention_dropout
+        Probabilities: of the outputs of both halves, and of attention's weights.
+    self_attn_mask_type, window_size, attn_input_format
+        As ``attn_mask_type``, ``window_size`` and ``qkv_format`` of attention.
+    activation, activation_params, normalization, zero_centered_gamma, bias
+        As of ``LayerNormMLP``.
+    set_parallel_mode, tp_group, tp_size, sequence_parallel
+        Both halves are tensor parallel.
+
+    Raises
+    ------
+    InputError
+        For decoders, residuals after norms, drop paths, and other arguments that are not here.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        sequence_parallel: bool = False,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        activation_params: dict[str, Any] | None = None,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        attn_input_format: str = "sbhd",
+        softmax_scale: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        off = {
+            "apply_residual_connection_post_layernorm": False,
+            "output_layernorm": False,
+            "parallel_attention_mlp": False,
+            "layer_type": "encoder",
+            "drop_path_rate": 0.0,
+            "enc_dec_attn_mask_type": "no_mask",
+            "enc_dec_window_size": None,
+            "bias_dropout_fusion": True,
+            "qk_norm_type": None,
+            "softmax_type": "vanilla",
+        }
+        _refuse("TransformerLayer", options, off)
+        shared: dict[str, Any] = {
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "set_parallel_mode": set_parallel_mode,
+            "sequence_parallel": sequence_parallel,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "params_dtype": params_dtype,
+            "device": device,
+            "bias": bias,
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+        }
+        self.self_attention = MultiheadAttention(
+            hidden_size,
+            num_attention_heads,
+            kv_channels,
+            attention_dropout,
+            layernorm_epsilon,
+            layer_number=layer_number,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            num_gqa_groups=num_gqa_groups,
+            input_layernorm=True,
+            fuse_qkv_params=fuse_qkv_params,
+            qkv_weight_interleaved=qkv_weight_interleaved,
+            qkv_format=attn_input_format,
+            softmax_scale=softmax_scale,
+            **shared,
+        )
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size,
+            ffn_hidden_size,
+            layernorm_epsilon,
+            activation=activation,
+            activation_params=activation_params,
+            **shared,
+        )
+        self.hidden_dropout = hidden_dropout
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.is_sequence_parallel = sequence_parallel and set_parallel_mode and tp_size > 1
+        self.layer_number = layer_number
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        self_attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        is_first_microbatch: bool | None = None,
+        rotary_pos_emb: Any = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """The output, of the shape of ``hidden_states``, ``[s, b, hidden_size]`` by default.
+
+        Raises
+        ------
+        InputError
+            For the output of an encoder, a cache, and other arguments that are not here.
+        """
+        attended = self.self_attention(
+            hidden_states,
+            attention_mask,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            is_first_microbatch=is_first_microbatch,
+            rotary_pos_emb=rotary_pos_emb,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            **options,
+        )
+        hidden_states = hidden_states + self._drop(attended)
+        return hidden_states + self._drop(self.layernorm_mlp(hidden_states, is_first_microbatch))
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        if not (self.hidden_dropout and self.training):
+            return x
+        fork: Any = contextlib.nullcontext()
+        if self.is_sequence_parallel and self.get_rng_state_tracker is not None:
+            fork = self.get_rng_state_tracker().fork()  # rows differ between ranks
+        with fork:
+            return F.dropout(x, self.hidden_dropout)
