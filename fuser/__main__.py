@@ -1,4 +1,4 @@
-"""The command line: ``python -m fuser demo | plan MODEL | scale | doctor``."""
+"""The command line: ``python -m fuser demo | plan MODEL | scale | doctor | te -- SCRIPT``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from fuser.recipe import NAMES, recipe_named
 from fuser.report.draw import drawable
 from fuser.runtime.model_plan import plan as plan_model
 from fuser.sequential import Sequential
+from fuser.te import import_paths as te_paths
 from fuser.testing.doctor import diagnose
 from fuser.version import __version__
 
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command in ("demo", "scale"):
             return {"demo": _demo, "scale": _scale}[options.command](rest)
-        run = {"plan": _plan, "doctor": _doctor}
+        run = {"plan": _plan, "doctor": _doctor, "te": _te}
         return run[options.command](options)
     except FuserError as error:
         print(error, file=sys.stderr)
@@ -106,6 +107,15 @@ def _parser() -> argparse.ArgumentParser:
         help="forecast a training step on many GPUs; takes the options of fuser_forecast",
         add_help=False,
     )
+    te = commands.add_parser(
+        "te",
+        help="run a program written for Transformer Engine, which then imports fuser",
+        description="Run a Python script, or a module after -m, in which `import transformer_engine` "
+        "gives fuser: python -m fuser te -- SCRIPT ARGUMENTS.",
+    )
+    te.add_argument("--version", default=te_paths.VERSION, help="told to programs; %(default)s")
+    te.add_argument("--missing", action="store_true", help="print what was asked for and not here")
+    te.add_argument("script", nargs="+", metavar="SCRIPT", help="and its arguments")
     doctor = commands.add_parser("doctor", help="say what this machine can run and what is missing")
     doctor.add_argument("--json", action="store_true", help="print values for programs")
     return parser
@@ -128,6 +138,17 @@ def _demo(args: list[str]) -> int:
         )
     status: int = _module_at(DEMO).main(args)
     return status
+
+
+def _te(options: argparse.Namespace) -> int:
+    te_paths.install(options.version)
+    try:
+        te_paths.run(options.script)
+    finally:
+        if options.missing:
+            for name, count in te_paths.missing().items():
+                print(f"{count:5}  {name}", file=sys.stderr)
+    return 0
 
 
 def _scale(args: list[str]) -> int:

@@ -357,10 +357,15 @@ class DelayedScaling(Recipe):
         default=None, kw_only=True, repr=False, compare=False
     )
     backward_override: BackwardOverride | None = field(default=None, kw_only=True)
+    override_linear_precision: tuple[bool, bool, bool] = field(
+        default=(False, False, False), kw_only=True, repr=False, compare=False
+    )
 
     accepts_backward_override: ClassVar[bool] = False
     absent: ClassVar[dict[str, str]] = {
-        "scaling_factor_compute_algo": "scales are set by the one formula for all tensors at once"
+        "scaling_factor_compute_algo": "scales are set by the one formula for all tensors at once",
+        "override_linear_precision": "the products of one linear have one precision; other recipes "
+        "have a backward_override",
     }
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
         "fp8_format": FP8_FORMATS,

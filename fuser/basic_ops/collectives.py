@@ -222,12 +222,13 @@ class AllReduce(CollectiveOperation):
     process_group
         As in the base.
     reduce_in_backward
-        Whether backward adds the gradients of all ranks. False returns the gradient unchanged: for
-        ranks that all compute the same loss from the sum.
+        Whether backward adds the gradients of all ranks, for ranks that compute different losses
+        from the sum. By default it returns the gradient unchanged, as te.ops does: all ranks
+        compute the same loss.
     """
 
     def __init__(
-        self, process_group: GroupArgument = None, reduce_in_backward: bool = True
+        self, process_group: GroupArgument = None, reduce_in_backward: bool = False
     ) -> None:
         super().__init__(process_group)
         self._reduce_in_backward = reduce_in_backward

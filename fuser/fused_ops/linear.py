@@ -141,7 +141,7 @@ class Linear(FusedOperation):
         if self.bias_op is not None:
             self.bias_op.is_added = rank_in("Linear", group) == 0
         self._set_members(
-            [*self.members, ReduceScatter(group) if is_scattered else AllReduce(group, False)]
+            [*self.members, ReduceScatter(group) if is_scattered else AllReduce(group)]
         )
 
     @property

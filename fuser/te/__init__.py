@@ -1,4 +1,10 @@
-"""Compatibility: names that scripts of te.ops expect. No other part of fuser uses them."""
+"""Transformer Engine's names: those that scripts of te.ops expect, and its import paths.
+
+No other part of fuser uses them. With ``FUSER_AS_TE=1`` in the environment ``import fuser`` calls
+:func:`install`.
+"""
+
+import os as _os
 
 from fuser.te import names as _names  # noqa: F401 - tells errors its names
 from fuser.te.functions import (
@@ -10,6 +16,7 @@ from fuser.te.functions import (
     interleave_glu_tensor,
     is_bf16_available,
 )
+from fuser.te.import_paths import install, missing
 from fuser.te.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -39,6 +46,11 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "install",
     "interleave_glu_tensor",
     "is_bf16_available",
+    "missing",
 ]
+
+if _os.environ.get("FUSER_AS_TE") == "1":
+    install()

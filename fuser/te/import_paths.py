@@ -25,7 +25,7 @@ _HERE = "fuser.te.pytorch"
 SOURCES: dict[str, tuple[str, ...]] = {
     "": (),
     "common": (),
-    "common.recipe": ("fuser.recipe",),
+    "common.recipe": (f"{_HERE}.recipes", "fuser.recipe"),
     "pytorch": (_HERE,),
     "pytorch.attention": (f"{_HERE}.attention", f"{_HERE}.rope"),
     "pytorch.attention.dot_product_attention": (f"{_HERE}.attention",),
@@ -39,8 +39,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "pytorch.module": (f"{_HERE}.layers",),
     "pytorch.module.base": (f"{_HERE}.layers",),
     "pytorch.ops": ("fuser.te.pytorch.operations", "fuser.ops"),
-    "pytorch.ops.basic": ("fuser.te.pytorch.operations", "fuser.ops.basic"),
-    "pytorch.ops.fused": ("fuser.ops.fused",),
+    "pytorch.ops.basic": ("fuser.te.pytorch.operations", "fuser.basic_ops"),
+    "pytorch.ops.fused": ("fuser.fused_ops",),
     "pytorch.ops.fuser": ("fuser.ops.fuser",),
     "pytorch.ops.linear": ("fuser.ops.linear",),
     "pytorch.ops.op": ("fuser.ops.op",),
@@ -186,14 +186,25 @@ def _note_missing(name: str) -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run a script with its arguments, or a module after ``-m``, as Python does."""
-    script, *_ = arguments
+    """Run a script with its arguments, or a module after ``-m``, as Python does.
+
+    Raises
+    ------
+    InputError
+        If there is no such script, or no module after ``-m``.
+    """
+    script, *rest = arguments
     if script == "-m":
-        if len(arguments) < 2:
+        if not rest:
             raise InputError("python -m fuser te -- -m MODULE needs the name of a module.")
-        sys.argv = list(arguments[1:])
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(arguments)
-        sys.path[0] = str(Path(script).resolve().parent)
-        runpy.run_path(script, run_name="__main__")
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    if not Path(script).is_file():
+        raise InputError(
+            f"python -m fuser te -- SCRIPT got {script!r}, which is not a file; a module is run by "
+            "python -m fuser te -- -m MODULE."
+        )
+    sys.argv = [script, *rest]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")

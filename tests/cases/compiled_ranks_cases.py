@@ -79,7 +79,7 @@ MODELS: dict[str, Callable[[], fuser.Sequential]] = {
     "sequence parallel DTensors": lambda: distributed_mlp(has_shards=True),
     "collectives": lambda: fuser.Sequential(
         *(fuser.BasicLinear(WIDTH, WIDTH), fuser.AllGather(), fuser.GELU()),
-        *(fuser.ReduceScatter(), fuser.AllReduce()),
+        *(fuser.ReduceScatter(), fuser.AllReduce(reduce_in_backward=True)),
     ),
     "experts": lambda: experts(64),
     "experts without capacity": lambda: experts(None),

@@ -63,11 +63,11 @@ def reduce(rank: int) -> Any:
     x = X * (1 + rank)
     assert torch.equal(fuser.AllReduce()(x), 3 * X)
     assert torch.equal(x, X * (1 + rank))
-    return run(fuser.AllReduce(), X * (1 + rank), DY * (1 + rank))
+    return run(fuser.AllReduce(reduce_in_backward=True), X * (1 + rank), DY * (1 + rank))
 
 
 def reduce_forward(rank: int) -> Any:
-    return run(fuser.AllReduce(reduce_in_backward=False), X * (1 + rank), DY * (1 + rank))
+    return run(fuser.AllReduce(), X * (1 + rank), DY * (1 + rank))
 
 
 def in_a_pipeline(rank: int) -> Any:

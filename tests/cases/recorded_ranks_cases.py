@@ -51,7 +51,8 @@ def collective_ops() -> fuser.Sequential:
     torch.manual_seed(0)
     linear = fuser.Linear(HIDDEN, HIDDEN, dtype=BF16)
     return fuser.Sequential(
-        *(fuser.AllGather(), linear, fuser.GELU(), fuser.ReduceScatter()), fuser.AllReduce()
+        *(fuser.AllGather(), linear, fuser.GELU(), fuser.ReduceScatter()),
+        fuser.AllReduce(reduce_in_backward=True),
     )
 
 

@@ -35,6 +35,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     fp8 = False
     fp8_calibration = False
+    adds_bias = False
+    """Whether the layer adds its bias itself, behind its pipeline."""
     save_original_input = False
     """Accepted, no effect: ``backward_override`` of the recipe says what is kept."""
     tp_size: int
@@ -161,15 +163,18 @@ class Linear(modules.Linear, TransformerEngineBaseModule):
                 "parallel_mode": parallel_mode,
             },
         )
+        # Behind the sum over ranks, so that a rank with a part of the rows has the gradient of these,
+        # as trainers expect that add the gradients of all ranks.
+        self.adds_bias = bias and not return_bias and parallel_mode == "row" and tp_size > 1
         super().__init__(
             in_features,
             out_features,
-            bias=bias and not return_bias,
+            bias=bias and not return_bias and not self.adds_bias,
             init_method=init_method or _normal,
             params_dtype=params_dtype,
             **given,
         )
-        _finish(self, self.ops[0].members[0], bias, return_bias, options)
+        _finish(self, self.ops[0].members[0], bias, return_bias, given, options)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -188,8 +193,6 @@ class Linear(modules.Linear, TransformerEngineBaseModule):
 
 class LayerNormLinear(modules.LayerNormLinear, TransformerEngineBaseModule):
     """A norm and a linear: :class:`fuser.modules.LayerNormLinear`, with the additions of Linear."""
-
-    layer_norm_bias: torch.nn.Parameter | None = None
 
     def __init__(
         self,
@@ -233,7 +236,9 @@ class LayerNormLinear(modules.LayerNormLinear, TransformerEngineBaseModule):
             params_dtype=params_dtype,
             **given,
         )
-        _finish(self, self.ops[1].members[0], bias, return_bias, options)
+        if normalization == "RMSNorm":
+            self.layer_norm_bias = None
+        _finish(self, self.ops[1].members[0], bias, return_bias, given, options)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -252,8 +257,6 @@ class LayerNormLinear(modules.LayerNormLinear, TransformerEngineBaseModule):
 
 class LayerNormMLP(modules.LayerNormMLP, TransformerEngineBaseModule):
     """A feed-forward block: :class:`fuser.modules.LayerNormMLP`, with the additions of Linear."""
-
-    layer_norm_bias: torch.nn.Parameter | None = None
 
     def __init__(
         self,
@@ -291,6 +294,8 @@ class LayerNormMLP(modules.LayerNormMLP, TransformerEngineBaseModule):
             output_layer_init_method=output_layer_init_method or _normal,
             **given,
         )
+        if self.normalization == "RMSNorm":
+            self.layer_norm_bias = None
         self.use_bias, self.return_bias = bias, False
         self.tp_size, self.sequence_parallel = ranks, sequence_parallel and ranks > 1
         self.tp_group = options.get("tp_group")
@@ -401,24 +406,25 @@ def _finish(
     linear: basic_ops.BasicLinear,
     bias: bool,
     return_bias: bool,
+    given: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
     """Set the attributes that programs read of a layer of one linear, and its own bias."""
-    ranks, mode = linear.tensor_parallel_size, linear.tensor_parallel_mode
+    ranks, mode = given.get("tp_size", 1), given["parallel_mode"]
     layer.in_features, layer.out_features = linear.local_in_features, linear.local_out_features
     layer.use_bias, layer.return_bias = bias, return_bias and bias
-    layer.tp_size, layer.tp_group = ranks, linear.tensor_parallel_group
-    layer.parallel_mode, layer.sequence_parallel = mode, linear.sequence_parallel
+    layer.tp_size, layer.tp_group = ranks, given.get("tp_group")
+    layer.parallel_mode, layer.sequence_parallel = mode, given.get("sequence_parallel", False)
     layer.fuse_wgrad_accumulation = linear._accumulate_into_main_grad
     layer.ub_name = options.get("ub_name")
     layer.delay_wgrad_compute = False
     weight = layer.weight
-    if layer.return_bias:
+    if layer.return_bias or layer.adds_bias:
         zeros = torch.zeros(layer.out_features, device=weight.device, dtype=weight.dtype)
         layer.bias = torch.nn.Parameter(zeros)
     _mark(weight, {"column": 0, "row": 1}.get(mode or ""), ranks)
     _mark(layer.bias, 0 if mode == "column" else None, ranks)
-    if mode == "row" and layer.sequence_parallel and layer.bias is not None:
+    if mode == "row" and ranks > 1 and layer.sequence_parallel and layer.bias is not None:
         layer.bias.sequence_parallel = True
     _zero_biases(layer)
 
@@ -431,7 +437,9 @@ def _zero_biases(layer: torch.nn.Module) -> None:
 
 
 def _with_bias(layer: Any, output: torch.Tensor) -> Any:
-    return (output, layer.bias) if layer.return_bias else output
+    if layer.return_bias:
+        return output, layer.bias
+    return output + layer.bias if layer.adds_bias else output
 
 
 class _Norm:

@@ -21,6 +21,12 @@ __all__ = [
 ]
 
 Loss = Any
+"""What a closure returns."""
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    """Whether a step changes the values of the parameter itself."""
+    return parameter.dtype is torch.float32 and not isinstance(parameter, QuantizedTensor)
 
 
 class _Fused(torch.optim.Optimizer):
@@ -45,7 +51,7 @@ class _Fused(torch.optim.Optimizer):
 
     def _values(self, parameter: torch.Tensor) -> torch.Tensor:
         """The values in fp32 that a step changes; of an fp32 parameter itself."""
-        if parameter.dtype is torch.float32 and not isinstance(parameter, QuantizedTensor):
+        if _is_plain(parameter):
             return parameter.detach()
         master: torch.Tensor | None = self.state[parameter].get("master_param")
         if master is None:
@@ -63,7 +69,7 @@ class _Fused(torch.optim.Optimizer):
 
     @staticmethod
     def _write(parameter: torch.Tensor, values: torch.Tensor) -> None:
-        if values.data_ptr() != parameter.data_ptr():
+        if not _is_plain(parameter):
             parameter.detach().copy_(values)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,0 +1,553 @@
+"""The layers, functions and optimizers of Transformer Engine's import paths, on a CPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fuser
+from fuser import recipe
+from fuser.te.pytorch import attention, cross_entropy, distributed, layers, padding, permutation
+from fuser.te.pytorch import optimizers as fused
+from fuser.te.pytorch import rope, router, transformer
+from fuser.te.pytorch.operations import BasicLinear
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+# -- layers --------------------------------------------------------------------------
+
+
+def test_a_layer_returns_its_bias_in_place_of_adding_it() -> None:
+    layer = layers.Linear(16, 8, return_bias=True)
+    x = torch.randn(4, 16)
+    y, bias = layer(x)
+    assert torch.equal(y, x @ layer.weight.T)
+    assert bias is layer.bias and torch.equal(bias, torch.zeros(8))
+    assert set(layer.state_dict()) >= {"weight", "bias"}
+    plain = layers.Linear(16, 8)
+    plain.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        layer.bias.fill_(0.5)
+    plain.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(plain(x), y + 0.5)
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_a_norm_and_a_linear_have_the_attributes_that_programs_read(normalization: str) -> None:
+    layer = layers.LayerNormLinear(16, 8, normalization=normalization, return_bias=True, eps=1e-6)
+    x = torch.randn(4, 16)
+    y, bias = layer(x)
+    normed = (
+        F.layer_norm(x, (16,), eps=1e-6)
+        if normalization == "LayerNorm"
+        else F.rms_norm(x, (16,), eps=1e-6)
+    )
+    torch.testing.assert_close(y, normed @ layer.weight.T)
+    assert (layer.layer_norm_bias is None) == (normalization == "RMSNorm")
+    assert (layer.in_features, layer.out_features, layer.tp_size) == (16, 8, 1)
+    assert layer.parallel_mode is None and not layer.sequence_parallel and layer.use_bias
+    assert isinstance(layer, layers.TransformerEngineBaseModule)
+    assert bias is layer.bias
+
+
+def test_biases_begin_with_zeros_and_weights_with_small_normal_values() -> None:
+    for layer in (layers.Linear(256, 256), layers.LayerNormMLP(64, 128)):
+        for name, parameter in layer.named_parameters():
+            if "bias" in name:
+                assert not parameter.any(), name
+            elif parameter.dim() == 2:
+                assert abs(float(parameter.detach().std()) - layers.DEFAULT_STD) < 2e-3
+        layer.reset_parameters()
+        assert not any(p.any() for n, p in layer.named_parameters() if "bias" in n)
+
+
+def test_arguments_for_userbuffers_are_ignored_with_one_warning() -> None:
+    layers._warn_of_overlap.cache_clear()
+    with pytest.warns(fuser.FuserWarning, match="Linear ignores ub_overlap_ag"):
+        layers.Linear(16, 16, ub_overlap_ag=True, ub_name="qkv")
+    with pytest.warns(fuser.FuserWarning, match="userbuffers_options"):
+        op = BasicLinear(16, 16, userbuffers_options={"comm_name": "fc1"})
+    plan = fuser.Sequential(op, fuser.Bias(16), fuser.GELU()).plan(torch.randn(4, 16))
+    assert "ForwardLinearBiasActivation" in str(plan)  # fused as BasicLinear itself
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_grouped_layer_returns_its_biases(single: bool) -> None:
+    layer = layers.GroupedLinear(3, 16, 8, return_bias=True, single_grouped_bias=single)
+    x = torch.randn(9, 16)
+    y, biases = layer(x, [2, 3, 4])
+    expected = [
+        rows @ getattr(layer, f"weight{i}").T for i, rows in enumerate(x.split([2, 3, 4]))
+    ]
+    torch.testing.assert_close(y, torch.cat(expected))
+    assert [tuple(bias.shape) for bias in biases] == [(8,)] * 3
+
+
+def test_a_norm_takes_either_name_of_its_size() -> None:
+    norm = layers.RMSNorm(hidden_size=16, params_dtype=BF16, sequence_parallel=True)
+    assert norm.weight.dtype is BF16 and norm.weight.sequence_parallel
+    assert layers.LayerNorm(16, eps=1e-6).eps == 1e-6
+    for wrong in ({}, {"normalized_shape": 16, "hidden_size": 16}):
+        with pytest.raises(fuser.InputError, match="takes one of them"):
+            layers.LayerNorm(**wrong)
+
+
+def test_a_norm_before_an_mxfp8_linear_has_the_gradients_of_one_alone() -> None:
+    """A comment in Megatron-LM says that such a norm has wrong gradients elsewhere."""
+    norm, linear = fuser.RMSNorm(64), fuser.Linear(64, 32, bias=False)
+    x, dy = torch.randn(32, 64), torch.randn(32, 32)
+    results = []
+    for together in (True, False):
+        leaf = x.clone().requires_grad_()
+        norm.zero_grad()
+        with fuser.autocast(recipe=recipe.MXFP8BlockScaling()):
+            y = fuser.Sequential(norm, linear)(leaf) if together else None
+        if y is None:
+            h = norm(leaf)
+            with fuser.autocast(recipe=recipe.MXFP8BlockScaling()):
+                y = linear(h)
+        y.backward(dy)
+        results.append((y.detach(), leaf.grad, norm.weight.grad))
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_group_of_another_size_is_refused_later() -> None:
+    layer = layers.Linear(16, 16)
+    layer.set_tensor_parallel_group(None)
+    layer.tp_size = 2
+    with pytest.raises(fuser.InputError, match="a group of 1 ranks"):
+        layer.set_tensor_parallel_group(None)
+
+
+# -- attention -----------------------------------------------------------------------
+
+
+def reference_attention(q: Any, k: Any, v: Any, sees: Any, bias: Any = 0.0) -> torch.Tensor:
+    """Attention of ``[s, b, h, d]`` by its formula, in fp64."""
+    q, k, v = (t.double().permute(1, 2, 0, 3) for t in (q, k, v))
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(repeat, 1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias
+    weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
+    return (weights @ v).permute(2, 0, 1, 3).flatten(2)
+
+
+def places(queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(queries)[:, None], torch.arange(keys)[None]
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [
+        *(("no_mask", None), ("causal", None), ("causal", (2, 0)), ("no_mask", (2, 1))),
+        *(("causal_bottom_right", None), ("padding", None), ("padding_causal", None)),
+        ("arbitrary", None),
+    ],
+)
+def test_attention_sees_what_its_mask_says(kind: str, window: Any, layout: str) -> None:
+    queries, keys = 6, 9 if kind in ("no_mask", "causal_bottom_right", "arbitrary") else 6
+    q = torch.randn(queries, 2, 4, 8)
+    k, v = torch.randn(2, keys, 2, 2, 8)
+    place, key = places(queries, keys)
+    sees = torch.ones(2, 1, queries, keys, dtype=torch.bool)
+    mask = None
+    if "bottom_right" in kind:
+        place = place + keys - queries
+    if "causal" in kind:
+        sees = sees & (key <= place)
+    if window is not None:
+        sees = sees & (key >= place - window[0])
+        if kind == "no_mask":
+            sees = sees & (key <= place + window[1])
+    if "padding" in kind:
+        mask = torch.zeros(2, 1, 1, keys, dtype=torch.bool)
+        mask[1, ..., 4:] = True
+        sees = sees & ~mask
+    if kind == "arbitrary":
+        mask = torch.rand(2, 1, queries, keys) < 0.3
+        mask[..., 0] = False
+        sees = ~mask
+    layer = attention.DotProductAttention(
+        4, 8, 2, attn_mask_type=kind, window_size=window, qkv_format=layout
+    )
+    inputs = [t if layout == "sbhd" else t.transpose(0, 1) for t in (q, k, v)]
+    y = layer(*inputs, mask)
+    y = y if layout == "sbhd" else y.transpose(0, 1)
+    torch.testing.assert_close(y.double(), reference_attention(q, k, v, sees), atol=1e-5, rtol=1e-5)
+
+
+def test_attention_adds_a_bias_to_the_scaled_products() -> None:
+    q, k, v = torch.randn(3, 5, 2, 4, 8)
+    bias = torch.randn(1, 4, 5, 5)
+    layer = attention.DotProductAttention(4, 8)
+    y = layer(q, k, v, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+    place, key = places(5, 5)
+    expected = reference_attention(q, k, v, key <= place, bias.double())
+    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call", "sentence"),
+    [
+        ({"softmax_type": "learnable"}, {}, "whose softmax is 'vanilla'"),
+        ({"attn_mask_type": "some"}, {}, "attn_mask_type='some'"),
+        ({"num_gqa_groups": 3}, {}, "groups divide heads"),
+        ({"attn_mask_type": "padding"}, {}, "without an attention_mask"),
+        ({"qkv_format": "thd"}, {}, "qkv_format='thd'"),
+        ({}, {"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
+        ({}, {"core_attention_bias_type": "alibi"}, "post_scale_bias"),
+    ],
+)
+def test_attention_refuses_what_is_not_here(arguments: Any, call: Any, sentence: str) -> None:
+    q = torch.randn(5, 2, 4, 8)
+    with pytest.raises(fuser.InputError, match=sentence):
+        attention.DotProductAttention(4, 8, **arguments)(q, q, q, **call)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_is_a_product_of_complex_numbers(interleaved: bool) -> None:
+    angles = rope.RotaryPositionEmbedding(8, interleaved=interleaved)(6)
+    t = torch.randn(6, 2, 3, 10)  # the last two features stay
+    y = rope.apply_rotary_pos_emb(t, angles, interleaved=interleaved)
+    part = t[..., :8]
+    pairs = part.unflatten(-1, (4, 2)) if interleaved else part.unflatten(-1, (2, 4)).transpose(-1, -2)
+    frequencies = 10000.0 ** (-torch.arange(4).double() / 4)
+    turns = torch.polar(
+        torch.ones(6, 4, dtype=torch.float64), torch.outer(torch.arange(6).double(), frequencies)
+    )
+    turned = torch.view_as_real(
+        torch.view_as_complex(pairs.double().contiguous()) * turns[:, None, None]
+    )
+    expected = turned if interleaved else turned.transpose(-1, -2)
+    torch.testing.assert_close(y[..., :8].double(), expected.flatten(-2), atol=1e-5, rtol=1e-5)
+    assert torch.equal(y[..., 8:], t[..., 8:])
+    bshd = rope.apply_rotary_pos_emb(
+        t.transpose(0, 1), angles, tensor_format="bshd", interleaved=interleaved
+    )
+    assert torch.equal(bshd.transpose(0, 1), y)
+
+
+def test_packed_sequences_begin_at_position_0() -> None:
+    angles = rope.RotaryPositionEmbedding(8)(6)
+    t = torch.randn(9, 3, 8)
+    ends = torch.tensor([0, 4, 9])
+    y = rope.apply_rotary_pos_emb(t, angles, tensor_format="thd", cu_seqlens=ends)
+    parts = [rope.apply_rotary_pos_emb(part[:, None], angles)[:, 0] for part in t.split([4, 5])]
+    assert torch.equal(y, torch.cat(parts))
+    starts = torch.tensor([1, 0])
+    both = rope.apply_rotary_pos_emb(t[:4, None].expand(-1, 2, -1, -1), angles, start_positions=starts)
+    assert torch.equal(both[:3, 0], rope.apply_rotary_pos_emb(t[:3, None], angles[1:])[:, 0])
+    with pytest.raises(fuser.InputError, match="the angles of 6 positions for 9"):
+        rope.apply_rotary_pos_emb(t[:, None], angles)
+
+
+@pytest.mark.parametrize("fused_qkv", [False, True])
+@pytest.mark.parametrize("groups", [None, 2])
+def test_a_transformer_layer_is_its_formula(groups: int | None, fused_qkv: bool) -> None:
+    layer = transformer.TransformerLayer(
+        32, 48, 4, groups, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=fused_qkv,
+        activation="swiglu", normalization="RMSNorm",
+    )  # fmt: skip
+    x = torch.randn(5, 2, 32)
+    angles = rope.RotaryPositionEmbedding(8)(5)
+    parts = dict(layer.named_parameters())
+    h = F.rms_norm(x, (32,), parts["self_attention.layernorm_qkv.layer_norm_weight"], eps=1e-5)
+    mixed = h @ parts["self_attention.layernorm_qkv.weight"].T
+    kv = groups or 4
+    if fused_qkv:
+        grouped = mixed.unflatten(-1, (kv, 4 // kv + 2, 8))
+        q, k, v = grouped[..., :-2, :].flatten(-3, -2), grouped[..., -2, :], grouped[..., -1, :]
+    else:
+        q, k, v = mixed.unflatten(-1, (-1, 8)).split((4, kv, kv), dim=-2)
+    q, k = (rope.apply_rotary_pos_emb(t, angles) for t in (q, k))
+    place, key = places(5, 5)
+    context = reference_attention(q, k, v, key <= place).float()
+    x1 = x + context @ parts["self_attention.proj.weight"].T
+    h = F.rms_norm(x1, (32,), parts["layernorm_mlp.layer_norm_weight"], eps=1e-5)
+    gate, up = (h @ parts["layernorm_mlp.fc1_weight"].T).chunk(2, -1)
+    expected = x1 + (F.silu(gate) * up) @ parts["layernorm_mlp.fc2_weight"].T
+    torch.testing.assert_close(layer(x, rotary_pos_emb=angles), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "option", [{"layer_type": "decoder"}, {"drop_path_rate": 0.5}, {"output_layernorm": True}]
+)
+def test_a_transformer_layer_refuses_what_is_not_here(option: Any) -> None:
+    with pytest.raises(fuser.InputError, match=next(iter(option))):
+        transformer.TransformerLayer(32, 48, 4, **option)
+
+
+# -- functions -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_cross_entropy_is_that_of_torch(smoothing: float, dtype: torch.dtype) -> None:
+    logits = torch.randn(3, 5, 11).to(dtype)
+    target = torch.randint(0, 11, (3, 5))
+    target[0, 0] = -100
+    results = []
+    for is_ours in (True, False):
+        leaf = logits.clone().requires_grad_()
+        if is_ours:
+            loss = cross_entropy.parallel_cross_entropy(leaf, target, smoothing)
+        else:
+            loss = F.cross_entropy(
+                leaf.float().flatten(0, 1), target.flatten(), reduction="none",
+                label_smoothing=smoothing,
+            ).view(3, 5)  # fmt: skip
+        (loss * torch.arange(15.0).view(3, 5)).sum().backward()
+        results.append((loss, leaf.grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+    mean = cross_entropy.parallel_cross_entropy(logits, target, smoothing, True)
+    torch.testing.assert_close(mean, results[1][0].sum() / 14)
+    with pytest.raises(fuser.InputError, match=r"targets of shape \(3, 4\)"):
+        cross_entropy.parallel_cross_entropy(logits, target[:, :4])
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_permuted_rows_are_sorted_by_expert_and_come_back(given: bool) -> None:
+    tokens, experts = 7, 4
+    mask = torch.rand(tokens, experts) < 0.5
+    mask[3] = False
+    probs = torch.rand(tokens, experts) * mask
+    x = torch.randn(tokens, 6)
+    count = int(mask.sum()) if given else -1
+    rows = [(e, t) for e in range(experts) for t in range(tokens) if mask[t, e]]
+    leaf, weights = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    y, row_probs, ids = permutation.moe_permute_with_probs(leaf, weights, mask, count)
+    assert torch.equal(y, torch.stack([x[t] for _, t in rows]))
+    assert torch.equal(row_probs, torch.stack([probs[t, e] for e, t in rows]))
+    assert torch.equal(permutation.moe_permute(x, mask, count)[0], y)
+    dy, dp = torch.randn(len(rows), 6), torch.randn(len(rows))
+    torch.autograd.backward((y, row_probs), (dy, dp))
+    dx = torch.zeros_like(x)
+    for place, (_, t) in enumerate(rows):
+        dx[t] += dy[place]
+    torch.testing.assert_close(leaf.grad, dx)
+    assert torch.equal(weights.grad, torch.zeros_like(probs).index_put(
+        (torch.tensor([t for _, t in rows]), torch.tensor([e for e, _ in rows])), dp))  # fmt: skip
+
+    rows_leaf, weights = y.detach().requires_grad_(), probs.clone().requires_grad_()
+    back = permutation.moe_unpermute(rows_leaf, ids, weights)
+    torch.testing.assert_close(back, x * probs.sum(1, keepdim=True))
+    back.backward(x)
+    torch.testing.assert_close(
+        rows_leaf.grad, torch.stack([x[t] * probs[t, e] for e, t in rows])
+    )
+    plain = permutation.moe_unpermute(y.detach(), ids, restore_shape=x.shape)
+    torch.testing.assert_close(plain, x * mask.sum(1, keepdim=True))
+
+
+def test_maps_of_indices_and_missing_shapes_are_refused() -> None:
+    x, index = torch.randn(4, 6), torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises(fuser.InputError, match=r"fuser\.moe\.permute"):
+        permutation.moe_permute(x, index, map_type="index")  # type: ignore[arg-type]
+    with pytest.raises(fuser.InputError, match="restore_shape=None"):
+        permutation.moe_unpermute(x, index.T)
+
+
+def test_chunks_are_sorted_by_index() -> None:
+    x, sizes = torch.randn(9, 3), torch.tensor([2, 0, 4, 3])
+    order = torch.tensor([3, 0, 2, 1])
+    parts = x.split(sizes.tolist())
+    expected = torch.cat([parts[i] for i in order.tolist()])
+    assert torch.equal(permutation.moe_sort_chunks_by_index(x, sizes, order), expected)
+    y, p = permutation.moe_sort_chunks_by_index_with_probs(x, x[:, 0], sizes, order)
+    assert torch.equal(y, expected) and torch.equal(p, expected[:, 0])
+
+
+@pytest.mark.parametrize("pre", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_router_chooses_the_largest_scores(score: Any, pre: bool) -> None:
+    logits = torch.randn(6, 8)
+    bias = torch.randn(8) if score == "sigmoid" else None
+    probs, mask = router.fused_topk_with_score_function(
+        logits, 2, pre, scaling_factor=2.0, score_function=score, expert_bias=bias
+    )
+    for row in range(6):
+        scores = logits[row].sigmoid() if score == "sigmoid" else logits[row].softmax(0)
+        chosen = (scores if bias is None else scores + bias).topk(2).indices
+        taken = scores[chosen]
+        if score == "sigmoid" or not pre:
+            taken = taken / taken.sum()
+        expected = torch.zeros(8).index_put((chosen,), 2 * taken)
+        torch.testing.assert_close(probs[row], expected)
+        assert mask[row].nonzero().flatten().tolist() == sorted(chosen.tolist())
+
+
+def test_the_router_chooses_within_the_best_groups() -> None:
+    logits = torch.tensor([[9.0, 0.0, 8.0, 7.5, 8.5, 0.0, 0.0, 0.0]])  # groups of two
+    _, mask = router.fused_topk_with_score_function(logits, 2, num_groups=4, group_topk=1)
+    assert mask.nonzero()[:, 1].tolist() == [2, 3]  # 15.5 is the best sum
+    with pytest.raises(fuser.InputError, match="groups divide the experts"):
+        router.fused_topk_with_score_function(logits, 2, num_groups=3, group_topk=1)
+    with pytest.raises(fuser.InputError, match="score_function='tanh'"):
+        router.fused_topk_with_score_function(logits, 2, score_function="tanh")  # type: ignore[arg-type]
+
+
+def test_the_loss_that_balances_experts() -> None:
+    logits = torch.randn(6, 4)
+    mask, scores = router.fused_compute_score_for_moe_aux_loss(logits, 2, "softmax")
+    counts = mask.sum(0)
+    loss = router.fused_moe_aux_loss(scores, counts, 6, 4, 2, 0.5)
+    fractions, means = counts / (6 * 2), logits.softmax(1).mean(0)
+    torch.testing.assert_close(loss, 0.5 * 4 * (fractions * means).sum())
+
+
+def test_padding_and_back() -> None:
+    x, sizes = torch.randn(9, 3), [2, 0, 7]
+    y, padded = padding.Fp8Padding(3, 4)(x, sizes)
+    assert padded == [4, 0, 8] and torch.equal(y[:2], x[:2]) and not y[2:4].any()
+    assert torch.equal(padding.Fp8Unpadding(3, 4)(y, sizes), x)
+    with pytest.raises(fuser.InputError, match="3 groups got the 2 sizes"):
+        padding.Fp8Padding(3)(x, [4, 5])
+
+
+def test_random_states_have_names() -> None:
+    tracker = distributed.CudaRNGStatesTracker()
+    tracker.add("a", 1)
+    tracker.add("b", 2)
+    torch.manual_seed(5)
+    expected = torch.randn(2, 3)
+    torch.manual_seed(5)
+    with tracker.fork("a"):
+        first = torch.randn(3)
+    assert torch.equal(torch.randn(2, 3), expected)
+    with tracker.fork("a"):
+        second = torch.randn(3)
+    torch.manual_seed(1)
+    assert torch.equal(torch.cat((first, second)), torch.cat((torch.randn(3), torch.randn(3))))
+    assert set(distributed.get_all_rng_states()) == {"a", "b"}
+    for name, seed in (("a", 3), ("c", 1)):
+        with pytest.raises(fuser.InputError):
+            tracker.add(name, seed)
+    with pytest.raises(fuser.StateError, match="no random state 'z'"), tracker.fork("z"):
+        pass
+
+
+# -- optimizers ----------------------------------------------------------------------
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+
+
+def trained(net: torch.nn.Module, optimizer: Any, steps: int = 5) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        x = torch.randn(6, 8, generator=generator)
+        optimizer.zero_grad()
+        net(x.to(next(net.parameters()).dtype)).float().square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("adam_w", [False, True])
+def test_fused_adam_is_that_of_torch(adam_w: bool, capturable: bool) -> None:
+    ours, theirs = model(), model()
+    found = trained(
+        ours,
+        fused.FusedAdam(
+            ours.parameters(), 1e-2, weight_decay=0.1, adam_w_mode=adam_w, capturable=capturable
+        ),
+    )
+    cls = torch.optim.AdamW if adam_w else torch.optim.Adam
+    expected = trained(theirs, cls(theirs.parameters(), 1e-2, weight_decay=0.1, fused=True))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_fused_sgd_is_that_of_torch() -> None:
+    ours, theirs = model(), model()
+    options: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
+    found = trained(ours, fused.FusedSGD(ours.parameters(), **options))
+    expected = trained(theirs, torch.optim.SGD(theirs.parameters(), fused=True, **options))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(fuser.InputError, match="wd_after_momentum"):
+        fused.FusedSGD(ours.parameters(), 0.1, wd_after_momentum=True)
+
+
+@pytest.mark.parametrize("cls", ["FusedAdam", "FusedSGD"])
+def test_master_weights_are_in_fp32_and_the_parameter_is_their_rounding(cls: str) -> None:
+    net = model().to(BF16)
+    optimizer = getattr(fused, cls)(net.parameters(), 1e-4, master_weights=True)
+    trained(net, optimizer, 20)
+    for parameter in net.parameters():
+        master = optimizer.state[parameter]["master_param"]
+        assert master.dtype is torch.float32 and torch.equal(master.to(BF16), parameter)
+        assert not torch.equal(master, parameter.float())
+
+
+@pytest.mark.parametrize("scaling", [recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling()])
+def test_a_quantized_parameter_is_written_from_its_master(scaling: recipe.Recipe) -> None:
+    with fuser.quantized_model_init(recipe=scaling, preserve_high_precision_init_val=True):
+        net = fuser.Sequential(fuser.Linear(32, 32), fuser.GELU(), fuser.Linear(32, 32))
+    weight = net[0].weight
+    first = weight.get_high_precision_init_val().clone()
+    optimizer = fused.FusedAdam(net.parameters(), 1e-3, master_weights=True)
+    plain = torch.nn.Parameter(first.clone())
+    reference = torch.optim.AdamW([plain], 1e-3, weight_decay=0.0, fused=True)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with fuser.autocast(recipe=scaling):
+            net(torch.randn(32, 32)).square().mean().backward()
+        plain.grad = weight.grad.clone()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+    master = optimizer.state[weight]["master_param"]
+    torch.testing.assert_close(master, plain.detach(), atol=1e-7, rtol=1e-6)
+    assert torch.equal(weight.dequantize(), weight._quantizer(master).dequantize())
+
+
+def test_a_state_is_saved_and_loaded_in_fp32() -> None:
+    net = model().to(BF16)
+    optimizer = fused.FusedAdam(net.parameters(), 1e-2, master_weights=True)
+    trained(net, optimizer)
+    other = copy.deepcopy(net)
+    again = fused.FusedAdam(other.parameters(), 1e-2, master_weights=True)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for a, b in zip(trained(net, optimizer), trained(other, again), strict=True):
+        assert torch.equal(a, b)
+    for state in again.state.values():
+        assert {t.dtype for t in state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"amsgrad": True}, {"exp_avg_dtype": BF16}, {"store_param_remainders": True}],
+)
+def test_fused_adam_refuses_what_is_not_here(option: Any) -> None:
+    with pytest.raises(fuser.InputError, match=next(iter(option))):
+        fused.FusedAdam(model().parameters(), **option)
+
+
+def test_norms_and_scales_of_lists() -> None:
+    tensors = [torch.randn(3, 4), torch.randn(5)]
+    flag = torch.zeros(1, dtype=torch.int32)
+    norm, each = fused.multi_tensor_applier(fused.multi_tensor_l2norm, flag, [tensors], True)
+    torch.testing.assert_close(norm[0], torch.cat([t.flatten() for t in tensors]).norm())
+    torch.testing.assert_close(each, torch.stack([t.norm() for t in tensors]))
+    targets = [torch.empty_like(t) for t in tensors]
+    fused.multi_tensor_applier(fused.multi_tensor_scale, flag, [tensors, targets], 0.5)
+    assert torch.equal(targets[0], tensors[0] * 0.5) and not flag.any()
+    tensors[1][0] = float("inf")
+    fused.multi_tensor_applier(fused.multi_tensor_scale, flag, [tensors, targets], 0.5)
+    assert flag.all()
