@@ -110,8 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     te = commands.add_parser(
         "te",
         help="run a program written for Transformer Engine, which then imports fuser",
-        description="Run a Python script, or a module after -m, in which `import transformer_engine` "
-        "gives fuser: python -m fuser te -- SCRIPT ARGUMENTS.",
+        description="Run a Python script, or a module after -m, in which `import "
+        "transformer_engine` gives fuser: python -m fuser te -- SCRIPT ARGUMENTS.",
     )
     te.add_argument("--version", default=te_paths.VERSION, help="told to programs; %(default)s")
     te.add_argument("--missing", action="store_true", help="print what was asked for and not here")

@@ -165,7 +165,7 @@ def install(version: str = VERSION) -> None:
         if path:
             paths[parent].__dict__[name] = module
     sys.modules.update((module.__name__, module) for module in paths.values())
-    sys.meta_path.insert(0, _Paths(version))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Paths(version))
 
 
 def is_installed() -> bool:

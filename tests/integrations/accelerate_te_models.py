@@ -1,4 +1,4 @@
-"""accelerate's ``mixed_precision="fp8"`` on the layers of fuser.te; cases of tests/cases/ranks.py."""
+"""accelerate's ``mixed_precision="fp8"`` on the layers of fuser.te, as cases of ranks.py."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def megatron(ranks: int = 1, **sizes: int) -> Any:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks, **sizes)
     with (
-        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-        mock.patch.object(torch.cuda, "synchronize", lambda *_: None),
+        mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
+        mock.patch.object(torch.cuda, "synchronize", return_value=None),
     ):
         # The tracker of fuser.te has states of the CPU where there is no GPU.
         model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
@@ -201,7 +201,7 @@ def furthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
     )
 
 
-def dense(rank: int, *, ranks: int) -> dict[str, Any]:
+def dense(rank: int, *, ranks: int) -> dict[Any, Any]:
     """Losses and gradients of layers of fuser.te, less those of Megatron-LM's own layers."""
     differences = {}
     with megatron(ranks) as state:
@@ -244,7 +244,7 @@ def recipes(rank: int, *, ranks: int) -> dict[str, Any]:
     return results
 
 
-def experts(rank: int) -> dict[str, Any]:
+def experts(rank: int) -> dict[Any, Any]:
     """Differences as in :func:`dense`, of grouped linears, permutations and routers of fuser.te."""
     differences = {}
     with megatron():
@@ -284,7 +284,7 @@ def expert_recipes(rank: int) -> dict[str, float]:
 
 
 def training(rank: int) -> list[tuple[float, float]]:
-    """Losses of steps of AdamW: of Megatron-LM's own layers with torch's, of fuser.te with its own."""
+    """Losses of steps: Megatron-LM's own layers with torch's AdamW, fuser.te with its own."""
     options = DENSE["RMSNorm, SwiGLU"]
     with megatron():
         from megatron.core.optimizer import Adam

@@ -1,4 +1,4 @@
-"""Megatron-LM's GPT on the layers of fuser.te, beside its own unfused layers: CPUs, fp32 and FP8."""
+"""Megatron-LM's GPT on the layers of fuser.te, beside its own unfused layers."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ def check_dense(differences: Any) -> None:
     assert isinstance(differences, dict), differences
     for (name, kind, _), (loss, grads) in differences.items():
         reach = OTHER_GELU if "GELU" in name and kind == "op fuser" else FP32
-        assert loss < reach and grads < reach, (name, kind, loss, grads)
+        assert max(loss, grads) < reach, (name, kind, loss, grads)
 
 
 def check_recipes(results: Any) -> None:
-    assert isinstance(results, dict) and set(results) == set(models.RECIPES), results
+    assert isinstance(results, dict), results
+    assert set(results) == set(models.RECIPES)
     for name, (is_same, difference) in results.items():
         assert is_same, name
         assert 0 < difference < 0.05, (name, difference)
@@ -67,12 +68,14 @@ def test_experts_compute_as_its_own(single: dict[str, Any]) -> None:
     assert isinstance(differences, dict), differences
     assert len(differences) == 4
     for loss, grads in differences.values():
-        assert loss < FP32 and grads < FP32
+        assert loss < FP32
+        assert grads < FP32
 
 
 def test_experts_run_under_its_recipes(single: dict[str, Any]) -> None:
     results = single["expert recipes"]
-    assert isinstance(results, dict) and set(results) == set(models.RECIPES), results
+    assert isinstance(results, dict), results
+    assert set(results) == set(models.RECIPES)
     assert all(0 < difference < 0.05 for difference in results.values()), results
 
 

@@ -11,9 +11,18 @@ from torch.nn import functional as F
 
 import fuser
 from fuser import recipe
-from fuser.te.pytorch import attention, cross_entropy, distributed, layers, padding, permutation
+from fuser.te.pytorch import (
+    attention,
+    cross_entropy,
+    distributed,
+    layers,
+    padding,
+    permutation,
+    rope,
+    router,
+    transformer,
+)
 from fuser.te.pytorch import optimizers as fused
-from fuser.te.pytorch import rope, router, transformer
 from fuser.te.pytorch.operations import BasicLinear
 
 BF16 = torch.bfloat16
@@ -32,7 +41,8 @@ def test_a_layer_returns_its_bias_in_place_of_adding_it() -> None:
     x = torch.randn(4, 16)
     y, bias = layer(x)
     assert torch.equal(y, x @ layer.weight.T)
-    assert bias is layer.bias and torch.equal(bias, torch.zeros(8))
+    assert bias is layer.bias
+    assert torch.equal(bias, torch.zeros(8))
     assert set(layer.state_dict()) >= {"weight", "bias"}
     plain = layers.Linear(16, 8)
     plain.load_state_dict(layer.state_dict())
@@ -55,7 +65,9 @@ def test_a_norm_and_a_linear_have_the_attributes_that_programs_read(normalizatio
     torch.testing.assert_close(y, normed @ layer.weight.T)
     assert (layer.layer_norm_bias is None) == (normalization == "RMSNorm")
     assert (layer.in_features, layer.out_features, layer.tp_size) == (16, 8, 1)
-    assert layer.parallel_mode is None and not layer.sequence_parallel and layer.use_bias
+    assert layer.parallel_mode is None
+    assert not layer.sequence_parallel
+    assert layer.use_bias
     assert isinstance(layer, layers.TransformerEngineBaseModule)
     assert bias is layer.bias
 
@@ -86,16 +98,15 @@ def test_a_grouped_layer_returns_its_biases(single: bool) -> None:
     layer = layers.GroupedLinear(3, 16, 8, return_bias=True, single_grouped_bias=single)
     x = torch.randn(9, 16)
     y, biases = layer(x, [2, 3, 4])
-    expected = [
-        rows @ getattr(layer, f"weight{i}").T for i, rows in enumerate(x.split([2, 3, 4]))
-    ]
+    expected = [rows @ getattr(layer, f"weight{i}").T for i, rows in enumerate(x.split([2, 3, 4]))]
     torch.testing.assert_close(y, torch.cat(expected))
     assert [tuple(bias.shape) for bias in biases] == [(8,)] * 3
 
 
 def test_a_norm_takes_either_name_of_its_size() -> None:
     norm = layers.RMSNorm(hidden_size=16, params_dtype=BF16, sequence_parallel=True)
-    assert norm.weight.dtype is BF16 and norm.weight.sequence_parallel
+    assert norm.weight.dtype is BF16
+    assert norm.weight.sequence_parallel
     assert layers.LayerNorm(16, eps=1e-6).eps == 1e-6
     for wrong in ({}, {"normalized_shape": 16, "hidden_size": 16}):
         with pytest.raises(fuser.InputError, match="takes one of them"):
@@ -140,7 +151,8 @@ def reference_attention(q: Any, k: Any, v: Any, sees: Any, bias: Any = 0.0) -> t
     k, v = (t.repeat_interleave(repeat, 1) for t in (k, v))
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias
     weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
-    return (weights @ v).permute(2, 0, 1, 3).flatten(2)
+    output: torch.Tensor = weights @ v
+    return output.permute(2, 0, 1, 3).flatten(2)
 
 
 def places(queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,7 +234,9 @@ def test_rotation_is_a_product_of_complex_numbers(interleaved: bool) -> None:
     t = torch.randn(6, 2, 3, 10)  # the last two features stay
     y = rope.apply_rotary_pos_emb(t, angles, interleaved=interleaved)
     part = t[..., :8]
-    pairs = part.unflatten(-1, (4, 2)) if interleaved else part.unflatten(-1, (2, 4)).transpose(-1, -2)
+    pairs = (
+        part.unflatten(-1, (4, 2)) if interleaved else part.unflatten(-1, (2, 4)).transpose(-1, -2)
+    )
     frequencies = 10000.0 ** (-torch.arange(4).double() / 4)
     turns = torch.polar(
         torch.ones(6, 4, dtype=torch.float64), torch.outer(torch.arange(6).double(), frequencies)
@@ -247,7 +261,9 @@ def test_packed_sequences_begin_at_position_0() -> None:
     parts = [rope.apply_rotary_pos_emb(part[:, None], angles)[:, 0] for part in t.split([4, 5])]
     assert torch.equal(y, torch.cat(parts))
     starts = torch.tensor([1, 0])
-    both = rope.apply_rotary_pos_emb(t[:4, None].expand(-1, 2, -1, -1), angles, start_positions=starts)
+    both = rope.apply_rotary_pos_emb(
+        t[:4, None].expand(-1, 2, -1, -1), angles, start_positions=starts
+    )
     assert torch.equal(both[:3, 0], rope.apply_rotary_pos_emb(t[:3, None], angles[1:])[:, 0])
     with pytest.raises(fuser.InputError, match="the angles of 6 positions for 9"):
         rope.apply_rotary_pos_emb(t[:, None], angles)
@@ -345,9 +361,7 @@ def test_permuted_rows_are_sorted_by_expert_and_come_back(given: bool) -> None:
     back = permutation.moe_unpermute(rows_leaf, ids, weights)
     torch.testing.assert_close(back, x * probs.sum(1, keepdim=True))
     back.backward(x)
-    torch.testing.assert_close(
-        rows_leaf.grad, torch.stack([x[t] * probs[t, e] for e, t in rows])
-    )
+    torch.testing.assert_close(rows_leaf.grad, torch.stack([x[t] * probs[t, e] for e, t in rows]))
     plain = permutation.moe_unpermute(y.detach(), ids, restore_shape=x.shape)
     torch.testing.assert_close(plain, x * mask.sum(1, keepdim=True))
 
@@ -355,7 +369,7 @@ def test_permuted_rows_are_sorted_by_expert_and_come_back(given: bool) -> None:
 def test_maps_of_indices_and_missing_shapes_are_refused() -> None:
     x, index = torch.randn(4, 6), torch.zeros(4, 2, dtype=torch.int64)
     with pytest.raises(fuser.InputError, match=r"fuser\.moe\.permute"):
-        permutation.moe_permute(x, index, map_type="index")  # type: ignore[arg-type]
+        permutation.moe_permute(x, index, map_type="index")
     with pytest.raises(fuser.InputError, match="restore_shape=None"):
         permutation.moe_unpermute(x, index.T)
 
@@ -367,7 +381,8 @@ def test_chunks_are_sorted_by_index() -> None:
     expected = torch.cat([parts[i] for i in order.tolist()])
     assert torch.equal(permutation.moe_sort_chunks_by_index(x, sizes, order), expected)
     y, p = permutation.moe_sort_chunks_by_index_with_probs(x, x[:, 0], sizes, order)
-    assert torch.equal(y, expected) and torch.equal(p, expected[:, 0])
+    assert torch.equal(y, expected)
+    assert torch.equal(p, expected[:, 0])
 
 
 @pytest.mark.parametrize("pre", [False, True])
@@ -396,7 +411,7 @@ def test_the_router_chooses_within_the_best_groups() -> None:
     with pytest.raises(fuser.InputError, match="groups divide the experts"):
         router.fused_topk_with_score_function(logits, 2, num_groups=3, group_topk=1)
     with pytest.raises(fuser.InputError, match="score_function='tanh'"):
-        router.fused_topk_with_score_function(logits, 2, score_function="tanh")  # type: ignore[arg-type]
+        router.fused_topk_with_score_function(logits, 2, score_function="tanh")
 
 
 def test_the_loss_that_balances_experts() -> None:
@@ -411,7 +426,9 @@ def test_the_loss_that_balances_experts() -> None:
 def test_padding_and_back() -> None:
     x, sizes = torch.randn(9, 3), [2, 0, 7]
     y, padded = padding.Fp8Padding(3, 4)(x, sizes)
-    assert padded == [4, 0, 8] and torch.equal(y[:2], x[:2]) and not y[2:4].any()
+    assert padded == [4, 0, 8]
+    assert torch.equal(y[:2], x[:2])
+    assert not y[2:4].any()
     assert torch.equal(padding.Fp8Unpadding(3, 4)(y, sizes), x)
     with pytest.raises(fuser.InputError, match="3 groups got the 2 sizes"):
         padding.Fp8Padding(3)(x, [4, 5])
@@ -491,7 +508,8 @@ def test_master_weights_are_in_fp32_and_the_parameter_is_their_rounding(cls: str
     trained(net, optimizer, 20)
     for parameter in net.parameters():
         master = optimizer.state[parameter]["master_param"]
-        assert master.dtype is torch.float32 and torch.equal(master.to(BF16), parameter)
+        assert master.dtype is torch.float32
+        assert torch.equal(master.to(BF16), parameter)
         assert not torch.equal(master, parameter.float())
 
 
@@ -547,7 +565,8 @@ def test_norms_and_scales_of_lists() -> None:
     torch.testing.assert_close(each, torch.stack([t.norm() for t in tensors]))
     targets = [torch.empty_like(t) for t in tensors]
     fused.multi_tensor_applier(fused.multi_tensor_scale, flag, [tensors, targets], 0.5)
-    assert torch.equal(targets[0], tensors[0] * 0.5) and not flag.any()
+    assert torch.equal(targets[0], tensors[0] * 0.5)
+    assert not flag.any()
     tensors[1][0] = float("inf")
     fused.multi_tensor_applier(fused.multi_tensor_scale, flag, [tensors, targets], 0.5)
     assert flag.all()

@@ -35,9 +35,9 @@ from fuser.te.pytorch.permutation import (
     moe_unpermute,
 )
 from fuser.te.pytorch.rope import RotaryPositionEmbedding
-from fuser.te.pytorch.transformer import MultiheadAttention, TransformerLayer
 from fuser.te.pytorch.tensors import *  # noqa: F403
 from fuser.te.pytorch.tensors import __all__ as _tensors
+from fuser.te.pytorch.transformer import MultiheadAttention, TransformerLayer
 
 __all__ = [
     *_tensors,

@@ -169,8 +169,8 @@ class DotProductAttention(torch.nn.Module):
         layout = self.qkv_format if qkv_format is None else qkv_format
         if layout not in FORMATS:
             raise InputError(
-                f"DotProductAttention got qkv_format={layout!r}; it is {' or '.join(FORMATS)} here. "
-                "Pad packed sequences, and give a padding mask."
+                f"DotProductAttention got qkv_format={layout!r}; it is {' or '.join(FORMATS)} "
+                "here. Pad packed sequences, and give a padding mask."
             )
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         _check_mask(kind)
@@ -230,9 +230,7 @@ def _check_mask(kind: str) -> None:
         )
 
 
-def _window(
-    q: torch.Tensor, k: torch.Tensor, window: tuple[int, int], kind: str
-) -> torch.Tensor:
+def _window(q: torch.Tensor, k: torch.Tensor, window: tuple[int, int], kind: str) -> torch.Tensor:
     """``[queries, keys]``: whether a query sees a key by their places alone."""
     queries, keys = q.shape[2], k.shape[2]
     shift = keys - queries if kind.endswith("bottom_right") else 0

@@ -102,7 +102,7 @@ def parallel_cross_entropy(
             f"parallel_cross_entropy got logits of shape {tuple(inp.shape)} and targets of shape "
             f"{tuple(target.shape)}; these are the shape of the logits without its last dimension."
         )
-    loss: torch.Tensor = _CrossEntropy.apply(
+    loss: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         inp, target, float(label_smoothing), dist_process_group, ignore_idx
     )
     if not reduce_loss:

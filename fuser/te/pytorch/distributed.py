@@ -117,7 +117,9 @@ def get_all_rng_states() -> dict[str, torch.Tensor]:
     return _last_states
 
 
-_recomputes: ContextVar[tuple[bool, bool]] = ContextVar("fuser_te_recompute", default=(False, False))
+_recomputes: ContextVar[tuple[bool, bool]] = ContextVar(
+    "fuser_te_recompute", default=(False, False)
+)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ __all__ = [
     "TransformerEngineBaseModule",
     "get_dummy_wgrad",
 ]
+
+Shape = Iterable[int] | int
 
 DEFAULT_STD = 0.023
 """The standard deviation of a weight without an ``init_method``, as in Transformer Engine."""
@@ -163,8 +165,8 @@ class Linear(modules.Linear, TransformerEngineBaseModule):
                 "parallel_mode": parallel_mode,
             },
         )
-        # Behind the sum over ranks, so that a rank with a part of the rows has the gradient of these,
-        # as trainers expect that add the gradients of all ranks.
+        # Behind the sum over ranks, so that a rank with a part of the rows has the gradient of
+        # these, as trainers expect that add the gradients of all ranks.
         self.adds_bias = bias and not return_bias and parallel_mode == "row" and tp_size > 1
         super().__init__(
             in_features,
@@ -300,11 +302,13 @@ class LayerNormMLP(modules.LayerNormMLP, TransformerEngineBaseModule):
         self.tp_size, self.sequence_parallel = ranks, sequence_parallel and ranks > 1
         self.tp_group = options.get("tp_group")
         self.fuse_wgrad_accumulation = options.get("fuse_wgrad_accumulation", False)
-        _mark(self.fc1_weight, 0, ranks)
-        _mark(self.fc2_weight, 1, ranks)
-        if bias:
-            _mark(self.fc1_bias, 0, ranks)
-            _mark(self.fc2_bias, None, ranks)
+        for name, dim in {
+            "fc1_weight": 0,
+            "fc2_weight": 1,
+            "fc1_bias": 0,
+            "fc2_bias": None,
+        }.items():
+            _mark(self._parameters[name], dim, ranks)
         _zero_biases(self)
 
     def reset_parameters(self) -> None:
@@ -375,7 +379,9 @@ class GroupedLinear(modules.GroupedLinear, TransformerEngineBaseModule):
         if self.return_bias:
             weight = next(self.parameters())
             zeros = functools.partial(torch.zeros, device=weight.device, dtype=weight.dtype)
-            shapes = {f"bias{i}": (out_features,) for i in range(num_gemms)}
+            shapes: dict[str, tuple[int, ...]] = {
+                f"bias{i}": (out_features,) for i in range(num_gemms)
+            }
             if self.single_grouped_bias:
                 shapes = {"bias": (num_gemms, out_features)}
             for name, shape in shapes.items():
@@ -397,7 +403,7 @@ class GroupedLinear(modules.GroupedLinear, TransformerEngineBaseModule):
         if not self.return_bias:
             return output
         if self.single_grouped_bias:
-            return output, list(self.bias.unbind())
+            return output, list(self.get_parameter("bias").unbind())
         return output, [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
 
 
@@ -442,48 +448,75 @@ def _with_bias(layer: Any, output: torch.Tensor) -> Any:
     return output + layer.bias if layer.adds_bias else output
 
 
-class _Norm:
-    """The arguments of te's norms, which are ops here too."""
-
-    def __init__(
-        self,
-        normalized_shape: Any = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        **options: Any,
-    ) -> None:
-        name = type(self).__name__
-        if (normalized_shape is None) == (hidden_size is None):
-            raise InputError(
-                f"{name} got normalized_shape={normalized_shape} and hidden_size={hidden_size}; "
-                "it takes one of them."
-            )
-        if params_dtype is not None:
-            options["dtype"] = params_dtype
-        super().__init__(
-            hidden_size if normalized_shape is None else normalized_shape,
-            eps=eps,
-            zero_centered_gamma=zero_centered_gamma,
-            **options,
+def _norm_shape(name: str, shape: Shape | None, hidden_size: int | None) -> Shape:
+    """The one of two names of the shape of a norm that was given."""
+    given = hidden_size if shape is None else shape
+    if given is None or (shape is not None and hidden_size is not None):
+        raise InputError(
+            f"{name} got normalized_shape={shape} and hidden_size={hidden_size}; it takes one of "
+            "them."
         )
-        self.sequence_parallel = sequence_parallel
-        if sequence_parallel is not None:
-            for parameter in self.parameters():  # type: ignore[attr-defined]
-                parameter.sequence_parallel = sequence_parallel
+    return given
 
 
-class LayerNorm(_Norm, basic_ops.LayerNorm):
+def _mark_rows(norm: torch.nn.Module, sequence_parallel: bool | None) -> None:
+    """Set on parameters whether a rank's gradients are those of a part of the rows."""
+    if sequence_parallel is not None:
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+
+class LayerNorm(basic_ops.LayerNorm):
     """A LayerNorm as te.LayerNorm: also by ``hidden_size`` and ``params_dtype``.
 
     ``sequence_parallel`` is set on the parameters, whose gradients a trainer adds over ranks.
     """
 
+    def __init__(
+        self,
+        normalized_shape: Shape | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            _norm_shape("LayerNorm", normalized_shape, hidden_size),
+            eps=eps,
+            dtype=params_dtype or dtype,
+            zero_centered_gamma=zero_centered_gamma,
+            **options,
+        )
+        _mark_rows(self, sequence_parallel)
 
-class RMSNorm(_Norm, basic_ops.RMSNorm):
+
+class RMSNorm(basic_ops.RMSNorm):
     """An RMSNorm as te.RMSNorm: see :class:`LayerNorm`."""
+
+    def __init__(
+        self,
+        normalized_shape: Shape | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            _norm_shape("RMSNorm", normalized_shape, hidden_size),
+            eps=eps,
+            dtype=params_dtype or dtype,
+            zero_centered_gamma=zero_centered_gamma,
+            **options,
+        )
+        _mark_rows(self, sequence_parallel)
 
 
 def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:

@@ -166,7 +166,7 @@ class FusedAdam(_Fused):
             self.state[param].setdefault(name, torch.zeros_like(values))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Loss] | None = None, grad_scaler: Any = None) -> Loss:  # type: ignore[override]
+    def step(self, closure: Callable[[], Loss] | None = None, grad_scaler: Any = None) -> Loss:
         """One step. ``closure`` computes the loss again, which is returned."""
         loss = None
         if closure is not None:
@@ -268,7 +268,7 @@ class FusedSGD(_Fused):
         self.master_weights = master_weights
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Loss] | None = None) -> Loss:  # type: ignore[override]
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
         """One step. ``closure`` computes the loss again, which is returned."""
         loss = None
         if closure is not None:

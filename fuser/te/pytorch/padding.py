@@ -46,7 +46,7 @@ class Fp8Padding(_Padded):
         if sizes == list(m_splits):
             return inp, list(m_splits)
         parts = []
-        for rows, size in zip(inp.split(list(m_splits)), sizes, strict=True):
+        for rows, size in zip(torch.split(inp, list(m_splits)), sizes, strict=True):
             parts += [rows, rows.new_zeros(size - rows.shape[0], *rows.shape[1:])]
         return torch.cat(parts), sizes
 
@@ -59,5 +59,5 @@ class Fp8Unpadding(_Padded):
         sizes = self.padded(m_splits)
         if sizes == list(m_splits):
             return inp
-        parts = zip(inp.split(sizes), m_splits, strict=True)
+        parts = zip(torch.split(inp, sizes), m_splits, strict=True)
         return torch.cat([rows[:size] for rows, size in parts])

@@ -98,7 +98,8 @@ def moe_permute(
         If the map is not a mask.
     """
     rows = _row_ids("moe_permute", routing_map, num_out_tokens, map_type)
-    return _Take.apply(inp, rows[0]), rows  # type: ignore[no-any-return]
+    output: torch.Tensor = _Take.apply(inp, rows[0])  # type: ignore[no-untyped-call]
+    return output, rows
 
 
 def moe_permute_with_probs(
@@ -112,7 +113,7 @@ def moe_permute_with_probs(
     ``probs`` are ``[tokens, experts]``.
     """
     rows = _row_ids("moe_permute_with_probs", routing_map, num_out_tokens, "mask")
-    output = _Take.apply(inp, rows[0])
+    output: torch.Tensor = _Take.apply(inp, rows[0])  # type: ignore[no-untyped-call]
     return output, probs[rows[0], rows[1]], rows
 
 
@@ -157,7 +158,8 @@ def moe_unpermute(
         tokens = weights.shape[0]
     if weights is not None:
         inp = inp * weights[token, expert][:, None].to(inp.dtype)
-    return _Add.apply(inp, token, tokens)  # type: ignore[no-any-return]
+    output: torch.Tensor = _Add.apply(inp, token, tokens)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Add(torch.autograd.Function):

@@ -45,8 +45,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
         if pretrained_max_position_embeddings is not None:
             raise InputError(
                 "RotaryPositionEmbedding got pretrained_max_position_embeddings="
-                f"{pretrained_max_position_embeddings}; give seq_len_interpolation_factor, by which "
-                "positions are divided."
+                f"{pretrained_max_position_embeddings}; give seq_len_interpolation_factor, by "
+                "which positions are divided."
             )
         rotated = int(dim * rotary_percent)
         self.factor = seq_len_interpolation_factor
@@ -143,7 +143,7 @@ def apply_rotary_pos_emb(
     rotated = freqs.shape[-1]
     part, rest = t[..., :rotated].float(), t[..., rotated:]
     if interleaved:
-        pairs = part.unflatten(-1, (-1, 2))
+        pairs = part.reshape(*part.shape[:-1], -1, 2)
         turned = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
     else:
         first, second = part.chunk(2, dim=-1)

@@ -37,7 +37,7 @@ def _chosen(
                 f"{group_topk} and topk={topk} for {scores.shape[1]} experts: groups divide the "
                 "experts, and chosen groups divide topk."
             )
-        grouped = scores.unflatten(1, (num_groups, -1))
+        grouped = scores.reshape(len(scores), num_groups, -1)
         best = grouped.topk(topk // group_topk, dim=-1).values.sum(dim=-1)
         is_chosen = torch.zeros_like(best, dtype=torch.bool)
         is_chosen.scatter_(1, best.topk(group_topk, dim=-1).indices, True)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fuser.errors import InputError
 from fuser.te.pytorch.attention import DotProductAttention
 from fuser.te.pytorch.layers import LayerNormLinear, LayerNormMLP, Linear
-from fuser.te.pytorch.rope import apply_rotary_pos_emb
+from fuser.te.pytorch.rope import TensorFormat, apply_rotary_pos_emb
 
 __all__ = ["MultiheadAttention", "TransformerLayer"]
 
@@ -84,7 +84,7 @@ class MultiheadAttention(torch.nn.Module):
         bias: bool = True,
         normalization: str = "LayerNorm",
         device: torch.device | str | None = None,
-        qkv_format: str = "sbhd",
+        qkv_format: TensorFormat = "sbhd",
         softmax_scale: float | None = None,
         **options: Any,
     ) -> None:
@@ -123,10 +123,10 @@ class MultiheadAttention(torch.nn.Module):
                 init_method=init_method,
                 normalization=normalization,
                 zero_centered_gamma=zero_centered_gamma,
-                **column,  # type: ignore[arg-type]
+                **column,
             )
         else:
-            self.qkv = Linear(hidden_size, rows, init_method=init_method, **column)  # type: ignore[arg-type]
+            self.qkv = Linear(hidden_size, rows, init_method=init_method, **column)
         self.core_attention = DotProductAttention(
             num_attention_heads,
             self.channels,
@@ -148,7 +148,7 @@ class MultiheadAttention(torch.nn.Module):
             bias=bias,
             return_bias=return_bias,
             parallel_mode="row" if set_parallel_mode else None,
-            **shared,  # type: ignore[arg-type]
+            **shared,
         )
 
     def forward(
@@ -181,24 +181,28 @@ class MultiheadAttention(torch.nn.Module):
             "fast_zero_fill": True,
             "pad_between_seqs": None,
         }
-        _refuse("MultiheadAttention", {**options, "encoder_output": encoder_output}, {
-            **off,
-            "encoder_output": None,
-        })
+        _refuse(
+            "MultiheadAttention",
+            {**options, "encoder_output": encoder_output},
+            {
+                **off,
+                "encoder_output": None,
+            },
+        )
         first = self.layernorm_qkv if hasattr(self, "layernorm_qkv") else self.qkv
         mixed = first(hidden_states, is_first_microbatch)
         sizes = (self.heads // self.groups, 1, 1)
         if self.is_interleaved:
-            grouped = mixed.unflatten(-1, (self.groups, sum(sizes), self.channels))
-            q, k, v = (part.flatten(-3, -2) for part in grouped.split(sizes, dim=-2))
+            grouped = mixed.reshape(*mixed.shape[:-1], self.groups, sum(sizes), self.channels)
+            q, k, v = (part.flatten(-3, -2) for part in torch.split(grouped, sizes, dim=-2))
         else:
-            heads = mixed.unflatten(-1, (-1, self.channels))
-            q, k, v = heads.split((self.heads, self.groups, self.groups), dim=-2)
+            heads = mixed.reshape(*mixed.shape[:-1], -1, self.channels)
+            q, k, v = torch.split(heads, (self.heads, self.groups, self.groups), dim=-2)
         if rotary_pos_emb is not None:
             pair = isinstance(rotary_pos_emb, tuple)
             angles = rotary_pos_emb if pair else (rotary_pos_emb, rotary_pos_emb)
             q, k = (
-                apply_rotary_pos_emb(part, freqs, self.qkv_format)  # type: ignore[arg-type]
+                apply_rotary_pos_emb(part, freqs, self.qkv_format)
                 for part, freqs in zip((q, k), angles, strict=True)
             )
         context = self.core_attention(
@@ -266,7 +270,7 @@ class TransformerLayer(torch.nn.Module):
         activation_params: dict[str, Any] | None = None,
         normalization: str = "LayerNorm",
         device: torch.device | str | None = None,
-        attn_input_format: str = "sbhd",
+        attn_input_format: TensorFormat = "sbhd",
         softmax_scale: float | None = None,
         **options: Any,
     ) -> None:
