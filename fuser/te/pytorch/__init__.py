@@ -8,7 +8,7 @@ from fuser.precision.availability import (
 )
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.runtime.graphs import make_graphed_callables
-from fuser.te import (
+from fuser.te.functions import (
     checkpoint,
     fp8_autocast,
     fp8_model_init,

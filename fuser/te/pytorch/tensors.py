@@ -1,16 +1,11 @@
 """``transformer_engine.pytorch.tensor``: the classes of quantized tensors and quantizers."""
 
-from fuser.te import (
+from fuser.te.quantizers import (
     Float8BlockQuantizer,
-    Float8BlockwiseQTensorStorage,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
-    Float8TensorStorage,
     MXFP8Quantizer,
-    MXFP8TensorStorage,
     NVFP4Quantizer,
-    NVFP4TensorStorage,
-    QuantizedTensorStorage,
 )
 from fuser.tensors import (
     Float8BlockwiseQTensor,
@@ -20,6 +15,12 @@ from fuser.tensors import (
     QuantizedTensor,
     Quantizer,
 )
+
+Float8BlockwiseQTensorStorage = Float8BlockwiseQTensor
+Float8TensorStorage = Float8Tensor
+MXFP8TensorStorage = MXFP8Tensor
+NVFP4TensorStorage = NVFP4Tensor
+QuantizedTensorStorage = QuantizedTensor
 
 __all__ = [
     "Float8BlockQuantizer",

@@ -194,10 +194,10 @@ class MultiheadAttention(torch.nn.Module):
         sizes = (self.heads // self.groups, 1, 1)
         if self.is_interleaved:
             grouped = mixed.reshape(*mixed.shape[:-1], self.groups, sum(sizes), self.channels)
-            q, k, v = (part.flatten(-3, -2) for part in torch.split(grouped, sizes, dim=-2))
+            q, k, v = (part.flatten(-3, -2) for part in torch.split(grouped, list(sizes), dim=-2))
         else:
             heads = mixed.reshape(*mixed.shape[:-1], -1, self.channels)
-            q, k, v = torch.split(heads, (self.heads, self.groups, self.groups), dim=-2)
+            q, k, v = torch.split(heads, [self.heads, self.groups, self.groups], dim=-2)
         if rotary_pos_emb is not None:
             pair = isinstance(rotary_pos_emb, tuple)
             angles = rotary_pos_emb if pair else (rotary_pos_emb, rotary_pos_emb)
