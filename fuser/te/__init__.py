@@ -1,10 +1,7 @@
 """Transformer Engine's names: those that scripts of te.ops expect, and its import paths.
 
-No other part of fuser uses them. With ``FUSER_AS_TE=1`` in the environment ``import fuser`` calls
-:func:`install`.
+No other part of fuser uses them.
 """
-
-import os as _os
 
 from fuser.te import names as _names  # noqa: F401 - tells errors its names
 from fuser.te.functions import (
@@ -51,6 +48,3 @@ __all__ = [
     "is_bf16_available",
     "missing",
 ]
-
-if _os.environ.get("FUSER_AS_TE") == "1":
-    install()

@@ -1,9 +1,13 @@
-"""Transformer Engine's import paths, under which programs written for it find this library."""
+"""Transformer Engine's import paths, under which programs written for it find this library.
+
+With ``FUSER_AS_TE=1`` in the environment ``import fuser`` calls :func:`install`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import runpy
 import sys
 from collections import Counter
@@ -208,3 +212,7 @@ def run(arguments: Sequence[str]) -> None:
     sys.argv = [script, *rest]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
+
+
+if os.environ.get("FUSER_AS_TE") == "1":
+    install()

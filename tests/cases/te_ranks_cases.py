@@ -83,7 +83,7 @@ def parts_of(whole: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tenso
     """The part of each parameter of a layer that a rank has; of a gated unit, of both halves."""
     found = {}
     for name, value in whole.items():
-        if name.endswith("fc1_weight") or name.endswith("fc1_bias"):
+        if name.endswith(("fc1_weight", "fc1_bias")):
             found[name] = torch.cat([part(half, rank, 0) for half in value.chunk(2)])
         elif name.endswith(("qkv.weight", "qkv.bias")):
             found[name] = part(value, rank, 0)

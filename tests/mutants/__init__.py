@@ -22,6 +22,7 @@ from mutants.ops import BASIC_OPS, FUSED_OPS, SENTENCES
 from mutants.parallel import PARALLEL
 from mutants.planning import CHANNELS, PLAN_KEYS, PLANNER, REBUILT
 from mutants.sharding import SHARDING
+from mutants.te_programs import TE_PROGRAMS
 from mutants.tensors import MATRIX_PRODUCTS, NUMBER_FORMATS, QUANTIZED_TENSORS
 from mutants.training import DELAYED_SCALING, KEPT_WEIGHTS, RECOMPUTATION, STATE
 
@@ -53,6 +54,7 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "groups of rows": GROUPS,
     "grouped linears": GROUPED_LINEARS,
     "grouped products": GROUPED_GEMM,
+    "programs for Transformer Engine": TE_PROGRAMS,
     "communication over ranks": PARALLEL,
     "kernels: barriers": BARRIERS,
     "kernels: edges": EDGES,

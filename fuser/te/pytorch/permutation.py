@@ -108,7 +108,7 @@ def moe_permute_with_probs(
     routing_map: torch.Tensor,
     num_out_tokens: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As :func:`moe_permute`, with the probability ``[copies]`` of each row in the middle.
+    """Tokens sorted by expert, as in :func:`moe_permute`, with the probability ``[copies]`` of each row in the middle.
 
     ``probs`` are ``[tokens, experts]``.
     """
@@ -203,6 +203,6 @@ def moe_sort_chunks_by_index_with_probs(
     split_sizes: torch.Tensor,
     sorted_index: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`moe_sort_chunks_by_index`, of rows and of their probabilities ``[rows]``."""
+    """Chunks of rows and of their probabilities ``[rows]``, in the order of ``sorted_index``."""
     rows = _chunk_rows(split_sizes, sorted_index).to(inp.device)
     return inp.index_select(0, rows), probs.index_select(0, rows)

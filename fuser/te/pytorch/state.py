@@ -63,22 +63,22 @@ class FP8GlobalStateManager:
 
     @classmethod
     def is_fp8_available(cls) -> tuple[bool, str]:
-        """As :func:`check_fp8_support`."""
+        """Whether FP8 recipes run here, and a sentence if they are emulated."""
         return check_fp8_support()
 
     @classmethod
     def is_mxfp8_available(cls) -> tuple[bool, str]:
-        """As :func:`check_mxfp8_support`."""
+        """Whether MXFP8 recipes run here, and a sentence if they are emulated."""
         return check_mxfp8_support()
 
     @classmethod
     def is_nvfp4_available(cls) -> tuple[bool, str]:
-        """As :func:`check_nvfp4_support`."""
+        """Whether NVFP4 recipes run here, and a sentence if they are emulated."""
         return check_nvfp4_support()
 
     @classmethod
     def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
-        """As :func:`check_fp8_block_scaling_support`."""
+        """Whether FP8 recipes in blocks of 128 run here, and a sentence if they are emulated."""
         return check_fp8_block_scaling_support()
 
     @classmethod
