@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import commands
+import cures
 import figures
 import formats_picture
 import pytest
@@ -96,6 +97,44 @@ def test_each_raise_of_an_own_error_with_a_text_is_listed() -> None:
                     raised.add((module, " ".join(text.value.split())))
     assert len(raised) > 20
     assert raised <= listed
+
+
+def test_every_message_says_its_cure_or_has_one_in_the_table() -> None:
+    without = [m for m in sentences.sentences() if not m.says_cure and m.cure is None]
+    assert not without, "\n".join(f"{m.module}: {m.text}" for m in without)
+
+
+def test_every_cure_of_the_table_is_of_a_message() -> None:
+    messages = [m for m in sentences.sentences() if not m.says_cure]
+    used = {m.cure for m in messages}
+    assert [entry for entry in cures.CURES if entry[2] not in used] == []
+    for place, start, _ in cures.CURES:
+        named = (f"{m.kind}: {m.text}" for m in messages if m.module.startswith(place))
+        assert any(name.startswith(start) for name in named), (place, start)
+
+
+@pytest.mark.parametrize(
+    ("text", "cure"),
+    [
+        ("Linear got 3 weights; it takes one for each group.", "it takes one for each group."),
+        ("The op has a hook: remove it, or call the module.", "remove it, or call the module."),
+        ("A file is missing. Install fuser again.", "Install fuser again."),
+        ("Router takes x on a GPU; got one on a CPU.", "Router takes x on a GPU;"),
+        ("Linear got 3 weights for 4 groups.", None),
+        ("The keep of the model has no linear.", None),
+        ("Stage 2 takes no operand; got one.", None),
+    ],
+)
+def test_the_cure_of_an_error_is_the_clause_that_says_what_to_do(
+    text: str, cure: str | None
+) -> None:
+    message = sentences.Sentence("InputError", text, "new.py")
+    assert [clause for clause, is_cure in message.clauses if is_cure] == ([cure] if cure else [])
+    assert message.cure is None
+
+
+def test_a_rule_in_a_refusal_is_no_cure() -> None:
+    assert not sentences.Sentence("refusal", "a chain takes one gate.", "new.py").says_cure
 
 
 def test_a_message_has_an_ellipsis_for_each_value() -> None:
