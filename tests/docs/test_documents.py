@@ -25,7 +25,10 @@ from fuser.__main__ import main
 from fuser.chain import STAGES
 from fuser.cuda.launch import Kernel
 
-FOLDERS = (".", "docs", "docs/dev", "benchmarks", "benchmarks/results", "examples")
+FOLDERS = (
+    *(".", "docs", "docs/dev", "docs/notebooks"),
+    *("benchmarks", "benchmarks/results", "examples"),
+)
 DOCUMENTS = tuple(
     path.relative_to(ROOT).as_posix()
     for folder in FOLDERS

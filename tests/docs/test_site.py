@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,6 @@ from paths import ROOT
 
 import fuser
 
-sphinx = pytest.importorskip("sphinx", reason="Sphinx builds the site: pip install -e .[docs]")
-
 MODULES = ("", ".recipe", ".modules", ".moe", ".distributed", ".inspection", ".testing")
 # Not classes or functions of their own.
 NO_ENTRY = {
@@ -32,7 +31,9 @@ NO_ENTRY = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the built site."""
+    """The folder of the built site; its notebooks have run."""
+    for tool in ("sphinx", "myst_nb"):
+        pytest.importorskip(tool, reason="Sphinx builds the site: pip install -e .[docs]")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     done = subprocess.run(
@@ -74,6 +75,23 @@ def test_pages_show_what_the_library_and_the_results_say(site: Path) -> None:
     )
     assert "benchmarks/results/peers_h200.csv" in text("docs/numbers.html")
     assert "usage: fuser plan" in text("docs/reference/command_line.html")
+
+
+def test_notebooks_have_run_and_show_their_plan_and_curves(site: Path) -> None:
+    def page(name: str) -> str:
+        return (site / "docs" / "notebooks" / f"{name}.html").read_text(encoding="utf-8")
+
+    pipeline, convert = page("pipeline"), page("convert")
+    assert "Fusion plan of 6 ops" in pipeline
+    assert pipeline.count("<img") >= 3  # two plans, one curve
+    assert "SNR dB" in pipeline
+    assert "fuser.convert: 21 modules run pipelines, 0 stay as they are" in convert
+    assert re.search(r"torch eager .* ms, 1\.\d+x this plan", convert)
+    assert "<img" in convert
+    for text in (pipeline, convert):
+        assert "Traceback" not in text
+        assert "Warning" not in re.sub("EmulationWarning", "", text)
+    assert (site / "_downloads").is_dir()
 
 
 def test_every_kind_of_message_is_listed() -> None:
