@@ -13,6 +13,7 @@ import commands
 import cures
 import figures
 import formats_picture
+import kernels_picture
 import pytest
 import sentences
 from paths import ROOT
@@ -91,7 +92,8 @@ def test_notebooks_have_run_and_show_their_plan_and_curves(site: Path) -> None:
     for text in (pipeline, convert):
         assert "Traceback" not in text
         assert "Warning" not in re.sub("EmulationWarning", "", text)
-    assert (site / "_downloads").is_dir()
+    downloads = {path.name for path in (site / "_downloads").rglob("*.ipynb")}
+    assert downloads == {"pipeline.ipynb", "convert.ipynb"}
 
 
 def test_every_kind_of_message_is_listed() -> None:
@@ -180,6 +182,16 @@ def test_the_picture_of_formats_is_that_of_its_script() -> None:
     assert formats_picture.PICTURE.read_text(encoding="utf-8") == picture
     for text in ("largest 448<", "largest 57344<", "largest 6<", "MXFP8: 1 x 32"):
         assert text in picture
+
+
+def test_the_picture_of_kernels_is_that_of_its_script() -> None:
+    picture = kernels_picture.picture()
+    assert kernels_picture.PICTURE.read_text(encoding="utf-8") == picture
+    pairs = kernels_picture.kernels()
+    assert {producer for producer, _, _ in pairs} == {row[0] for row in kernels_picture.PRODUCERS}
+    assert {store for _, store, _ in pairs} == {row[0] for row in kernels_picture.STORES}
+    assert ("NormProducer", "Mxfp8Store", False) in pairs
+    assert ("NormProducer", "Mxfp8Store", True) not in pairs
 
 
 def test_a_command_prints_what_the_program_prints() -> None:
