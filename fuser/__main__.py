@@ -239,7 +239,7 @@ def _made_by(
         module = _module_at(Path(name)) if is_path else _module_named(name)
         factory = getattr(module, attribute, None)
         if factory is None:
-            raise InputError(f"{name} has no {attribute!r}.")
+            raise InputError(f"{name} has no {attribute!r}. Name a function or class of it.")
         if not callable(factory):
             raise InputTypeError(
                 f"{target} is of type {type(factory).__name__}; it is called to make the model."
@@ -270,7 +270,10 @@ def _module_named(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise InputError(f"There is no module {error.name!r}; {name} is not found.") from error
+            raise InputError(
+                f"There is no module {error.name!r}; {name} is not found."
+                " Run from the folder that has it, or install it."
+            ) from error
         raise InputError(f"Importing {name} raised {type(error).__name__}: {error}") from error
     except Exception as error:
         raise InputError(f"Importing {name} raised {type(error).__name__}: {error}") from error
@@ -279,7 +282,7 @@ def _module_named(name: str) -> ModuleType:
 def _module_at(path: Path) -> ModuleType:
     """The module in the file ``path``."""
     if not path.is_file():
-        raise InputError(f"There is no file {str(path)!r}.")
+        raise InputError(f"There is no file {str(path)!r}. Give its path from this folder.")
     # Not the plain stem: a loaded module may have the same name as the file.
     spec = importlib.util.spec_from_file_location(f"fuser_loaded_{path.stem}", path)
     assert spec is not None

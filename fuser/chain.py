@@ -118,7 +118,9 @@ def register(
     """
     path = Path(header).resolve()
     if not path.is_file():
-        raise InputError(f"Stage {name!r} got the header {path}, which does not exist.")
+        raise InputError(
+            f"Stage {name!r} got the header {path}, which does not exist. Check its path."
+        )
     if not re.fullmatch(r"(?!fuser::)\w+(::\w+)+", struct):
         raise InputError(
             f"Stage {name!r} got the struct {struct!r}; it is a C++ type in a namespace of your "
@@ -130,7 +132,9 @@ def register(
     known = STAGES.get(name)
     # The same stage again: its module was reloaded, and the new functions replace the old ones.
     if known is not None and known[:-2] != row[:-2]:
-        raise InputError(f"Stage {name!r} exists already, with the struct {known.struct!r}.")
+        raise InputError(
+            f"Stage {name!r} exists already, with the struct {known.struct!r}. Choose another name."
+        )
     owner = next((n for n, traits in STAGES.items() if traits.struct == struct and n != name), None)
     if owner is not None:
         raise InputError(

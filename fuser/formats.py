@@ -405,6 +405,7 @@ def check_multiple(what: str, m: int, k: int, multiple: int) -> None:
             raise InputError(
                 f"{what} needs {name} (the {where}) to be a multiple of {multiple}; "
                 f"got {name} = {size} of a tensor [{m}, {k}]."
+                " Pad the tensor."
             )
 
 

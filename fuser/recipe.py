@@ -272,6 +272,7 @@ class Recipe(_MadeInGraphs):
                         f"{type(self).__name__} got {name} with {param.name}="
                         f"{getattr(given, param.name)!r}; its quantizers have "
                         f"{' and '.join(self.taken_params)}."
+                        " Leave the rest out."
                     )
             object.__setattr__(self, name, given)
 

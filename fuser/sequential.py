@@ -282,9 +282,10 @@ class Sequential(Stateful, torch.nn.Sequential):
                 raise InputError(
                     f"op_kwargs names {target_name} that is not in this Sequential, which holds "
                     f"{', '.join(f'{i} {type(m).__name__}' for i, m in enumerate(modules))}."
+                    " Name one of these."
                 )
             if op in result:
-                raise InputError(f"op_kwargs has two entries for one op: {names[op]}.")
+                raise InputError(f"op_kwargs has two entries for one op: {names[op]}. Merge them.")
             check_keywords(names[op], op, given)
             result[op] = given
         return result

@@ -17,7 +17,7 @@ version = release = fuser.__version__
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "myst_parser",
+    "myst_nb",  # in place of myst_parser: it also runs notebooks
     "sphinx_copybutton",
     "sentences",
     "figures",
@@ -30,6 +30,7 @@ include_patterns = [
     "CONTRIBUTING.md",
     "docs/*.md",
     "docs/dev/*.md",
+    "docs/notebooks/*.md",
     "docs/reference/*",
     "benchmarks/README.md",
     "benchmarks/results/*.md",
@@ -56,6 +57,13 @@ highlight_language = "text"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
+
+# Pages of docs/notebooks are run at each build, and an error in one ends it.
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
 
 html_theme = "furo"
 html_title = "fuser"

@@ -1,11 +1,14 @@
-"""Directive ``sentences``: every error, refusal and warning of the library, from its source."""
+"""Directive ``sentences``: each error, refusal and warning with its cure, from the sources."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from cures import CURES
 
 FUSER = Path(__file__).resolve().parents[2] / "fuser"
 # Functions of these names return why something is not done, or None.
@@ -43,12 +46,69 @@ TITLES = {
 }
 
 
+# Imperatives with which a clause of advice begins, or goes on after a comma, "or", "and" or "then".
+VERBS = (
+    "add|ask|bind|build|call|capture|change|check|choose|clone|compile|compute|convert|copy|count|"
+    "dequantize|enter|export|freeze|gather|give|implement|initialise|install|keep|leave|load|look|"
+    "make|merge|move|multiply|name|pad|pass|pip|put|quantize|reduce|register|remove|rename|replace|"
+    "return|run|save|set|shard|share|start|take|undo|update|use|wait|write"
+)
+ADVICE = re.compile(
+    rf"^(?:{VERBS.title()}|{VERBS})\b(?! has\b| is\b)|(?:, |\bor |\band |\bthen )(?:{VERBS})\b"
+)
+# How errors state what is accepted: "it takes one for each of its 8 groups".
+RULES = (
+    r"(?<!would )\btakes? (?!no\b)",
+    r"\bmust (?:not )?(?:be|have|keep|implement|cover|end|quantize|write|return)\b",
+    r"^it (?:has|needs|returns|is (?!on |at |an? …))(?!no\b|none\b)",
+    r"^there are\b|^an? [\w ]+ is\b|^each row has\b|\bits linears are\b|\bplans a\b|e\.g\. ",
+    r"^the (?:… is|(?:most is|formats are|elements of \w+ are)\b)",
+    r"^the (?:recipes that accept one|accepted values) are\b",
+    r"^a (?:graph|CUDA graph|pipeline) (?:reads|returns|runs|adds)\b",
+    r"\b(?:at most|at least|unless|or more|or later|or less|one for each|is one of)\b",
+    r"\bonly (?:supported value|accepted value|element type|activations)\b",
+    r"\bneeds? (?:another|a contiguous|a capture|\w+=)|\bis initialised after\b|\breturns \(",
+    r"\b(?:is|are) (?:an? )?(?:True or False|named by|made of|drawn as|sharded along|float32)\b",
+    r"\b(?:is|are) an? (?:sequence|dict|list|tuple|function) (?:of|or)\b",
+)
+RULE = re.compile("|".join(RULES))
+CLAUSE = re.compile(r"(?<=[.;:])(?<!e\.g\.) ")
+
+
 class Sentence(NamedTuple):
     """A message: what raises, warns or refuses with it, its text, and the module."""
 
     kind: str
     text: str
     module: str
+
+    @property
+    def clauses(self) -> list[tuple[str, bool]]:
+        """The clauses of the text, and whether each is advice, or a rule that an error states."""
+        return [(clause, self._cures(clause)) for clause in CLAUSE.split(self.text)]
+
+    def _cures(self, clause: str) -> bool:
+        if ADVICE.search(clause):
+            return True
+        return self.kind != "refusal" and RULE.search(clause) is not None
+
+    @property
+    def says_cure(self) -> bool:
+        """Whether a clause of the text is the cure."""
+        return any(is_cure for _, is_cure in self.clauses)
+
+    @property
+    def cure(self) -> str | None:
+        """The cure that the table has for it; None if it has none.
+
+        The first entry that fits is taken: an entry fits a message of its file or folder whose
+        text, with the kind before it, begins as the entry says.
+        """
+        named = f"{self.kind}: {self.text}"
+        for place, start, cure in CURES:
+            if self.module.startswith(place) and named.startswith(start):
+                return cure
+        return None
 
 
 def sentences() -> Iterator[Sentence]:
@@ -121,15 +181,34 @@ def setup(app: object) -> dict[str, bool]:
                 title = TITLES.get(folder, folder)
                 section = nodes.section(ids=[nodes.make_id(f"messages of {title}")])
                 section += nodes.title(text=title)
-                rows = nodes.bullet_list()
-                for sentence in members:
-                    paragraph = nodes.paragraph()
-                    paragraph += nodes.strong(text=sentence.kind)
-                    paragraph += nodes.Text(f": {sentence.text}")
-                    rows += nodes.list_item("", paragraph)
-                section += rows
+                by_cure: dict[str | None, list[Sentence]] = {None: []}
+                for member in members:
+                    cure = None if member.says_cure else member.cure
+                    by_cure.setdefault(cure, []).append(member)
+                for cure, same in by_cure.items():
+                    section += [_list(same), *([] if cure is None else [_note(cure)])]
                 result.append(section)
             return result
+
+    def _list(members: list[Sentence]) -> nodes.bullet_list:
+        rows = nodes.bullet_list()
+        for sentence in members:
+            paragraph = nodes.paragraph()
+            paragraph += nodes.literal(text=sentence.kind)
+            for clause, is_cure in sentence.clauses:
+                paragraph += nodes.Text(" ")
+                paragraph += nodes.strong(text=clause) if is_cure else nodes.Text(clause)
+            rows += nodes.list_item("", paragraph)
+        return rows
+
+    def _note(cure: str) -> nodes.paragraph:
+        """A cure of the messages above it."""
+        paragraph = nodes.paragraph(classes=["cure"])
+        paragraph += nodes.Text("→ ")
+        for i, part in enumerate(cure.split("`")):
+            words = nodes.strong(text=part) if i % 2 == 0 else nodes.literal(text=part)
+            paragraph += words
+        return paragraph
 
     assert isinstance(app, Sphinx)
     app.add_directive("sentences", Sentences)

@@ -68,6 +68,7 @@ class ExpertParallelOperation(BasicOperation):
             raise InputError(
                 f"{name} was made for experts on {self.expert_parallel_size} ranks, and got an "
                 f"expert_parallel_group of {ranks}."
+                " Make the op with that group."
             )
         self._group = GroupRef(group)
 

@@ -357,7 +357,10 @@ class GroupedLinear(GroupParameters):
         (ctx,) = ctxs
         buffer, matrix = ctx.state.grad_input, rows_of_groups(dy, ctx)
         if buffer is not None and overlap(buffer, dy):
-            raise InputError("GroupedLinear got a buffer grad_input in the memory of the gradient.")
+            raise InputError(
+                "GroupedLinear got a buffer grad_input in the memory of the gradient."
+                " Give it memory of its own."
+            )
         product = GroupedProduct.of_backward(self, ctx, matrix.shape[0])
         dx, grads, extras = product.backward([matrix], dy.shape[:-1])
         if dx is not None:
@@ -412,6 +415,11 @@ class GroupedLinear(GroupParameters):
                 f"shape {tuple(shape)}, {dtype} on {device}."
             )
         if buffer.requires_grad:
-            raise InputError(f"GroupedLinear got a buffer {name} that requires a gradient.")
+            raise InputError(
+                f"GroupedLinear got a buffer {name} that requires a gradient. Give its detach()."
+            )
         if overlap(buffer, input_):
-            raise InputError(f"GroupedLinear got a buffer {name} in the memory of its input.")
+            raise InputError(
+                f"GroupedLinear got a buffer {name} in the memory of its input."
+                " Give it memory of its own."
+            )

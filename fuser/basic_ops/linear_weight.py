@@ -132,6 +132,7 @@ class LinearWeight(KeepsWeights):
             raise InputError(
                 f"BasicLinear is sharded over {self.tensor_parallel_size} ranks, and a group of "
                 f"{ranks} cannot run it."
+                " Make the op with that group."
             )
         self._group = GroupRef(group)
 

@@ -151,6 +151,7 @@ class LoRAAdapters(BasicOperation):
             raise StateError(
                 f"The merged weight of {self._sized()} is not finite in {every[0].dtype}; nothing "
                 "was merged."
+                " Check the adapters, or merge in a wider dtype."
             )
         for weight, merged in zip(weights, every, strict=True):
             weight.copy_(merged)

@@ -28,6 +28,7 @@ def main_grad_of(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
         raise StateError(
             "A linear accumulates its weight gradient into weight.main_grad, but the weight of "
             f"shape {tuple(own.shape)} has no main_grad."
+            " Set it before backward, or leave accumulate_into_main_grad out."
         )
     if main_grad is not None and getattr(weight, "overwrite_main_grad", False):
         main_grad.zero_()
@@ -54,6 +55,7 @@ def check_main_grad(
             f"GroupedLinear adds the gradient of {name}, of shape {tuple(shape)}, to a main_grad "
             f"of shape {tuple(main_grad.shape)} and strides {main_grad.stride()}, which cannot be "
             "viewed in that shape."
+            " Give it a contiguous one."
         ) from None
 
 

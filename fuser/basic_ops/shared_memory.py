@@ -77,6 +77,7 @@ class Versions:
             raise StateError(
                 f"A parameter of {self.owner}, of shape {tuple(tensor.shape)}, was changed in "
                 "place between forward and backward."
+                " Write to it after the backward."
             )
 
 

@@ -70,7 +70,10 @@ def _compare(op: str, mine: tuple[str, ...], group: dist.ProcessGroup, device: A
     if not _is_same(mine, group, device):
         descriptions: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(descriptions, mine, group=group)
-        raise InputError(f"{op} communicates, and its ranks differ: {_differences(descriptions)}.")
+        raise InputError(
+            f"{op} communicates, and its ranks differ: {_differences(descriptions)}."
+            " Give every rank the same."
+        )
 
 
 def _is_same(mine: tuple[str, ...], group: dist.ProcessGroup, device: torch.device) -> bool:

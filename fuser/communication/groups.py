@@ -76,6 +76,7 @@ class WeakGroup:
         raise StateError(
             f"The backward of {name} communicates over the process group of its forward, which has "
             "been destroyed since."
+            " Run the backward before destroy_process_group()."
         )
 
 
@@ -135,6 +136,7 @@ def resolved(op: str, group: GroupArgument) -> dist.ProcessGroup:
     except ValueError:
         raise StateError(
             f"{op} communicates over a process group that has been destroyed ({group!r})."
+            " Make the model again with a new group."
         ) from None
     if not is_member:
         raise InputError(
@@ -170,7 +172,10 @@ def group_with_number(number: int) -> dist.ProcessGroup:
     for group, its_number in list(_numbers.items()):
         if its_number == number:
             return resolved("A graph", group)
-    raise StateError("A graph communicates over a process group that has been destroyed since.")
+    raise StateError(
+        "A graph communicates over a process group that has been destroyed since."
+        " Capture it again, over a group that exists."
+    )
 
 
 def _is_group(group: object) -> bool:
@@ -242,6 +247,7 @@ def divided(name: str, size: int, ranks: int) -> int:
     if size % ranks:
         raise InputError(
             f"{name} is {size}, and {ranks} ranks do not divide it: every rank holds an equal part."
+            " Choose a multiple."
         )
     return size // ranks
 
@@ -273,5 +279,6 @@ def check_divides(op: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...
         raise InputError(
             f"{op} scatters {shape[0]} rows (dimension 0 of shape {tuple(shape)}) over {ranks} "
             f"ranks, and {shape[0]} is not a multiple of {ranks}."
+            " Pad the rows."
         )
     return (shape[0] // ranks, *shape[1:])

@@ -95,8 +95,8 @@ def _refuse_other_scales(are_equal: torch.Tensor, scales: torch.Tensor, name: st
     if not are_equal:
         raise StateError(
             f"A {name} cannot be gathered: the ranks quantized their rows with "
-            f"the inverse scales {scales.tolist()}. Under delayed scaling ranks that share rows "
-            "start from one state, and reduce amaxes over a group that has all of them."
+            f"the inverse scales {scales.tolist()}. Under delayed scaling, start ranks "
+            "that share rows from one state, and reduce amaxes over a group that has all of them."
         )
 
 

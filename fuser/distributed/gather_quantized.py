@@ -61,7 +61,7 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
     if recipe.backward_override == "high_precision":
         raise InputError(
             f"gather_quantized got the recipe {recipe!r}, whose backward reads the unquantized "
-            'weight, which is not gathered; "dequantized" reads what is.'
+            'weight, which is not gathered. Use backward_override="dequantized".'
         )
     masters: dict[int, torch.nn.Parameter] = {}
     owners: list[torch.nn.Module] = []
@@ -79,6 +79,7 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
         raise InputError(
             f"gather_quantized got a {type(module).__name__} without a BasicLinear or "
             "GroupedLinear."
+            " Call it with a module that has one."
         )
     for owner in owners:
         for name, parameter in owner._parameters.items():

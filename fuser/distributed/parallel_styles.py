@@ -330,4 +330,5 @@ def _check_fixed(style: str, side: str, layout: Any, is_local: bool) -> None:
         raise InputError(
             f"{style} got use_local_output=False; an op returns the tensor of this rank, and no "
             "DTensor."
+            " Leave it out."
         )

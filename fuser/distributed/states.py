@@ -64,6 +64,7 @@ def distribute_parameters(module: torch.nn.Module, device_mesh: Any) -> torch.nn
                 raise InputError(
                     f"distribute_parameters got a mesh of the ranks {ranks}, and {kind} is a part "
                     f"over the ranks {own}."
+                    " Give it the mesh that the model was sharded over."
                 )
             dims[id(parameter)] = parameter, dim
     distributed = {

@@ -162,6 +162,7 @@ def check_device(
     if tensor.device != other.device:
         raise InputError(
             f"{name} got {argument} on {tensor.device} and {other_name} on {other.device}."
+            " Move one to the other."
         )
 
 

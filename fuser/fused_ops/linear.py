@@ -194,7 +194,10 @@ class Linear(FusedOperation):
         elif name == "bias" and self.bias_op is not None:
             self.bias_op.bias = value
         elif name == "bias" and value is not None:
-            raise InputError("This Linear was made with bias=False and cannot be given a bias.")
+            raise InputError(
+                "This Linear was made with bias=False and cannot be given a bias."
+                " Make one with a bias."
+            )
         elif name != "bias":
             super().__setattr__(name, value)
 

@@ -123,6 +123,7 @@ def _check_sizes(sizes: Sequence[int], rows: int) -> None:
     if (total := sum(sizes)) > rows:
         raise InputError(
             f"Split sizes sum to {total}, more than the {rows} rows of the input: {listed(sizes)}."
+            " Give sizes of these rows."
         )
 
 

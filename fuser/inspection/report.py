@@ -257,9 +257,13 @@ class InspectionReport:
         if not self.places:
             return (
                 "The model has no op that quantizes: no Linear, GroupedLinear or Quantize of fuser."
+                " Convert it first, with fuser.convert."
             )
         if not self.calls:
-            return "The model was not called with gradients enabled, so no step was inspected."
+            return (
+                "The model was not called with gradients enabled, so no step was inspected."
+                " Call it outside of no_grad()."
+            )
         reasons = set(self.not_quantized.values())
         calls = f"{len(self._steps)} inspected call{'s' * (len(self._steps) > 1)}"
         if reasons == {"no recipe was active"}:

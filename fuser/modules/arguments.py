@@ -94,6 +94,7 @@ def one_of_two(first: str, value: T | None, second: str, other: T | None) -> T |
     if value is not None and other is not None and value != other:
         raise InputError(
             f"A layer got {first} {value} and {second} {other}, two names of one argument."
+            " Give one."
         )
     return other if value is None else value
 
@@ -113,5 +114,5 @@ def linear_arguments(layer: type, options: Mapping[str, object]) -> dict[str, An
                     f"{default!r}."
                 )
         elif name not in IGNORED:
-            raise InputTypeError(f"{layer.__name__} takes no argument {name!r}.")
+            raise InputTypeError(f"{layer.__name__} takes no argument {name!r}. Leave it out.")
     return taken

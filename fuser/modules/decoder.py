@@ -164,6 +164,7 @@ class Decoder(torch.nn.Module):
             raise InputError(
                 f"{tokens} tokens are no whole sequences of {length}, which is the length that "
                 f"{self.sizes.name} is planned for."
+                " Choose a multiple."
             )
         shape = (max(1, tokens // length), min(tokens, length))
         if self.embedding is not None:

@@ -183,6 +183,7 @@ class GroupedLinear(Layer):
         if len(m_splits) != self.num_gemms:
             raise InputError(
                 f"GroupedLinear got {len(m_splits)} m_splits for {self.num_gemms} groups."
+                " Give one for each group."
             )
         return torch.tensor(m_splits, dtype=torch.int64, device="cpu")
 

@@ -27,6 +27,7 @@ def without_size(layer: str, options: Mapping[str, Any]) -> dict[str, Any]:
             raise InputError(
                 f"{layer} got tp_size={size}, and its tp_group has {ranks} "
                 f"{'rank' if ranks == 1 else 'ranks'}."
+                " Leave tp_size out."
             )
     return options
 
@@ -73,6 +74,7 @@ def refuse_ranks(layer: str, taken: dict[str, Any]) -> None:
         raise InputError(
             f"{layer} got {mode} tensor parallelism over {ranks} ranks; in this version of "
             "fuser it runs on one."
+            " Leave the argument out."
         )
 
 
@@ -92,6 +94,7 @@ def modes_of_mlp(
         raise InputError(
             f"{layer} got parallel_mode={mode!r}, and its two linears have two modes: "
             "set_parallel_mode=True makes the first column and the second row parallel."
+            " Use that."
         )
     if is_parallel:
         divided(f"{layer}'s ffn_hidden_size", ffn_hidden_size, group_size(layer, group))
@@ -104,6 +107,7 @@ def modes_of_mlp(
             f"{layer} got sequence_parallel=True without set_parallel_mode=True, which makes its "
             "first linear column parallel, whose input is gathered, and its second row parallel, "
             "whose output is scattered."
+            " Give both."
         )
     check_mode(layer, taken)
     return taken, taken

@@ -95,7 +95,7 @@ def permute(
         x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     check_options("permute", num_experts, capacity, drop_policy)
     if drop_policy == "probs" and probs is None:
-        raise InputError("permute got drop_policy='probs' and no probs.")
+        raise InputError("permute got drop_policy='probs' and no probs. Give probs.")
     if probs is not None:
         check_plain("permute", "probs", probs)
     check_assignments("permute", x.shape[0], expert_indices, probs)

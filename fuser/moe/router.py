@@ -109,7 +109,9 @@ class Router(torch.nn.Module):
         super().__init__()
         check_sizes("Router", hidden=hidden, num_experts=num_experts, top_k=top_k)
         if top_k > num_experts:
-            raise InputError(f"Router got top_k={top_k} of num_experts={num_experts}.")
+            raise InputError(
+                f"Router got top_k={top_k} of num_experts={num_experts}; it takes 1 to num_experts."
+            )
         if score not in get_args(Score):
             raise InputError(f"Router got score={score!r}; it is 'softmax' or 'sigmoid'.")
         if not 0 <= aux_loss_coefficient < math.inf:
@@ -147,6 +149,7 @@ class Router(torch.nn.Module):
         if x.device != self.weight.device:
             raise InputError(
                 f"Router got x on {x.device}, and its weight is on {self.weight.device}."
+                " Move one to the other."
             )
         logits: torch.Tensor = _Logits.apply(  # type: ignore[no-untyped-call]
             x.reshape(math.prod(x.shape[:-1]), self.hidden), self.weight

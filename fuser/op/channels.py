@@ -76,6 +76,7 @@ class ChannelBindings:
         if not name:
             raise InputError(
                 f"Extra {kind} {index} of {type(self).__name__} got a channel with an empty name."
+                " Give it a name."
             )
         if not isinstance(index, int) or isinstance(index, bool):
             raise InputTypeError(
@@ -85,6 +86,7 @@ class ChannelBindings:
             raise InputIndexError(
                 f"Channel {name!r} asks for extra {kind} {index} of {type(self).__name__}, "
                 f"which has {count}."
+                " Count from 0."
             )
         if self._captured:
             raise StateError(

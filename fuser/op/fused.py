@@ -105,7 +105,9 @@ class FusedOperation(FusibleOperation):
     def _set_members(self, basic_ops: Iterable[FusibleOperation]) -> None:
         self.basic_ops = _FixedOps(basic_ops)
         if not len(self.basic_ops):
-            raise InputError(f"{type(self).__name__} was given no basic ops to replace.")
+            raise InputError(
+                f"{type(self).__name__} was given no basic ops to replace. Give one or more."
+            )
         # The same ops as a tuple: unpacking a ModuleList costs 2 us a call.
         self.members: tuple[Any, ...] = tuple(self.basic_ops)
         self._parameters = _NoParameters(type(self), self.members)

@@ -176,11 +176,15 @@ class FusibleOperation(Stateful, abc.ABC):
 
         A plan calls the one that a class defines.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no forward of its own.")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no forward of its own. Implement fuser_forward."
+        )
 
     def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
         """Run backward, from the gradients of the output and of the extra outputs."""
-        raise NotImplementedError(f"{type(self).__name__} has no backward of its own.")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no backward of its own. Implement fuser_backward."
+        )
 
     @property
     def _step_ops(self) -> Sequence[Any]:

@@ -63,6 +63,7 @@ def extra_input_sources(
                 raise InputError(
                     f"Channel {name!r} has two producers: {_named(ops, producers[name][0])} and "
                     f"{_named(ops, index)}."
+                    " Name the second channel otherwise."
                 )
             producers[name] = (index, output)
     sources: list[tuple[Source, ...]] = []
@@ -78,12 +79,14 @@ def extra_input_sources(
             if channel not in producers:
                 raise InputError(
                     f"Channel {channel!r} has no producer, and {_named(ops, index)} reads from it."
+                    " Bind the extra output of an op to it."
                 )
             producer, output = producers[channel]
             if producer >= index:
                 raise InputError(
                     f"Channel {channel!r} is read by {_named(ops, index)} before "
                     f"{_named(ops, producer)} has produced it."
+                    " Put the reader after the producer."
                 )
             row.append(Source(None, channel, producer, output))
         sources.append(tuple(row))

@@ -52,6 +52,7 @@ class Transformer:
             raise InputError(
                 f"{self.name} has {self.heads} heads and {self.kv_heads} kv heads, which do not "
                 "divide them."
+                " Choose a multiple."
             )
 
     @property

@@ -323,6 +323,7 @@ def _agreed(own: _Step, group: dist.ProcessGroup) -> tuple[Used, list[int]]:
                 raise InputError(
                     f"Delayed scaling reduces amaxes over the ranks {ranks}, which ran "
                     f"{own.ops[number]} under different recipes: {listed}."
+                    " Enter autocast with one recipe on every rank."
                 )
     return used, gone_on_all
 

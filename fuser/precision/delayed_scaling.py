@@ -271,6 +271,7 @@ class DelayedScales:
             raise InputError(
                 f"Delayed scaling's state is for {self.scale.numel()} tensors, and the op that "
                 f"holds it quantizes {count} in its {self.mode}."
+                " Load the state of a model of the same ops."
             )
         with torch.inference_mode(False):  # the state outlives an inference region
             if self.scale.numel():
@@ -423,6 +424,7 @@ class DelayedScales:
             raise InputError(
                 f"Delayed scaling's {mode} state needs {max(stop, 2)} numbers for {count} tensors "
                 f"with a history of {max(length, 0)}; the checkpoint has {len(packed)}."
+                " Load the state of a model of the same ops."
             )
         state.scale = packed[2:start].clone()
         state.amax_history = packed[start:stop].view(length, count).clone()

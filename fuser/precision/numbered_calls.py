@@ -108,5 +108,6 @@ def forward_call(number: Number) -> ForwardCall:
         raise StateError(
             f"A compiled graph runs the backward of a forward under delayed scaling that is not "
             f"known: it ran in another process, or {MOST_CALLS} forwards ago."
+            " Run each backward soon after its forward, in its process."
         )
     return call

@@ -30,7 +30,10 @@ def make_quantizer(
     assert recipe.qfactory is not None  # checked by the recipe
     quantizer = recipe.qfactory(QuantizerRole(module_type, role, name))
     if not isinstance(quantizer, Quantizer):
-        raise InputError(f"{recipe} gives {quantizer!r} for the role {role!r}; it is no Quantizer.")
+        raise InputError(
+            f"{recipe} gives {quantizer!r} for the role {role!r}; it is no Quantizer."
+            " Return one of fuser.recipe from qfactory."
+        )
     # A copy: later changes to the factory's quantizer have no effect.
     return quantizer.with_usage(rowwise=quantizer.rowwise, columnwise=quantizer.columnwise)
 
@@ -39,7 +42,9 @@ def make_quantizer(
 def _make_quantizer(recipe: Recipe, role: str) -> Quantizer:
     cls = quantizer_class(recipe)
     if cls is None:
-        raise InputError(f"{recipe} names no quantizer for the role {role!r}.")
+        raise InputError(
+            f"{recipe} names no quantizer for the role {role!r}. Return one from qfactory."
+        )
     return cls.of_recipe(recipe, role)
 
 

@@ -193,7 +193,9 @@ def check_keywords(name: str, op: BasicOperation, given: Any) -> None:
     taken, own = keyword_names(type(op)), pipeline_arguments(type(op))
     for key in given:
         if key in own:
-            raise InputTypeError(f"{name} gets {key!r} from its pipeline; a caller cannot give it.")
+            raise InputTypeError(
+                f"{name} gets {key!r} from its pipeline; a caller cannot give it. Leave it out."
+            )
         if not isinstance(key, str) or (taken is not None and key not in taken):
             takes = "any that is a str" if taken is None else ", ".join(taken) or "none"
             sentence = f"{name} takes no keyword argument {key!r}; it takes {takes}."

@@ -51,7 +51,9 @@ def _passes_of(call: str) -> Passes:
         add_passes(call, lambda: passes_of_export(call))
         passes = _passes[call]
     if passes is None:
-        raise StateError(f"No pipeline in this process was traced as {call!r}.")
+        raise StateError(
+            f"No pipeline in this process was traced as {call!r}. Compile it again in this process."
+        )
     return passes
 
 

@@ -184,6 +184,7 @@ class Runner:
                 raise StateError(
                     f"A {self._noted.title} returns a quantized tensor, which is not supported "
                     "inside torch.compile."
+                    " Take the last Quantize out of the compiled part."
                 )
             taken = set(map(storage_of, given.inputs))
             returned = (output, *(produced[n] for n in plan.returned))
@@ -256,6 +257,7 @@ class Runner:
             raise StateError(
                 f"A compiled {self._noted.title} runs the backward of a forward that is not "
                 f"known: it ran in another process, or {MOST_SIZES} other layouts ago."
+                " Run each backward soon after its forward, in its process."
             )
         inputs = len(saved) - len(of_inputs) - len(of_outputs)
         outputs = inputs + len(of_inputs)

@@ -260,6 +260,7 @@ def refuse_transform() -> NoReturn:
     raise StateError(
         "A fuser pipeline runs fused operations with a backward of their own, which torch cannot "
         f"transform. It was called under {transform}."
+        " Use plain torch modules under it."
     )
 
 

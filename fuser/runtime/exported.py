@@ -104,4 +104,5 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         raise StateError(
             f"An exported program names {module}.{name}, which no pipeline of fuser contains."
+            " Export it again with this version."
         )

@@ -211,6 +211,7 @@ class Graph:
         if len(given) != len(self._specs):
             raise InputError(
                 f"{self.name} was captured with {len(self._specs)} tensors, and got {len(given)}."
+                " Capture it again with such a sample."
             )
         for place, (tensor, spec) in enumerate(zip(given, self._specs, strict=True)):
             if not isinstance(tensor, torch.Tensor):
@@ -227,12 +228,14 @@ class Graph:
                 raise InputError(
                     f"Argument {place} of {self.name} needs a gradient, and the sample did not: "
                     "its graph computes none."
+                    " Capture it with a sample that requires one."
                 )
             first = self._first_places[place]
             if given[first] is not tensor and first != place:
                 raise InputError(
                     f"Arguments {first} and {place} of {self.name} are two tensors of shape "
                     f"{spec.shape}, and were one tensor at its capture: its graph reads one."
+                    " Pass one, or capture it with two."
                 )
         return cast("Tensors", given)
 
@@ -248,6 +251,7 @@ class Graph:
         raise StateError(
             f"{self.name} was captured under {captured or 'no recipe'}, and is called under "
             f"{current or 'no recipe'}: a graph cannot change its recipe."
+            " Capture one for each recipe."
         )
 
     def states(self) -> tuple[list[DelayedScales], list[DelayedScales]] | None:
@@ -309,6 +313,7 @@ class Graph:
             raise StateError(
                 f"Between forward and backward of {self.name}, {self._captured.change()}; its "
                 "graph reads the memory of the forward."
+                " Make the change after the backward."
             )
 
     def replay_backward(
@@ -385,6 +390,7 @@ class _Replay(torch.autograd.Function):
             raise StateError(
                 f"{graph.name} cannot be differentiated twice, and this backward was asked for "
                 "with create_graph=True: its backward is a graph, which has no derivative."
+                " Call the module itself."
             )
         graph.check_backward(saved)
         versions.check()

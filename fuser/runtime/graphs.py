@@ -103,7 +103,9 @@ def make_graphed_callables(
     if enabled is None:
         enabled, recipe = _default(recipe)
     if not torch.cuda.is_available():
-        raise StateError("A CUDA graph needs a GPU, and torch sees no CUDA device.")
+        raise StateError(
+            "A CUDA graph needs a GPU, and torch sees no CUDA device. Call the module itself."
+        )
     for number, (module, given) in enumerate(zip(chosen, args, strict=True)):
         _check_module(number, module, given)
 
@@ -204,6 +206,7 @@ def _check_module(number: int, module: Module, args: tuple[Any, ...]) -> None:
             raise StateError(
                 f"{name} has the buffer {buffer_name!r}, which requires a gradient; a graph "
                 "computes gradients of arguments and parameters."
+                " Make it a parameter."
             )
     for weight in accumulating_weights(module):
         if hasattr(weight, "__fsdp_param__"):

@@ -44,6 +44,7 @@ class _LocalPart(torch.autograd.Function):
                 f"A DTensor of shape {tuple(spec.shape)}, a parameter of {ctx.reader}, was changed "
                 "in place after the forward whose backward runs now: that backward has read the "
                 "new values."
+                " Write to it after the backward."
             )
         if ctx.group is not None:
             grad = start_all_reduce(grad, ctx.group("a parameter of some rows")).wait()

@@ -321,7 +321,10 @@ class Segments:
             If the number of extra inputs is wrong, or there is no op.
         """
         if not self.ops:
-            raise InputError(f"This {self.name} holds no fusible op, so there is nothing to plan.")
+            raise InputError(
+                f"This {self.name} holds no fusible op, so there is nothing to plan."
+                " Add an op of fuser."
+            )
         self._check_extra_inputs(len(extra_inputs))
         if self.only is not None:
             return self.only.plan(x, *extra_inputs, training=training, device=device)

@@ -47,7 +47,9 @@ def fp8_model_init(
 
 
 def _warn_of_new_name(old: str, new: str) -> None:
-    warnings.warn(f"fuser.{old} is now fuser.{new}.", DeprecationWarning, stacklevel=3)
+    warnings.warn(
+        f"fuser.{old} is now fuser.{new}. Use the new name.", DeprecationWarning, stacklevel=3
+    )
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
@@ -87,11 +89,13 @@ def checkpoint(
         raise InputError(
             "checkpoint got distribute_saved_activations=True; activations are kept on the rank "
             "that computed them."
+            " Leave the argument out."
         )
     if get_rng_state_tracker is not None:
         raise InputError(
             f"checkpoint got get_rng_state_tracker {get_rng_state_tracker!r}; a recomputation "
             "restores only torch's own random states."
+            " Leave it out."
         )
     result: Result = torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=use_reentrant, **kwargs

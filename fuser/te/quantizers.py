@@ -279,6 +279,7 @@ class Float8CurrentScalingQuantizer(ChangeableQuantizer, tensors.Float8CurrentSc
             raise InputError(
                 "Float8CurrentScalingQuantizer got use_existing_amax=True; it keeps no amax, "
                 "and computes the amax of the tensor at every call."
+                " Leave it out."
             )
         tensors.Float8CurrentScalingQuantizer.__init__(self, fp8_dtype, device, **options)
         if with_amax_reduction:
@@ -320,6 +321,7 @@ class NVFP4Quantizer(ChangeableQuantizer, tensors.NVFP4Quantizer):
             raise InputError(
                 "NVFP4Quantizer got with_amax_reduction=True; amaxes of NVFP4 are not reduced over "
                 "a group yet."
+                " Leave it out."
             )
         # With a transform the columnwise amax is that of the transformed values, which is what
         # ``with_post_rht_amax`` asks for; without one it means nothing.

@@ -85,7 +85,7 @@ def _from_keywords(
         for usage, names in (("rowwise", cls.rowwise_names), ("columnwise", cls.columnwise_names))
     }
     if not any(usages.values()):
-        raise InputError(f"{cls.__name__} got no data.")
+        raise InputError(f"{cls.__name__} got no data. Give rowwise_data, columnwise_data or both.")
     if quantizer is None:
         quantizer = _quantizer_of(cls, named)
     device = next(buffer.device for buffer in buffers.values() if buffer is not None)
@@ -161,7 +161,9 @@ def get_data_tensors(
     asked = (("rowwise", rowwise_data), ("columnwise", columnwise_data))
     buffers = tuple(getattr(self, self._names(usage)[0]) for usage, is_asked in asked if is_asked)
     if not buffers:
-        raise InputError("get_data_tensors got neither rowwise_data nor columnwise_data.")
+        raise InputError(
+            "get_data_tensors got neither rowwise_data nor columnwise_data. Ask for one or both."
+        )
     return buffers if len(buffers) == 2 else buffers[0]
 
 

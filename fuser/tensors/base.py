@@ -377,6 +377,7 @@ class QuantizedTensor(WrapperTensor):
         if not any(wanted.values()):
             raise StateError(
                 f"{type(self).__name__} would have neither a rowwise nor a columnwise copy."
+                " Keep one."
             )
         for usage, is_wanted in wanted.items():
             if is_wanted and not self._has(usage):
@@ -773,7 +774,10 @@ class BlockScaledTensor(QuantizedTensor):
         data = self._columnwise_data if columnwise else self._rowwise_data
         scale = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
         if data is None or scale is None:
-            raise StateError(f"{self} has no bytes: they were cleared or given to another tensor.")
+            raise StateError(
+                f"{self} has no bytes: they were cleared or given to another tensor."
+                " Quantize the values again."
+            )
         return data, scale, columnwise
 
 

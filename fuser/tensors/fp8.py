@@ -75,7 +75,10 @@ class Float8Tensor(QuantizedTensor, layout=FP8):
         data, columnwise = self._rowwise_data, self._rowwise_data is None
         data = self._columnwise_data if data is None else data
         if data is None:
-            raise StateError(f"{self} has no bytes: they were cleared or given to another tensor.")
+            raise StateError(
+                f"{self} has no bytes: they were cleared or given to another tensor."
+                " Quantize the values again."
+            )
         if columnwise and not self.has_scales_of_rows:
             data = transposed_bytes(data)
         args = (data.contiguous(), self._scale_inv, self._fp8_dtype, dtype)
@@ -136,6 +139,7 @@ def _as_matrix(data: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         raise InputError(
             f"The bytes of this Float8Tensor are {rows} x {columns}; got a tensor of shape "
             f"{tuple(data.shape)} and dtype {data.dtype}."
+            " Give bytes of this shape."
         )
     return data.view(torch.uint8).view(rows, columns)
 

@@ -132,7 +132,10 @@ class GroupedTensor:
         given = [quantizer] if isinstance(quantizer, Quantizer) else list(quantizer)
         each = [one.value() for one in given]
         if any(getattr(one, "with_amax_reduction", False) for one in given):
-            raise InputError("GroupedTensor.quantize reduces no amaxes over a process group.")
+            raise InputError(
+                "GroupedTensor.quantize reduces no amaxes over a process group."
+                " Quantize each group by its quantizer."
+            )
         sizes = split_sizes.to(x.device, non_blocking=True)
         groups = padded_groups(sizes, len(sizes), x.shape[0], x.device)
         if not quantizes_groups(each, len(sizes)):

@@ -138,11 +138,13 @@ class NVFP4Quantizer(Quantizer):
             raise InputError(
                 "NVFP4 got row_scaled_activation=True; in this version a tensor has one fp32 "
                 "scale, and rows do not have separate scales."
+                " Leave it out."
             )
         if nvfp4_4over6:
             raise InputError(
                 "NVFP4 got nvfp4_4over6=True; in this version the largest value of a block is "
                 "always scaled to 6, never to 4."
+                " Leave it out."
             )
 
     @classmethod

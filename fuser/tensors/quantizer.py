@@ -93,7 +93,10 @@ class Quantizer:
             If the tensor has no dimension or another dtype.
         """
         if not (self.rowwise or self.columnwise):
-            raise InputError(f"{self} makes neither a rowwise nor a columnwise copy.")
+            raise InputError(
+                f"{self} makes neither a rowwise nor a columnwise copy."
+                " Ask for one with set_usage()."
+            )
         if isinstance(tensor, LazyTensor):
             if self.accepts_lazy:
                 return self._made(self.buffers_of(tensor), tensor)

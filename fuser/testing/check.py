@@ -325,7 +325,9 @@ class _Run:
             )
         for place, (x, leaf) in enumerate(zip(inputs, leaves, strict=True)):
             if not torch.equal(x, leaf.detach()) and not x.isnan().any():
-                raise AssertionError(f"{said}: {_input_name(place)} is changed in place.")
+                raise AssertionError(
+                    f"{said}: {_input_name(place)} is changed in place. Return a new tensor."
+                )
         return results
 
 

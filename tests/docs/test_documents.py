@@ -7,6 +7,8 @@ import functools
 import importlib.util
 import io
 import re
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import unescape
@@ -23,35 +25,46 @@ from fuser.__main__ import main
 from fuser.chain import STAGES
 from fuser.cuda.launch import Kernel
 
-FOLDERS = (".", "docs", "docs/dev", "benchmarks", "benchmarks/results", "examples")
+FOLDERS = (
+    *(".", "docs", "docs/dev", "docs/notebooks"),
+    *("benchmarks", "benchmarks/results", "examples"),
+)
 DOCUMENTS = tuple(
     path.relative_to(ROOT).as_posix()
     for folder in FOLDERS
     for path in sorted((ROOT / folder).glob("*.md"))
 )
-# All Python blocks of these run in their order; those of CONTRIBUTING.md and of
-# docs/extending.md have tests of their own; that of docs/parallel.md runs on two ranks
+# Each Python block of these runs by itself, as a reader copies it. Blocks of CONTRIBUTING.md and of
+# docs/extending.md have tests of their own; those of docs/parallel.md run on two ranks
 # (test_parallel_ops.py), and the pages of other libraries where these are (tests/integrations).
 RUN = (
     "README.md",
     "docs/convert.md",
     "docs/experts.md",
+    "docs/index.md",
     "docs/lora.md",
     "docs/low_precision.md",
-    "docs/plans.md",
-    "docs/sharded.md",
-    "docs/state_dicts.md",
-)
-# Each Python block of these runs by itself, as a reader copies it.
-ALONE = (
-    "docs/index.md",
     "docs/memory.md",
     "docs/migrate.md",
     "docs/performance.md",
+    "docs/plans.md",
     "docs/recipes.md",
     "docs/shapes.md",
+    "docs/sharded.md",
     "docs/start.md",
+    "docs/state_dicts.md",
 )
+# What these print is not in them.
+PRINT_MORE = ("docs/memory.md", "docs/recipes.md", "docs/start.md")
+# The block of a document that trains a model, and the name of the model.
+TRAINED = {
+    ("docs/experts.md", 0): "mlp",
+    ("docs/experts.md", 1): "layer",
+    ("docs/experts.md", 2): "spread",
+    ("docs/low_precision.md", 0): "block",
+    ("docs/sharded.md", 0): "model",
+    ("README.md", 1): "model",
+}
 LINES_OF_README = 120
 WIDTH_OF_README = 838  # pixels that GitHub gives a picture
 # What the examples write.
@@ -77,7 +90,7 @@ def snippets(document: str, heading: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Ran:
-    """What all the Python of a document made: names, the text on stdout, and files in a folder."""
+    """What a Python block of a document made: names, the text on stdout, and files in a folder."""
 
     names: dict[str, Any]
     printed: str
@@ -85,25 +98,28 @@ class Ran:
 
 
 @pytest.fixture(scope="session")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ran]:
-    """Runs the code of a document, once for all tests that look at what came of it."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Ran]:
+    """Runs a block of a document alone, once for all tests that look at what came of it."""
 
     @functools.cache
-    def run(document: str) -> Ran:
+    def run(document: str, block: int) -> Ran:
         folder, printed = tmp_path_factory.mktemp("document"), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(printed),
+            warnings.catch_warnings(),
+        ):
             patch.chdir(folder)
-            names = names_after(*python_blocks(read(document)))
+            names = names_after(python_blocks(read(document))[block])
         return Ran(names, printed.getvalue(), folder)
 
     return run
 
 
-def names_after(*codes: str) -> dict[str, Any]:
-    """The names that there are when all of the code has run."""
-    names: dict[str, Any] = {"__name__": "snippet"}
-    for code in codes:
-        exec(compile(code, "snippet", "exec"), names)
+def names_after(code: str, **names: Any) -> dict[str, Any]:
+    """The names that there are when the code has run in a module that has ``names``."""
+    names = {"__name__": "snippet", **names}
+    exec(compile(code, "snippet", "exec"), names)
     return names
 
 
@@ -124,53 +140,44 @@ def test_the_files_of_a_number_format_are_those_that_contributing_counts() -> No
 def test_every_document_with_python_is_run(document: str) -> None:
     of_libraries = ("docs/lightning.md", "docs/peft.md", "docs/torchtitan.md")
     others = ("CONTRIBUTING.md", "docs/extending.md", "docs/parallel.md")
-    tested = (*RUN, *ALONE, *others, *of_libraries)
+    tested = (*RUN, *others, *of_libraries)
     assert not python_blocks(read(document)) or document in tested
 
 
 @pytest.mark.filterwarnings("ignore:.* is emulated")
-@pytest.mark.parametrize("document", ALONE)
-def test_each_block_of_a_document_runs_by_itself_and_prints_what_follows_it(
-    document: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("document", "block"),
+    [(name, i) for name in RUN for i in range(len(python_blocks(read(name))))],
+)
+def test_a_block_of_a_document_runs_alone_and_prints_what_the_document_has(
+    document: str, block: int, ran: Callable[[str, int], Ran]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(
-        r"^```python\n(.*?)^```\n(?:\n```\n(.*?)^```\n)?", read(document), re.M | re.S
-    )
-    assert len(blocks) == len(python_blocks(read(document))) > 0
-    for code, expected in blocks:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            names_after(code)
-        if expected and not torch.cuda.is_available():
-            assert printed.getvalue() == expected
-
-
-@pytest.mark.filterwarnings("ignore:.* is emulated")
-@pytest.mark.parametrize("document", RUN)
-def test_the_code_of_a_document_runs_and_prints_the_plan_that_the_document_has(
-    document: str, ran: Callable[[str], Ran]
-) -> None:
+    code = python_blocks(read(document))[block]
+    names, printed = ran(document, block).names, ran(document, block).printed
+    if (document, block) in TRAINED:
+        model = names[TRAINED[document, block]]
+        assert all(p.grad is not None for p in model.parameters())
     if torch.cuda.is_available():
         pytest.skip("the printed plans are those of a machine without a GPU.")
-    names, printed = ran(document).names, ran(document).printed
-    trained = {
-        "docs/experts.md": "mlp",
-        "docs/low_precision.md": "block",
-        "docs/sharded.md": "model",
-    }
-    if document in trained:
-        assert all(p.grad is not None for p in names[trained[document]].parameters())
-    if document in ("docs/experts.md", "docs/sharded.md"):
-        assert not printed
-    else:
+    shown = read(document).split(f"```python\n{code}```\n")[1]
+    if shown.startswith("\n```\n"):
+        assert shown.removeprefix("\n```\n").split("```\n")[0] == printed
+    elif printed and document not in PRINT_MORE:
         assert f"```\n{printed}```\n" in read(document)
-    if document == "README.md":
-        assert all(p.grad is not None for p in names["model"].parameters())
-    if document == "docs/plans.md":
-        assert (ran(document).folder / "plan.svg").is_file()
-        comment = f'"{names["plan"].forward[2].fusion}"'
-        assert f"plan.forward[2].fusion  # step 2, of ops 2 to 4: {comment}" in read(document)
+
+
+def test_each_document_that_is_run_has_a_block() -> None:
+    assert all(python_blocks(read(document)) for document in RUN)
+    assert all(i < len(python_blocks(read(document))) for document, i in TRAINED)
+
+
+def test_the_page_on_plans_names_a_step_of_its_plan_and_draws_it(
+    ran: Callable[[str, int], Ran],
+) -> None:
+    page = ran("docs/plans.md", 0)
+    assert (page.folder / "plan.svg").is_file()
+    comment = f'"{page.names["plan"].forward[2].fusion}"'
+    assert f"plan.forward[2].fusion  # step 2, of ops 2 to 4: {comment}" in read("docs/plans.md")
 
 
 def test_the_plan_of_a_named_model_is_the_one_that_the_document_prints(
@@ -191,10 +198,10 @@ def test_the_plan_of_a_named_model_is_the_one_that_the_document_prints(
 
 @pytest.mark.filterwarnings("ignore:.* is emulated")
 def test_the_notes_of_a_layer_of_experts_are_those_of_its_plan(
-    ran: Callable[[str], Ran], monkeypatch: pytest.MonkeyPatch
+    ran: Callable[[str, int], Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     document = "docs/experts.md"
-    layer, x, routing = (ran(document).names[name] for name in ("layer", "x", "routing"))
+    layer, x, routing = (ran(document, 1).names[name] for name in ("layer", "x", "routing"))
     # As on the GPU that the page names.
     monkeypatch.setattr(fuser.GroupedLinear, "runs_at_once", lambda op, key: True)
     recipe = fuser.recipe.Float8CurrentScaling()
@@ -219,13 +226,13 @@ def test_the_generated_code_in_the_architecture_is_what_runs() -> None:
 )
 @pytest.mark.filterwarnings("ignore:.* is emulated")
 def test_the_picture_of_a_document_has_the_plan_that_the_document_prints(
-    document: str, picture: str, tmp_path: Path, ran: Callable[[str], Ran]
+    document: str, picture: str, tmp_path: Path, ran: Callable[[str, int], Ran]
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("the pictures are those of a machine without a GPU.")
     pytest.importorskip("matplotlib")
     assert re.search(rf"\]\([\w/]*{Path(picture).name}\)", read(document))
-    names = ran(document).names
+    names = ran(document, 0).names
     plan = names.get("plan") or names["model"].plan(names["x"])
     drawn = plan.draw(tmp_path / "drawn.svg").read_text(encoding="utf-8")
     assert svg_texts(drawn) == svg_texts(read(picture))
@@ -243,17 +250,29 @@ def svg_texts(svg: str) -> list[str]:
     return [unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg)]
 
 
-@pytest.fixture
-def extending(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """The names of docs/extending.md, run as one module beside its C++ files."""
+@pytest.fixture(scope="module")
+def extending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """The names of all blocks of docs/extending.md, each run alone beside the files of the page."""
     text, stages = read("docs/extending.md"), dict(STAGES)
-    for source in re.findall(r"^```cpp\n(.*?)^```", text, re.M | re.S):
-        name = source.splitlines()[0].removeprefix("// ")
-        (tmp_path / name).write_text(source, encoding="utf-8")
-    names: dict[str, Any] = {"__name__": "snippet", "__file__": str(tmp_path / "mine.py")}
-    for code in python_blocks(text):
-        exec(compile(code, "snippet", "exec"), names)
-    yield names
+    folder = tmp_path_factory.mktemp("extending")
+    files = re.findall(r"^```\w+\n((?://|#) (\w+\.\w+)\n.*?)^```", text, re.M | re.S)
+    for source, name in files:
+        (folder / name).write_text(source, encoding="utf-8")
+    names: dict[str, Any] = {}
+    registered: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        for code in python_blocks(text):
+            STAGES.clear()
+            STAGES.update(stages)
+            sys.modules.pop("my_stages", None)  # a block that needs the stage imports it
+            name = "__main__" if code.startswith("# my_") else "snippet"
+            names |= names_after(code, __name__=name, __file__=str(folder / "mine.py"))
+            registered |= STAGES
+        STAGES.update(registered)
+        yield names
+    for name in ("my_ops", "my_stages"):
+        sys.modules.pop(name, None)
     STAGES.clear()
     STAGES.update(stages)
 
@@ -350,7 +369,8 @@ def test_files_that_a_document_names_exist(document: str) -> None:
     text = re.sub(r"^ *```.*?^ *```", "", read(document), flags=re.M | re.S)
     files = [f"/{path}" for path in all_files()]
     for name in re.findall(r"`([\w./]+\.(?:py|cu|cuh|cpp|csv|svg))`", text):
-        if name not in FILES_OF_EXAMPLES:
+        is_on_the_page = f"# {name}\n" in read(document)
+        if name not in FILES_OF_EXAMPLES and not is_on_the_page:
             assert any(file.endswith(f"/{name}") for file in files), name
 
 

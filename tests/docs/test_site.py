@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import commands
+import cures
 import figures
 import formats_picture
+import kernels_picture
 import pytest
 import sentences
 from paths import ROOT
 
 import fuser
-
-sphinx = pytest.importorskip("sphinx", reason="Sphinx builds the site: pip install -e .[docs]")
 
 MODULES = ("", ".recipe", ".modules", ".moe", ".distributed", ".inspection", ".testing")
 # Not classes or functions of their own.
@@ -31,7 +32,9 @@ NO_ENTRY = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the built site."""
+    """The folder of the built site; its notebooks have run."""
+    for tool in ("sphinx", "myst_nb"):
+        pytest.importorskip(tool, reason="Sphinx builds the site: pip install -e .[docs]")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     done = subprocess.run(
@@ -75,6 +78,24 @@ def test_pages_show_what_the_library_and_the_results_say(site: Path) -> None:
     assert "usage: fuser plan" in text("docs/reference/command_line.html")
 
 
+def test_notebooks_have_run_and_show_their_plan_and_curves(site: Path) -> None:
+    def page(name: str) -> str:
+        return (site / "docs" / "notebooks" / f"{name}.html").read_text(encoding="utf-8")
+
+    pipeline, convert = page("pipeline"), page("convert")
+    assert "Fusion plan of 6 ops" in pipeline
+    assert pipeline.count("<img") >= 3  # two plans, one curve
+    assert "SNR dB" in pipeline
+    assert "fuser.convert: 21 modules run pipelines, 0 stay as they are" in convert
+    assert re.search(r"torch eager .* ms, 1\.\d+x this plan", convert)
+    assert "<img" in convert
+    for text in (pipeline, convert):
+        assert "Traceback" not in text
+        assert "Warning" not in re.sub("EmulationWarning", "", text)
+    downloads = {path.name for path in (site / "_downloads").rglob("*.ipynb")}
+    assert downloads == {"pipeline.ipynb", "convert.ipynb"}
+
+
 def test_every_kind_of_message_is_listed() -> None:
     messages = list(sentences.sentences())
     kinds = {message.kind for message in messages}
@@ -96,6 +117,44 @@ def test_each_raise_of_an_own_error_with_a_text_is_listed() -> None:
                     raised.add((module, " ".join(text.value.split())))
     assert len(raised) > 20
     assert raised <= listed
+
+
+def test_every_message_says_its_cure_or_has_one_in_the_table() -> None:
+    without = [m for m in sentences.sentences() if not m.says_cure and m.cure is None]
+    assert not without, "\n".join(f"{m.module}: {m.text}" for m in without)
+
+
+def test_every_cure_of_the_table_is_of_a_message() -> None:
+    messages = [m for m in sentences.sentences() if not m.says_cure]
+    used = {m.cure for m in messages}
+    assert [entry for entry in cures.CURES if entry[2] not in used] == []
+    for place, start, _ in cures.CURES:
+        named = (f"{m.kind}: {m.text}" for m in messages if m.module.startswith(place))
+        assert any(name.startswith(start) for name in named), (place, start)
+
+
+@pytest.mark.parametrize(
+    ("text", "cure"),
+    [
+        ("Linear got 3 weights; it takes one for each group.", "it takes one for each group."),
+        ("The op has a hook: remove it, or call the module.", "remove it, or call the module."),
+        ("A file is missing. Install fuser again.", "Install fuser again."),
+        ("Router takes x on a GPU; got one on a CPU.", "Router takes x on a GPU;"),
+        ("Linear got 3 weights for 4 groups.", None),
+        ("The keep of the model has no linear.", None),
+        ("Stage 2 takes no operand; got one.", None),
+    ],
+)
+def test_the_cure_of_an_error_is_the_clause_that_says_what_to_do(
+    text: str, cure: str | None
+) -> None:
+    message = sentences.Sentence("InputError", text, "new.py")
+    assert [clause for clause, is_cure in message.clauses if is_cure] == ([cure] if cure else [])
+    assert message.cure is None
+
+
+def test_a_rule_in_a_refusal_is_no_cure() -> None:
+    assert not sentences.Sentence("refusal", "a chain takes one gate.", "new.py").says_cure
 
 
 def test_a_message_has_an_ellipsis_for_each_value() -> None:
@@ -123,6 +182,16 @@ def test_the_picture_of_formats_is_that_of_its_script() -> None:
     assert formats_picture.PICTURE.read_text(encoding="utf-8") == picture
     for text in ("largest 448<", "largest 57344<", "largest 6<", "MXFP8: 1 x 32"):
         assert text in picture
+
+
+def test_the_picture_of_kernels_is_that_of_its_script() -> None:
+    picture = kernels_picture.picture()
+    assert kernels_picture.PICTURE.read_text(encoding="utf-8") == picture
+    pairs = kernels_picture.kernels()
+    assert {producer for producer, _, _ in pairs} == {row[0] for row in kernels_picture.PRODUCERS}
+    assert {store for _, store, _ in pairs} == {row[0] for row in kernels_picture.STORES}
+    assert ("NormProducer", "Mxfp8Store", False) in pairs
+    assert ("NormProducer", "Mxfp8Store", True) not in pairs
 
 
 def test_a_command_prints_what_the_program_prints() -> None:

@@ -195,6 +195,5 @@ def test_a_compiled_module_trains_the_same(tmp_path: Path) -> None:
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "lightning.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "snippet"}
     for code in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
-        exec(compile(code, "snippet", "exec"), names)
+        exec(compile(code, "snippet", "exec"), {"__name__": "snippet"})

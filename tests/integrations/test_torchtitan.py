@@ -245,6 +245,5 @@ def test_without_torchtitan_there_is_a_sentence() -> None:
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "torchtitan.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "snippet"}
     for code in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
-        exec(compile(code, "snippet", "exec"), names)
+        exec(compile(code, "snippet", "exec"), {"__name__": "snippet"})

@@ -1,0 +1,270 @@
+"""Cures of messages that do not say one, for docs/troubleshooting.md.
+
+An entry is a file or folder below ``fuser/``, the beginning of its messages, the kind first, and
+their cure. A message that tells what to do needs no entry; tests/docs/test_site.py fails for a
+message with neither, and for an entry of no message.
+"""
+
+from __future__ import annotations
+
+LAUNCHER = (
+    "A launcher got operands of another shape, dtype or layout than it takes. If you have "
+    "called it, from a kernel or an op of your own, pass what the message names. If a layer "
+    "of fuser has called it, report the message with the plan, `print(model.plan(x))`."
+)
+UNCONVERTED = (
+    "The module runs as it was written. To convert it, write its forward without what the message "
+    "names; or leave it out by `fuser.convert(..., filter=)`, and the report does not list it."
+)
+CHANGED = (
+    "The forward that the module had before runs, with the values that it has now. Undo the "
+    "change, or call `fuser.revert(model)`, change the model, and convert it again."
+)
+OWN_OP = (
+    "An op or fusion of your own returns other tensors than the engine asks for. Return what the "
+    "message names; `fuser.testing.check(op, x)` tests it alone."
+)
+COMPILED = (
+    "Call `torch.compiler.reset()` and compile again. If it comes back, report it, with the model."
+)
+KEPT = (
+    "Nothing is wrong: the note says why the memory is needed. To free it, leave out what the note "
+    "names; the page on memory has what else makes a step smaller."
+)
+EXCEPTION = (
+    "The exception is one of your code, and the command ends: correct the code, and run it again."
+)
+
+CURES: tuple[tuple[str, str, str], ...] = (
+    ("__main__.py", "InputError: Importing", EXCEPTION),
+    ("__main__.py", "InputError: … raised", EXCEPTION),
+    (
+        "__main__.py",
+        "InputError: … cannot be written",
+        "Give a file in a folder that you may write to.",
+    ),
+    (
+        "basic_ops/linear_epilogues.py",
+        "refusal: the products of the ranks",
+        "Nothing: the sum over ranks comes first, and the bias is an op of its own.",
+    ),
+    (
+        "basic_ops/linear_epilogues.py",
+        "refusal: … takes no addend",
+        "Install CUDA's libraries: `python -m fuser doctor` names them.",
+    ),
+    (
+        "basic_ops/linear_epilogues.py",
+        "refusal: … may record",
+        "The scale is an op of its own in backward, with the same values. A recipe whose "
+        "scales follow from the tensor, such as Float8CurrentScaling, fuses it.",
+    ),
+    (
+        "basic_ops/linear_epilogues.py",
+        "refusal: the linear is",
+        "Nothing: the addend is added by an op of its own, after the reduction.",
+    ),
+    (
+        "basic_ops/linear_epilogues.py",
+        "refusal",
+        "The bias is an op of its own, with the same values. Give weight and bias one dtype "
+        "and one size.",
+    ),
+    (
+        "basic_ops/lora_adapters.py",
+        "StateError: … is ….",
+        "Call merge() and unmerge() in turn; `is_merged` says which is next.",
+    ),
+    (
+        "basic_ops/normalization.py",
+        "refusal",
+        "The sum is an op of its own, with the same values. Give both inputs one dtype.",
+    ),
+    (
+        "communication/groups.py",
+        "StateError: … was made for a planned group",
+        "Make the model again in each process of the group, under torchrun, to run it.",
+    ),
+    ("conversion/chains.py", "ValueError", UNCONVERTED),
+    (
+        "conversion/convert.py",
+        "InputError: fuser.convert(strict=True)",
+        "Correct the modules that the message names, leave them out by `filter=`, or leave "
+        "`strict` out.",
+    ),
+    ("conversion/converted.py", "refusal", UNCONVERTED),
+    ("conversion/experts.py", "refusal", CHANGED),
+    ("conversion/parts.py", "refusal", CHANGED),
+    ("conversion/trace.py", "Untraceable", UNCONVERTED),
+    ("conversion/unit.py", "refusal", CHANGED),
+    (
+        "cuda/cublaslt.py",
+        "StateError: … of cuBLASLt failed",
+        "`python -m fuser doctor` says which cuBLASLt was loaded: install the one of your torch.",
+    ),
+    (
+        "cuda/module.py",
+        "KernelUnavailable",
+        "Torch computes it. `python -m fuser doctor` says what to install for the kernel.",
+    ),
+    (
+        "cuda/module.py",
+        "StateError",
+        "Report it: an entry of a compiled kernel is not there under its name.",
+    ),
+    (
+        "cuda/sequence.py",
+        "refusal",
+        "The pipeline is called op by op, with the same kernels and values. To record its "
+        "launches, write an op of your own without what the message names.",
+    ),
+    ("cuda/sources.py", "StateError", "Install fuser again: sources of kernels are missing."),
+    ("cuda/", "Input", LAUNCHER),
+    (
+        "fused_ops/backward_activation_bias.py",
+        "refusal",
+        "Nothing: there is less to do without this fusion.",
+    ),
+    (
+        "fused_ops/dispatched_experts.py",
+        "refusal",
+        "The rows are gathered in memory, with the same values. Experts that gather rows as these "
+        "are read need a recipe, and a device with grouped products of its format.",
+    ),
+    (
+        "fused_ops/grouped_mlp.py",
+        "refusal: under",
+        "The ops run one by one, with the same values. Use a recipe that this device has grouped "
+        "products of; `python -m fuser doctor` lists formats.",
+    ),
+    (
+        "fused_ops/grouped_mlp.py",
+        "refusal",
+        "The ops run one by one, with the same values. Give both linears as many groups and "
+        "one dtype.",
+    ),
+    (
+        "fused_ops/pointwise_chain.py",
+        "refusal",
+        "The ops run in two kernels, or in torch, with the same values. Give them one dtype, and "
+        "gate once.",
+    ),
+    (
+        "fused_ops/",
+        "refusal",
+        "The ops run one by one, with the same values. Give both tensors one dtype.",
+    ),
+    (
+        "inspection/report.py",
+        "refusal: Nothing was quantized in",
+        "Choose a recipe and shapes that the ops take: the message has the reason of each.",
+    ),
+    (
+        "integrations/peft.py",
+        "InputError: The target",
+        "Name another target: the rest of the message says which, or why this one cannot have "
+        "adapters.",
+    ),
+    (
+        "integrations/peft.py",
+        "refusal: its weight is quantized",
+        "Use `init_lora_weights=True` without DoRA, or a weight of 16 or 32 bits.",
+    ),
+    (
+        "integrations/peft.py",
+        "refusal",
+        "Name a linear of fuser or torch in `target_modules`; it has adapters of its own if "
+        "it is a LoRALinear.",
+    ),
+    (
+        "op/channels.py",
+        "InputTypeError: Channel",
+        "Give an int, counted from 0.",
+    ),
+    (
+        "plan/planner.py",
+        "refusal",
+        "Nothing, if no gradient is wanted. Else call requires_grad_() on the input or parameters.",
+    ),
+    ("plan/planner.py", "StateError", "Correct the fusion: its reason is the end of the message."),
+    (
+        "plan/planner.py",
+        "warning",
+        "Correct the fusion, whose exception is the end of the message; until then the ops "
+        "run without it.",
+    ),
+    ("plan/registered.py", "StateError", "Return ops that replace each op of the pipeline once."),
+    ("plan/why_kept.py", "refusal", KEPT),
+    (
+        "precision/delayed_scaling.py",
+        "StateError: … It reduces",
+        "The beginning of the message has the cure: the process group, or when it is called.",
+    ),
+    ("reference/mxfp8.py", "InputError", LAUNCHER),
+    (
+        "runtime/checks.py",
+        "InputError: The pipeline …",
+        "Give as many extra inputs as the message counts, in the order of the ops that take them.",
+    ),
+    ("runtime/codegen.py", "StateError", OWN_OP),
+    ("runtime/compiled_runner.py", "StateError: A recording", COMPILED),
+    ("runtime/compiled_runner.py", "StateError: The backward", OWN_OP),
+    ("runtime/compiled_values.py", "StateError", COMPILED),
+    ("runtime/diagnose.py", "StateError", OWN_OP),
+    (
+        "runtime/graphed.py",
+        "StateError: The backward of … comes too late",
+        "Call backward() before the next call of the module, or capture a module for each call.",
+    ),
+    (
+        "runtime/graphs.py",
+        "StateError: … has the op",
+        "Capture the parts before and after this op; or make the op without that argument, and "
+        "experts with a capacity.",
+    ),
+    (
+        "runtime/local_parts.py",
+        "InputError: ….… is a DTensor of shape",
+        "The last clause has the cure: which placement the op takes, or which module to call.",
+    ),
+    (
+        "runtime/model_plan.py",
+        "InputError",
+        "Give inputs with which `model(*inputs)` runs. A forward that reads values cannot be "
+        "planned as a whole: plan its parts, `model.part.plan(x)`.",
+    ),
+    (
+        "runtime/quantized_parameters.py",
+        "StateError",
+        "Export or compile the model before fully_shard; call clear_high_precision_init_val() "
+        "on its parameters, and give a clone() in place of a view.",
+    ),
+    (
+        "runtime/segment.py",
+        "refusal",
+        "The ops run without one pipeline over both sides of the hook, with the same values. "
+        "Remove the hook, or put it on the Sequential.",
+    ),
+    (
+        "runtime/segment.py",
+        "StateError",
+        "Return a tuple of that length from the hook or the forward.",
+    ),
+    (
+        "runtime/traced.py",
+        "StateError",
+        "Change what the end of the message names, or export the model without this part.",
+    ),
+    (
+        "tensors/dispatch.py",
+        "StateError: … gives shape",
+        "Use the form of the function that returns a new tensor.",
+    ),
+    (
+        "tensors/gathering.py",
+        "StateError: fsdp_pre_all_gather",
+        "Gather by fully_shard, with a release of torch that the installation page names.",
+    ),
+    ("tensors/quantizer.py", "KernelUnavailable", "Nothing: torch computes it."),
+    ("testing/check.py", "AssertionError", OWN_OP),
+)
