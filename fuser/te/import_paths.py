@@ -78,7 +78,7 @@ class _ImportPath(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python's own questions
-            raise AttributeError(f"{self.__name__} has no {name!r}.")
+            raise AttributeError(name)
         for source in self._sources:
             module = importlib.import_module(source)
             if name in module.__all__:
@@ -87,8 +87,8 @@ class _ImportPath(ModuleType):
                 return value
         _note_missing(f"{self.__name__}.{name}")
         raise AttributeError(
-            f"{self.__name__} is fuser here, which has no {name!r}: fuser.te.missing() lists what "
-            "a program has asked for."
+            f"{self.__name__} is fuser here, which has no {name!r}. Use another way in the "
+            "program; fuser.te.missing() lists what it has asked for."
         )
 
     def __dir__(self) -> list[str]:
@@ -125,7 +125,7 @@ class _Distribution(importlib.metadata.Distribution):
         return self._text if filename == "METADATA" else None
 
     def locate_file(self, path: Any) -> Any:
-        raise FileNotFoundError(f"{path}: {ROOT} is fuser here, and has no files of its own.")
+        raise FileNotFoundError(f"{path}: {ROOT} is fuser here, without files. Use those of fuser.")
 
 
 def install(version: str = VERSION) -> None:
@@ -200,7 +200,7 @@ def run(arguments: Sequence[str]) -> None:
     script, *rest = arguments
     if script == "-m":
         if not rest:
-            raise InputError("python -m fuser te -- -m MODULE needs the name of a module.")
+            raise InputError("python -m fuser te -- -m MODULE got no module: give its name.")
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return

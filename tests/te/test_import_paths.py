@@ -160,7 +160,10 @@ def test_the_command_runs_a_script_and_says_what_was_missing(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [(["nothing.py"], "'nothing.py', which is not a file"), (["-m"], "the name of a module")],
+    [
+        (["nothing.py"], "'nothing.py', which is not a file"),
+        (["-m"], "got no module: give its name"),
+    ],
 )
 def test_a_script_that_is_not_there_is_refused(arguments: Any, sentence: str) -> None:
     with pytest.raises(fuser.InputError, match=sentence):

@@ -215,7 +215,7 @@ def test_attention_adds_a_bias_to_the_scaled_products() -> None:
     [
         ({"softmax_type": "learnable"}, {}, "whose softmax is 'vanilla'"),
         ({"attn_mask_type": "some"}, {}, "attn_mask_type='some'"),
-        ({"num_gqa_groups": 3}, {}, "groups divide heads"),
+        ({"num_gqa_groups": 3}, {}, "groups that divide heads"),
         ({"attn_mask_type": "padding"}, {}, "without an attention_mask"),
         ({"qkv_format": "thd"}, {}, "qkv_format='thd'"),
         ({}, {"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
@@ -408,7 +408,7 @@ def test_the_router_chooses_within_the_best_groups() -> None:
     logits = torch.tensor([[9.0, 0.0, 8.0, 7.5, 8.5, 0.0, 0.0, 0.0]])  # groups of two
     _, mask = router.fused_topk_with_score_function(logits, 2, num_groups=4, group_topk=1)
     assert mask.nonzero()[:, 1].tolist() == [2, 3]  # 15.5 is the best sum
-    with pytest.raises(fuser.InputError, match="groups divide the experts"):
+    with pytest.raises(fuser.InputError, match="groups that divide the experts"):
         router.fused_topk_with_score_function(logits, 2, num_groups=3, group_topk=1)
     with pytest.raises(fuser.InputError, match="score_function='tanh'"):
         router.fused_topk_with_score_function(logits, 2, score_function="tanh")

@@ -97,7 +97,7 @@ class DotProductAttention(torch.nn.Module):
         if num_attention_heads % groups or num_attention_heads % tp_size or groups % tp_size:
             raise InputError(
                 f"DotProductAttention got {num_attention_heads} heads, num_gqa_groups={groups} and "
-                f"tp_size={tp_size}: groups divide heads, and ranks divide both."
+                f"tp_size={tp_size}: give groups that divide heads, and ranks that divide both."
             )
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = groups
@@ -157,8 +157,8 @@ class DotProductAttention(torch.nn.Module):
         recipe = current_recipe()
         if recipe is not None and (recipe.fp8_dpa or recipe.fp8_mha):
             raise InputError(
-                "The recipe asks for attention in FP8, which is not here; turn fp8_dpa and "
-                "fp8_mha off."
+                "The recipe asks for attention in FP8, which is not here. Use a recipe with "
+                "fp8_dpa and fp8_mha off."
             )
         for name, value in options.items():
             if value is not None and name in ("alibi_slopes", "inference_params"):
@@ -184,8 +184,8 @@ class DotProductAttention(torch.nn.Module):
             if core_attention_bias_type != "post_scale_bias" or core_attention_bias is None:
                 raise InputError(
                     f"DotProductAttention got core_attention_bias_type="
-                    f"{core_attention_bias_type!r} and a bias of {core_attention_bias}; it adds a "
-                    "'post_scale_bias'."
+                    f"{core_attention_bias_type!r} and a bias of {core_attention_bias}. Give a bias, "
+                    "of the type 'post_scale_bias'."
                 )
             if is_causal:
                 seen, is_causal = _window(q, k, (-1, 0), "causal"), False
@@ -263,7 +263,7 @@ def _seen(
     if "padding" in kind or kind == "arbitrary":
         if mask is None:
             raise InputError(
-                f"DotProductAttention got attn_mask_type={kind!r} without an attention_mask."
+                f"DotProductAttention got attn_mask_type={kind!r} without an attention_mask: give one."
             )
         of_keys = mask[1] if isinstance(mask, tuple) else mask
         seen = ~of_keys if seen is None else seen & ~of_keys

@@ -100,7 +100,7 @@ def parallel_cross_entropy(
     if inp.shape[:-1] != target.shape:
         raise InputError(
             f"parallel_cross_entropy got logits of shape {tuple(inp.shape)} and targets of shape "
-            f"{tuple(target.shape)}; these are the shape of the logits without its last dimension."
+            f"{tuple(target.shape)}; give targets of the shape of the logits without the last one."
         )
     loss: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         inp, target, float(label_smoothing), dist_process_group, ignore_idx

@@ -80,9 +80,11 @@ class CudaRNGStatesTracker:
         """
         global _last_states
         if seed in self.seeds_:
-            raise InputError(f"The random state {name!r} got the seed {seed}, which another has.")
+            raise InputError(
+                f"The random state {name!r} got the seed {seed}, which another has: give another."
+            )
         if name in self.states_:
-            raise InputError(f"There is a random state {name!r} already; reset() forgets all.")
+            raise InputError(f"There is a random state {name!r} already: call reset() first.")
         self.seeds_.add(seed)
         before = _get_state()
         _seed(seed)
@@ -169,8 +171,8 @@ def gather_along_first_dim(
     """
     if quantizer is not None:
         raise InputError(
-            f"gather_along_first_dim got the quantizer {quantizer}; it gathers plain tensors. The "
-            "op fuser.AllGather gathers rows in the format of their reader."
+            f"gather_along_first_dim got the quantizer {quantizer}; it gathers plain tensors. Use "
+            "the op fuser.AllGather, which gathers rows in the format of their reader."
         )
     ranks = get_distributed_world_size(process_group)
     if ranks == 1:
@@ -197,8 +199,8 @@ def reduce_scatter_along_first_dim(
         return inp, None
     if inp.shape[0] % ranks:
         raise InputError(
-            f"reduce_scatter_along_first_dim got {inp.shape[0]} rows for {ranks} ranks, which do "
-            "not divide them."
+            f"reduce_scatter_along_first_dim got {inp.shape[0]} rows for {ranks} ranks; give rows "
+            "that the ranks divide."
         )
     shape = (inp.shape[0] // ranks, *inp.shape[1:])
     out = torch.empty(shape, dtype=inp.dtype, device=inp.device)

@@ -65,7 +65,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if ranks != self.tp_size:
             raise InputError(
                 f"{name}.set_tensor_parallel_group got a group of {ranks} ranks, and the layer has "
-                f"the features of one of {self.tp_size}."
+                f"the features of one of {self.tp_size}: give such a group."
             )
         self.tp_group = tp_group
 

@@ -146,7 +146,8 @@ class FusedAdam(_Fused):
         if set(dtypes) != {torch.float32} or store_param_remainders:
             raise InputError(
                 f"FusedAdam got master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype {dtypes} "
-                f"and store_param_remainders={store_param_remainders}; its state is in fp32."
+                f"and store_param_remainders={store_param_remainders}; its state is in fp32: leave "
+                "them out."
             )
         defaults = {
             "lr": lr,

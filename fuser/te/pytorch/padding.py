@@ -14,7 +14,9 @@ ALIGNMENT = 16
 
 def _check(name: str, sizes: list[int], num_gemms: int) -> None:
     if len(sizes) != num_gemms:
-        raise InputError(f"{name} for {num_gemms} groups got the {len(sizes)} sizes {sizes}.")
+        raise InputError(
+            f"{name} for {num_gemms} groups got the {len(sizes)} sizes {sizes}: give one for each."
+        )
 
 
 class _Padded(torch.nn.Module):

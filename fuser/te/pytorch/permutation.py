@@ -108,9 +108,9 @@ def moe_permute_with_probs(
     routing_map: torch.Tensor,
     num_out_tokens: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens sorted by expert, as in :func:`moe_permute`, with the probability ``[copies]`` of each row in the middle.
+    """Copies of tokens, sorted by expert, the probability of each ``[copies]``, and which is whose.
 
-    ``probs`` are ``[tokens, experts]``.
+    ``probs`` are ``[tokens, experts]``; the other arguments are those of :func:`moe_permute`.
     """
     rows = _row_ids("moe_permute_with_probs", routing_map, num_out_tokens, "mask")
     output: torch.Tensor = _Take.apply(inp, rows[0])  # type: ignore[no-untyped-call]

@@ -107,7 +107,9 @@ def apply_rotary_pos_emb(
         by ranks.
     """
     if options:
-        raise InputError(f"apply_rotary_pos_emb takes no argument {next(iter(options))!r} here.")
+        raise InputError(
+            f"apply_rotary_pos_emb takes no argument {next(iter(options))!r} here: leave it out."
+        )
     if cp_size != 1:
         raise InputError(
             f"apply_rotary_pos_emb got cp_size={cp_size}; sequences are not shared by ranks here. "
@@ -115,7 +117,9 @@ def apply_rotary_pos_emb(
         )
     if tensor_format == "thd":
         if cu_seqlens is None:
-            raise InputError("apply_rotary_pos_emb needs cu_seqlens for tensor_format='thd'.")
+            raise InputError(
+                "apply_rotary_pos_emb got tensor_format='thd' without cu_seqlens: give them."
+            )
         tokens = torch.arange(t.shape[0], device=t.device)
         starts = cu_seqlens.to(t.device, torch.int64)
         places = tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]
@@ -125,7 +129,8 @@ def apply_rotary_pos_emb(
         last = length if start_positions is None else length + int(start_positions.max())
         if freqs.shape[0] < last:
             raise InputError(
-                f"apply_rotary_pos_emb got the angles of {freqs.shape[0]} positions for {last}."
+                f"apply_rotary_pos_emb got the angles of {freqs.shape[0]} positions for {last}: "
+                "give more."
             )
         table = freqs.flatten(0, -2).to(t.device)
         if start_positions is None:

@@ -34,8 +34,8 @@ def _chosen(
         if not num_groups or scores.shape[1] % num_groups or topk % group_topk:
             raise InputError(
                 f"fused_topk_with_score_function got num_groups={num_groups}, group_topk="
-                f"{group_topk} and topk={topk} for {scores.shape[1]} experts: groups divide the "
-                "experts, and chosen groups divide topk."
+                f"{group_topk} and topk={topk} for {scores.shape[1]} experts: give groups that "
+                "divide the experts, of which a number is chosen that divides topk."
             )
         grouped = scores.reshape(len(scores), num_groups, -1)
         best = grouped.topk(topk // group_topk, dim=-1).values.sum(dim=-1)

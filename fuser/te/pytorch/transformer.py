@@ -23,7 +23,7 @@ def _refuse(layer: str, options: dict[str, Any], off: dict[str, Any]) -> None:
         if name.startswith("ub_") or name in ("micro_batch_size", "seq_length", "name"):
             continue
         if name not in off:
-            raise InputError(f"{layer} takes no argument {name!r} here.")
+            raise InputError(f"{layer} takes no argument {name!r} here: leave it out.")
         if value != off[name]:
             raise InputError(
                 f"{layer} got {name}={value!r}, which is not here; it takes {off[name]!r}."
