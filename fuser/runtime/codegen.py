@@ -162,6 +162,7 @@ class PlanCodegen:
                 keeps_input=op_key.keeps_input,
                 keeps_source=op_key.keeps_source,
                 keeps_weight=op_key.keeps_weight,
+                rounds_input=op_key.rounds_input,
                 **constants,
                 **op.context_constants(key.window(i, i + 1)),
             )
