@@ -397,7 +397,8 @@ class OpGraph:
         Tensors inside a window are unquantized. Each entry has the kernel's
         name and the bytes that it adds, for tokens and for parameters. The
         unquantized tensor is read in any case, so only writing and reading the
-        quantized one counts. First are the kernels that compute inputs again.
+        quantized one counts. First are the kernels that compute inputs again, and
+        those of inputs that are kept rounded.
         """
         kernels: list[tuple[str, int, int]] = []
         for i in range(start, stop) if side == "backward" else ():
@@ -415,7 +416,7 @@ class OpGraph:
         for i in range(start, stop):
             rounded, spec = self.rounded_input(i), self.main_specs[i]
             if rounded is not None:
-                name = "quantize" if side == "forward" else "dequantize"
+                name = "quantize to keep" if side == "forward" else "dequantize"
                 kernels.append((name, spec.nbytes + rounded.nbytes(spec), 0))
         for i in range(start, stop) if self.key.recipe is not None else ():
             op, key = self.ops[i], self.key.window(i, i + 1)
