@@ -136,7 +136,7 @@ def quantize_groups(
             if rows.start == end:
                 continue
             values, own = x[rows], words
-            given = None if amaxes is None else amaxes[g, -is_turned :][:1]
+            given = None if amaxes is None else amaxes[g, -is_turned:][:1]
             if is_turned:
                 values = hadamard_transform(values.t(), random_signs) if hadamard else values.t()
             if words is not None:
