@@ -218,7 +218,8 @@ class GroupedMLP(FusedOperation):
         self, ctx: OperationContext, dh: torch.Tensor, of_up: GroupedProduct
     ) -> tuple[Values, torch.Tensor | None, torch.Tensor | None]:
         """The gradients of z and of the scales, and the sums of dz that a kernel leaves."""
-        of_dz = (ctx.state.function, dh, *self.members[1].saved(ctx))
+        saved: ScaledActivationSaved = self.members[1].saved(ctx)
+        of_dz = (ctx.state.function, dh, *saved)
         (wants_dscales,) = ctx.extra_inputs_require_grad
         # The store that quantizes dz leaves the sums of its rows, of whole tiles of one group.
         sums_beside = of_up.wants_biases and of_up.wants_products and not of_up.linear.scale_bias

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fuser
 from fuser import gemm
 from fuser import recipe as recipes
+from fuser.cuda.launch import Kernel, Launch
 from fuser.formats import DType
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.reference import block_scaling as reference
@@ -209,6 +211,37 @@ def test_any_number_of_rows_and_columns(place: str, rows: int, width: int) -> No
         expected = gradients_of_rounded((before, after), x, dy, None)
     assert_equal(found, expected, sums=SUMS[F32])
     assert any(op.rounds_input for op in key_of(model, x).ops)
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT], ids=["none", "current"])
+def test_kernels_quantize_once_and_dequantize_once_more(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside these two launches a step has the launches of one with exact inputs."""
+    symbols: list[str] = []
+    call = Kernel.__call__
+
+    def noted(kernel: Kernel, launch: Launch, *args: Any) -> None:
+        symbols.append(kernel.symbol)
+        call(kernel, launch, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", noted)
+    model, x = model_of(swiglu).to(BF16), leaf(BF16)
+    launched = []
+    for budget in (fuser.activation_memory_budget(1), LOSSY):
+        symbols.clear()
+        with on_kernels(), budget, under(recipe):
+            y = model(x)
+        with on_kernels():
+            torch.autograd.grad(y.sum(), (x, *model.parameters()))
+        launched.append(list(symbols))
+    exact, lossy = launched
+    more = list((Counter(lossy) - Counter(exact)).elements())
+    assert not Counter(exact) - Counter(lossy)
+    assert len(more) == 2
+    assert "Block1dStore" in more[0]
+    assert "BlockProducer" in more[1]
+    assert any(s.startswith("fuser_tiled_pair<") for s in lossy) is (recipe is not None)
 
 
 def test_a_backward_may_run_twice() -> None:
