@@ -226,7 +226,7 @@ def test_kernels_quantize_once_and_dequantize_once_more(
         call(kernel, launch, *args)
 
     monkeypatch.setattr(Kernel, "__call__", noted)
-    model, x = model_of(swiglu).to(BF16), leaf(BF16)
+    model, x = with_residual().to(BF16), leaf(BF16)
     launched = []
     for budget in (fuser.activation_memory_budget(1), LOSSY):
         symbols.clear()
