@@ -1,11 +1,11 @@
-"""Effect of inputs of activations in FP8 on training: gradients of a first step, and losses.
+"""Effect of inputs of activations in FP8 on training: gradients, and losses.
 
 The demo's model (examples/train_lm.py) trains from the same weights and on the same batches with
 and without ``activation_memory_budget(1, lossy_activation_inputs=True)``, under each recipe and
-seed; a model in plain torch without a recipe is beside it. The error of a parameter's gradient in
-the first step is ``|g - other| / |other|``, with 2-norms; the table has the median of all
-parameters and the largest. "Rounding" compares the run that rounds with the one that does not,
-and "recipe" the latter with plain torch.
+seed; without a recipe, plain torch does too. The error of a parameter's gradient on the first
+batch is ``|g - other| / |other|``, with 2-norms; the table has the median of all parameters and
+the largest. "Rounding" compares gradients with and without, also with the weights that the run
+without has trained; "recipe" compares the latter, before training, with plain torch.
 
     python benchmarks/lossy_inputs.py --out out/lossy_inputs.csv
     python benchmarks/lossy_inputs.py --recipes none --seeds 1 --steps 20
@@ -43,7 +43,7 @@ WAYS: dict[str, contextlib.AbstractContextManager[None]] = {
 def gradients_of(
     model: train_lm.LanguageModel, corpus: Corpus, options: train_lm.Options
 ) -> list[torch.Tensor]:
-    """The gradients of the parameters in the first step."""
+    """The gradients of the parameters on the first batch."""
     _, batch = next(train_lm.training_batches(corpus.training, options))
     with options.autocast():
         loss = train_lm.next_byte_loss(model, batch)
@@ -59,28 +59,35 @@ def errors(found: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> dict
 
 def measured(corpus: Corpus, options: train_lm.Options, progress: AllRuns) -> dict[str, object]:
     """The row of one recipe and seed."""
-    gradients, runs = {}, {}
+    row: dict[str, object] = {"recipe": options.recipe, "seed": options.seed}
+    row |= {"steps": options.steps, "layers": options.layers, "width": options.width}
+    gradients, trained, losses = {}, {}, {}
     for way, budget in WAYS.items():
         is_plain = way == "plain torch"
         own = replace(options, recipe="none") if is_plain else options
         model = train_lm.make_models(own)[is_plain]
-        progress.start(f"{options.recipe}, seed {options.seed}, {way}")
         with budget:
             gradients[way] = gradients_of(model, corpus, own)
-            runs[way] = train_lm.train(way, model, corpus, own, progress)
-    row: dict[str, object] = {"recipe": options.recipe, "seed": options.seed}
-    row |= {"steps": options.steps, "layers": options.layers, "width": options.width}
-    for name, (one, other) in {
-        "rounding": ("rounded", "exact"),
-        "recipe": ("exact", "plain torch"),
-    }.items():
-        found = errors(gradients[one], gradients[other])
-        row |= {f"{name}, {column}": value for column, value in found.items()}
-    for way, run in runs.items():
+        if is_plain and options.recipe != "none":
+            continue
+        progress.start(f"{options.recipe}, seed {options.seed}, {way}")
+        with budget:
+            run = train_lm.train(way, model, corpus, own, progress)
         last = run.losses[-math.ceil(TAIL * len(run.losses)) :]
-        row[f"training loss, {way}"] = f"{statistics.fmean(last):.4f}"
-        row[f"validation loss, {way}"] = f"{run.validation[len(run.losses)]:.4f}"
-    return row
+        losses[f"training loss, {way}"] = f"{statistics.fmean(last):.4f}"
+        losses[f"validation loss, {way}"] = f"{run.validation[len(run.losses)]:.4f}"
+        if way == "exact":
+            for name, again in WAYS.items():
+                with again:
+                    trained[name] = gradients_of(model, corpus, own)
+    for name, (found, other) in {
+        "rounding": (gradients["rounded"], gradients["exact"]),
+        "rounding, trained": (trained["rounded"], trained["exact"]),
+        "recipe": (gradients["exact"], gradients["plain torch"]),
+    }.items():
+        row |= {f"{name}, {column}": value for column, value in errors(found, other).items()}
+    empty = {f"{kind} loss, plain torch": "" for kind in ("training", "validation")}
+    return row | empty | losses
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,7 +108,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     corpus = corpus.to(options.device)
     sink = Sink(given.out, provenance(options.device, options.compute_dtype, given.commit))
-    progress = AllRuns(len(WAYS) * len(given.recipes) * given.seeds, options.steps)
+    runs = sum(2 + (recipe == "none") for recipe in given.recipes) * given.seeds
+    progress = AllRuns(runs, options.steps)
     for recipe in given.recipes:
         for seed in range(given.seeds):
             row = measured(corpus, replace(options, recipe=recipe, seed=seed), progress)
