@@ -135,12 +135,11 @@ class ScaledActivation(BasicOperation):
 
     def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
         (ctx,) = ctxs
+        x, scales = self.saved(ctx)
         state: ScaledActivationState = ctx.state
         (wants_dscales,) = ctx.extra_inputs_require_grad
         dx, dscales = pointwise.scaled_activation_backward(
-            *(state.function, dy, *self.saved(ctx)),
-            wants_dscales=wants_dscales,
-            output=ctx.rebuilt_output,
+            state.function, dy, x, scales, wants_dscales=wants_dscales, output=ctx.rebuilt_output
         )
         return write_grad_input(dx, ctx), (), (dscales,)
 

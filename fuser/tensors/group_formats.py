@@ -135,9 +135,8 @@ class Float8GroupsQuantizer(Quantizer):
         m, k = x.shape
         row, col = x.new_zeros(m, k, dtype=torch.uint8), x.new_zeros(k, m, dtype=torch.uint8)
         scale_inv = x.new_ones(m // GROUP_TILE, dtype=torch.float32)
-        found = self.reduced_amaxes
-        if found is None:
-            found = amaxes_of_groups(x, self.groups)
+        known = self.reduced_amaxes
+        found = amaxes_of_groups(x, self.groups) if known is None else known
         scales = self._scale().view(-1, 1).unbind() if self.scales else ()
         start = 0
         for g, end in enumerate(values_on_host(self.groups.padded_ends)):

@@ -584,7 +584,7 @@ REBUILT = (
     Mutant(
         "torch measures the amax of a rounded activation again, and kernels do not",
         "tensors/fp8.py",
-        "strict=True)), AMAXES: found}",
+        "strict=True)), AMAXES: amaxes}",
         "strict=True))}",
         "test_lossy_inputs.py::"
         "test_gradients_are_those_of_the_rounded_input_and_the_output_is_exact",
