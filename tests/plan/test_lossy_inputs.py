@@ -190,8 +190,8 @@ def test_fusions_and_what_else_is_computed_again_change_no_bits(seed: int) -> No
     recipe = list(RECIPES.values())[seed % len(RECIPES)]
     dtype = (BF16, F32)[seed % 2]
     ops, found = random_ops(seed), []
-    for options in ({}, {"fusions": []}):
-        model = copy.deepcopy(fuser.Sequential(*ops, **options).to(dtype))
+    for fusions in (fuser.FUSIONS, ()):
+        model = copy.deepcopy(fuser.Sequential(*ops, fusions=fusions).to(dtype))
         torch.manual_seed(seed)  # of stochastic rounding
         with on("kernels" if seed % 3 == 0 else "torch"):
             found.append(gradients(model, leaf(dtype), recipe))
