@@ -141,6 +141,8 @@ class OpKey:
     keeps_weight: bool = True
     """Whether backward reads a quantized weight that forward kept; if not, it quantizes the
     parameter again."""
+    rounds_input: bool = False
+    """Whether an activation keeps its main input in FP8 and backward reads the rounded values."""
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,30 @@ from fuser.op import (
     write_grad_input,
     write_output,
 )
-from fuser.specs import PlanKey, TensorSpec
-from fuser.tensors import Float8CurrentScalingQuantizer, Quantizer
+from fuser.specs import PlanKey, QuantSpec, TensorSpec
+from fuser.tensors import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    QuantizedTensor,
+    Quantizer,
+)
 
 Approximation = Literal["tanh", "none"]
 
 # The quantizer of a cached input: E4M3, one scale per tensor, without a transposed copy.
 INPUT_CACHE = Float8CurrentScalingQuantizer(columnwise=False)
+# The quantizer of an input that a plan rounds: E4M3, one scale for 128 elements of a row.
+ROUNDED_INPUT = Float8BlockQuantizer(columnwise=False, block_scaling_dim=1)
+
+
+def input_to_save(ctx: OperationContext, x: torch.Tensor) -> torch.Tensor:
+    """The main input as the plan wants an activation to save it: in FP8, or ``x`` itself."""
+    return ROUNDED_INPUT(x) if ctx.rounds_input else x
+
+
+def rounded_input(key: PlanKey) -> QuantSpec | None:
+    """How :func:`input_to_save` quantizes; None if it does not."""
+    return QuantSpec(ROUNDED_INPUT.format, True, False) if key.ops[0].rounds_input else None
 
 
 class ActivationSaved(NamedTuple):
@@ -39,7 +56,6 @@ class ActivationState(NamedTuple):
     """Attributes of an activation, as its forward found them."""
 
     function: Stage
-    cache_quantized_input: bool
 
 
 class Activation(BasicOperation):
@@ -57,6 +73,7 @@ class Activation(BasicOperation):
 
     parameter_names = ()
     can_quantize_output = ("forward", "backward")
+    can_round_input = True
     stores_rebuilt_output = True
     backward_attributes = ActivationState
     function: Stage
@@ -112,11 +129,15 @@ class Activation(BasicOperation):
     def saved_bytes(self, spec: TensorSpec) -> int:
         return INPUT_CACHE.format.nbytes(spec.shape, ("rowwise",)) if not self.saves_input else 0
 
+    def kept_input(self, key: PlanKey) -> QuantSpec | None:
+        return rounded_input(key)
+
     def run(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor | LazyTensor:
         """The output. Saves the input for backward in ``ctx``."""
         x = input_ if ctx.autocast_dtype is None else cast(input_, ctx.autocast_dtype)
         if ctx.requires_grad:
-            ctx.to_save = ActivationSaved(INPUT_CACHE(x) if self.cache_quantized_input else x)
+            is_cached = self.cache_quantized_input
+            ctx.to_save = ActivationSaved(INPUT_CACHE(x) if is_cached else input_to_save(ctx, x))
         return pointwise.activation(self.function, x, is_plain=not ctx.has_recipe)
 
     def stage(
@@ -131,10 +152,12 @@ class Activation(BasicOperation):
         return self.function, None
 
     def saved_input(self, ctx: OperationContext) -> torch.Tensor:
-        """The input of the forward, rounded if the cached copy is quantized."""
+        """The input of the forward, rounded if it was saved quantized."""
         (x,) = ActivationSaved(*ctx.saved_tensors)
-        state: ActivationState = ctx.state
-        return x.dequantize() if state.cache_quantized_input else x
+        if isinstance(x, QuantizedTensor):  # once: one kernel may compute from it what two ask for
+            x = x.dequantize()
+            ctx.saved_tensors = ActivationSaved(x)
+        return x
 
     def op_forward(
         self,

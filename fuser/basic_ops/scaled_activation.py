@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from fuser.basic_ops.activation import input_to_save, rounded_input
 from fuser.chain import Stage
 from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
@@ -24,7 +25,8 @@ from fuser.op import (
     write_grad_input,
     write_output,
 )
-from fuser.specs import PlanKey, TensorSpec
+from fuser.specs import PlanKey, QuantSpec, TensorSpec
+from fuser.tensors import QuantizedTensor
 
 
 class ScaledActivationSaved(NamedTuple):
@@ -65,6 +67,7 @@ class ScaledActivation(BasicOperation):
     takes_floating_extras = True
     can_quantize_output = ("forward", "backward")
     rebuilds_output = True
+    can_round_input = True
     stores_rebuilt_output = True
     backward_attributes = ScaledActivationState
 
@@ -88,6 +91,9 @@ class ScaledActivation(BasicOperation):
     def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         return quantizes_values(side, key)
 
+    def kept_input(self, key: PlanKey) -> QuantSpec | None:
+        return rounded_input(key)
+
     def stage(
         self,
         ctx: OperationContext,
@@ -106,8 +112,15 @@ class ScaledActivation(BasicOperation):
     def rebuild(
         self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
     ) -> torch.Tensor | LazyTensor:
+        return pointwise.scaled_activation(ctx.state.function, *self.saved(ctx))
+
+    def saved(self, ctx: OperationContext) -> ScaledActivationSaved:
+        """What the forward saved; its input rounded if it was saved quantized."""
         x, scales = ScaledActivationSaved(*ctx.saved_tensors)
-        return pointwise.scaled_activation(ctx.state.function, x, scales)
+        if isinstance(x, QuantizedTensor):  # once, as in `Activation.saved_input`
+            x = x.dequantize()
+        ctx.saved_tensors = saved = ScaledActivationSaved(x, scales)
+        return saved
 
     def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
         (ctx,), (scales,) = ctxs, inputs.extras
@@ -116,13 +129,13 @@ class ScaledActivation(BasicOperation):
             raise self._unfused()
         x = cast(x, ctx.autocast_dtype or x.dtype)
         if ctx.requires_grad:
-            ctx.to_save = ScaledActivationSaved(x, scales)
+            ctx.to_save = ScaledActivationSaved(input_to_save(ctx, x), scales)
         y = pointwise.scaled_activation(self.function, x, scales)
         return write_output(y, inputs.quantizer), ()
 
     def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
         (ctx,) = ctxs
-        x, scales = ScaledActivationSaved(*ctx.saved_tensors)
+        x, scales = self.saved(ctx)
         state: ScaledActivationState = ctx.state
         (wants_dscales,) = ctx.extra_inputs_require_grad
         dx, dscales = pointwise.scaled_activation_backward(

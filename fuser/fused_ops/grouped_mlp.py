@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.basic_ops import GroupedLinear
+from fuser.basic_ops.activation import input_to_save
 from fuser.basic_ops.grouped_products import (
     GroupedProduct,
     QuantizedProduct,
@@ -142,7 +143,7 @@ class GroupedMLP(FusedOperation):
         if ctx.requires_grad:
             ctx.state = GroupedMLPState(self.members[1].function, is_repeated)
             if not keeps_input or of_down.wants_dgrad:
-                ctx.save_for_backward(*ScaledActivationSaved(z, scales))
+                ctx.save_for_backward(*ScaledActivationSaved(input_to_save(ctx, z), scales))
         return y
 
     def _products(
@@ -217,7 +218,8 @@ class GroupedMLP(FusedOperation):
         self, ctx: OperationContext, dh: torch.Tensor, of_up: GroupedProduct
     ) -> tuple[Values, torch.Tensor | None, torch.Tensor | None]:
         """The gradients of z and of the scales, and the sums of dz that a kernel leaves."""
-        of_dz = (ctx.state.function, dh, *ScaledActivationSaved(*ctx.saved_tensors))
+        saved: ScaledActivationSaved = self.members[1].saved(ctx)
+        of_dz = (ctx.state.function, dh, *saved)
         (wants_dscales,) = ctx.extra_inputs_require_grad
         # The store that quantizes dz leaves the sums of its rows, of whole tiles of one group.
         sums_beside = of_up.wants_biases and of_up.wants_products and not of_up.linear.scale_bias

@@ -68,8 +68,8 @@ class PointwiseChain(FusedOperation):
         if len(gated) > 1:
             names = " and ".join(type(op).__name__ for op in gated)
             return f"a chain halves its columns at most once, and {names} both do."
-        for op in ops:
-            if isinstance(op, Activation) and op.cache_quantized_input:
+        for op, op_key in zip(ops, key.ops, strict=True):
+            if op_key.rounds_input or (isinstance(op, Activation) and op.cache_quantized_input):
                 return f"{type(op).__name__} caches its input quantized; a chain does not."
             if isinstance(op, ConstantScale) and abs(op.scale) > pointwise.MAX_FLOAT32:
                 return f"the scale {op.scale} is not finite in fp32, in which kernels compute."

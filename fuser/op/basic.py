@@ -67,6 +67,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     copies_input: bool = False
     """Whether the output has copies of the rows of the main input, so that to save the input for
     :meth:`rebuild` takes less memory than to save the output."""
+    can_round_input: bool = False
+    """Whether the op can save its main input in FP8, if the plan says so."""
     is_recordable: bool = True
     """Whether the op's passes do nothing that a recording would not repeat, such as queueing."""
     accumulates_into_main_grad: bool = False

@@ -54,6 +54,8 @@ class OperationContext:
     """Of such a backward: the gradient of the output, with the copy that wgrad reads."""
     keeps_weight: bool = True
     """Whether a linear saves its quantized weight; if not, backward quantizes it again."""
+    rounds_input: bool = False
+    """Whether an activation saves its input in FP8, from which backward computes."""
     backward_override: str | None = None
     """The recipe's ``backward_override``; None if backward uses quantized operands."""
     split_accumulators: tuple[bool, bool, bool] = (False, True, True)

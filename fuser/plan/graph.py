@@ -400,7 +400,8 @@ class OpGraph:
         Tensors inside a window are unquantized. Each entry has the kernel's
         name and the bytes that it adds, for tokens and for parameters. The
         unquantized tensor is read in any case, so only writing and reading the
-        quantized one counts. First are the kernels that compute inputs again.
+        quantized one counts. First are the kernels that compute inputs again, and
+        those of inputs that are kept rounded.
         """
         kernels: list[tuple[str, int, int]] = []
         for i in range(start, stop) if side == "backward" else ():
@@ -415,6 +416,11 @@ class OpGraph:
                 elif k > min(path):  # the kernel that quantizes computes all of them
                     moved = 0
                 kernels.append((f"{name} again", moved, 0))
+        for i in range(start, stop):
+            rounded, spec = self.rounded_input(i), self.main_specs[i]
+            if rounded is not None:
+                name = "quantize to keep" if side == "forward" else "dequantize"
+                kernels.append((name, spec.nbytes + rounded.nbytes(spec), 0))
         for i in range(start, stop) if self.key.recipe is not None else ():
             op, key = self.ops[i], self.key.window(i, i + 1)
             if side == "forward" and i > start:
@@ -430,6 +436,11 @@ class OpGraph:
                     nbytes = quantized.nbytes(self.main_specs[i if role == "input" else i + 1])
                     kernels.append((f"quantize {role}", 2 * nbytes, 0))
         return kernels
+
+    def rounded_input(self, op: int) -> QuantSpec | None:
+        """How an activation keeps its main input rounded, if the key says so; else None."""
+        is_rounded = self.key.ops[op].rounds_input
+        return self.ops[op].kept_input(self.key.window(op, op + 1)) if is_rounded else None
 
     def output_quantize_bytes(self, start: int, stop: int, side: str) -> int | None:
         """Bytes that a kernel of its own moves to quantize a window's output; None if it need not.

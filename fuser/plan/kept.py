@@ -31,7 +31,9 @@ def kept_tensors(graph: OpGraph, forward: Steps, cuts: Sequence[int] = ()) -> tu
             held.add(memory)
             a_token = nbytes / graph.tokens if is_new else 0.0
             why = why if is_new else ""
-            kept.append(Kept((i,), name, a_token, rebuilt_by=tuple(rebuilt), reason=why))
+            rounded = graph.rounded_input(i) if name == "input" else None
+            rounded_to = "" if rounded is None else str(rounded.format)
+            kept.append(Kept((i,), name, a_token, 0, tuple(rebuilt), why, rounded_to))
         kept += _weights(graph, ops)
     return tuple(kept)
 

@@ -23,6 +23,7 @@ class BudgetCost:
 
     memory_budget: float | None
     keep_weight_copies: bool
+    lossy_activation_inputs: bool
     nbytes: float
     weight_bytes: int
     bytes_per_token: float
@@ -32,8 +33,10 @@ class BudgetCost:
     repeats_forward: bool = False
 
     def __str__(self) -> str:
-        return f"{self.memory_budget}" + ", keep_weight_copies=False" * (
-            not self.keep_weight_copies
+        return (
+            f"{self.memory_budget}"
+            + ", keep_weight_copies=False" * (not self.keep_weight_copies)
+            + ", lossy_activation_inputs=True" * self.lossy_activation_inputs
         )
 
     @property

@@ -15,7 +15,12 @@ from fuser.plan.rebuilt import Limit
 from fuser.plan.registered import RegisteredFusions
 from fuser.specs import PlanKey
 
-LIMITS = (Limit(None), Limit(1), Limit(1, keep_weight_copies=False))
+LIMITS = (
+    Limit(None),
+    Limit(1),
+    Limit(1, keep_weight_copies=False),
+    Limit(1, lossy_activation_inputs=True),
+)
 
 
 def memory_curve(
@@ -34,13 +39,14 @@ def memory_curve(
     autograd nodes. Binds ``graph``.
     """
     every: list[BudgetCost] = []
+    known: dict[PlanKey, BudgetCost] = {}
     repeated: BudgetCost | None = None
     for limit in LIMITS:
         key = key_under(limit)
         if not key.requires_grad:
             return MemoryCurve()
-        if not limit.keep_weight_copies and key.recipe is None:  # there are no such copies
-            every.append(replace(every[-1], keep_weight_copies=False))
+        if key in known:  # no weight is quantized, or there is no activation
+            every.append(replace(known[key], **limit._asdict()))
             continue
         if plan is not None and plan.key == key and not cuts:
             graph.bind(key)
@@ -51,17 +57,16 @@ def memory_curve(
         times = [sum(step.microseconds for step in side) for side in (own.forward, own.backward)]
         a_token, weights = sum(k.bytes_per_token for k in kept), sum(k.nbytes for k in kept)
         again = [k for k in kept if k.is_rebuilt]
-        every.append(
-            BudgetCost(
-                *limit,
-                nbytes=a_token * graph.tokens + weights,
-                weight_bytes=weights,
-                bytes_per_token=a_token,
-                microseconds=sum(times),
-                inputs=tuple(k.ops[0] for k in again if k.name == "input"),
-                weights=tuple(k.ops[0] for k in again if k.name == "weight"),
-            )
+        known[key] = BudgetCost(
+            *limit,
+            nbytes=a_token * graph.tokens + weights,
+            weight_bytes=weights,
+            bytes_per_token=a_token,
+            microseconds=sum(times),
+            inputs=tuple(k.ops[0] for k in again if k.name == "input"),
+            weights=tuple(k.ops[0] for k in again if k.name == "weight"),
         )
+        every.append(known[key])
         if repeated is None:  # a forward that runs again keeps everything
             nbytes = _input_bytes(graph)
             repeated = BudgetCost(

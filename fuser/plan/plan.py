@@ -95,7 +95,7 @@ class Kept:
     ``name`` is ``"input"``, ``"statistics"`` or ``"weight"``. It is kept, with ``bytes_per_token``
     or, for a quantized copy of a weight, ``nbytes``, or else ``rebuilt_by`` these ops in backward,
     or from the parameter. It has no bytes if an earlier entry is the same memory. ``reason`` is why
-    it is kept.
+    it is kept; ``rounded_to`` the format of an activation's input that is kept rounded.
     """
 
     ops: tuple[int, ...]
@@ -104,6 +104,7 @@ class Kept:
     nbytes: int = 0
     rebuilt_by: tuple[int, ...] = ()
     reason: str = ""
+    rounded_to: str = ""
 
     @property
     def is_rebuilt(self) -> bool:
@@ -355,7 +356,8 @@ class FusionPlan:
             else:
                 nbytes = kept.nbytes or kept.bytes_per_token
                 why = f" ({kept.reason})" if kept.reason else ""
-                size = f"{format_bytes(nbytes)}{why}" if nbytes else "as above"
+                to = f" rounded to {kept.rounded_to}" if kept.rounded_to else ""
+                size = f"{format_bytes(nbytes)}{to}{why}" if nbytes else "as above"
                 text = f"{kept.name} {size}"
             texts.setdefault(kept.ops[0], []).append(text)
         return {i: ", ".join(of_op) for i, of_op in texts.items()}

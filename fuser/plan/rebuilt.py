@@ -26,6 +26,8 @@ class Limit(NamedTuple):
     """None: everything. 0: pipelines keep their inputs alone."""
     keep_weight_copies: bool = True
     """Whether forward keeps the copies of quantized weights that backward reads."""
+    lossy_activation_inputs: bool = False
+    """Whether activations keep their inputs rounded to FP8."""
 
 
 class _Budget(threading.local):
@@ -38,7 +40,7 @@ class _Budget(threading.local):
 budget = _Budget()
 """That of the calls of this thread."""
 
-limit_for_dynamo: tuple[float | None, bool] = Limit()[:]  # by whose contents it compares
+limit_for_dynamo: tuple[float | None, bool, bool] = Limit()[:]  # by whose contents it compares
 """The one that was set last, of any thread: Dynamo compares it at each call of a graph."""
 
 
@@ -67,14 +69,25 @@ class activation_memory_budget:
         False: the columnwise copies of quantized weights, a byte a parameter in FP8, are not kept;
         backward quantizes the parameters again, with the same bytes. On an H200 this took about 1%
         of a block's step with 8192 tokens, and 10% with 512.
+    lossy_activation_inputs
+        True changes gradients: activations keep their inputs in E4M3, with a float32 scale for 128
+        elements of a row, in place of 2 or 4 bytes an element. Backward computes from the rounded
+        values: the gradients of the inputs and, where the budget is 1, the activations' outputs
+        that weight gradients read. Outputs of forward have the same bits.
 
     Raises
     ------
     InputError
-        If the budget is another number.
+        If the budget is another number, or 0 with ``lossy_activation_inputs``.
     """
 
-    def __init__(self, memory_budget: float | None, *, keep_weight_copies: bool = True) -> None:
+    def __init__(
+        self,
+        memory_budget: float | None,
+        *,
+        keep_weight_copies: bool = True,
+        lossy_activation_inputs: bool = False,
+    ) -> None:
         is_number = isinstance(memory_budget, (int, float)) and not isinstance(memory_budget, bool)
         if memory_budget is not None and not (is_number and memory_budget in (0, 1)):
             raise InputError(
@@ -82,11 +95,19 @@ class activation_memory_budget:
                 "needs no product, 0, to keep the inputs of pipelines alone, or None, to keep "
                 "everything. For a part of a model, use it around that part."
             )
-        self.limit = Limit(memory_budget, bool(keep_weight_copies))
+        if memory_budget == 0 and lossy_activation_inputs:
+            raise InputError(
+                "activation_memory_budget got 0 with lossy_activation_inputs=True; a budget of 0 "
+                "keeps no inputs of activations. Use 1."
+            )
+        self.limit = Limit(memory_budget, bool(keep_weight_copies), bool(lossy_activation_inputs))
 
     def __repr__(self) -> str:
-        memory_budget, keep_weight_copies = self.limit
-        return f"activation_memory_budget({memory_budget}, keep_weight_copies={keep_weight_copies})"
+        memory_budget, keep_weight_copies, lossy_activation_inputs = self.limit
+        return (
+            f"activation_memory_budget({memory_budget}, keep_weight_copies={keep_weight_copies}, "
+            f"lossy_activation_inputs={lossy_activation_inputs})"
+        )
 
     def __enter__(self) -> None:
         budget.outer.append(budget.limit)
@@ -96,7 +117,7 @@ class activation_memory_budget:
         _set(budget.outer.pop())
 
 
-def limit_here() -> tuple[float | None, bool]:
+def limit_here() -> tuple[float | None, bool, bool]:
     """The limit in effect, for code that Dynamo traces."""
     return limit_for_dynamo
 
@@ -104,14 +125,19 @@ def limit_here() -> tuple[float | None, bool]:
 def with_rebuilt_tensors(ops: Sequence[BasicOperation], key: PlanKey, limit: Limit) -> PlanKey:
     """``key`` with what backward computes again, in place of what forward would keep.
 
-    Fusions of users read what they save: with one of them in use, nothing is rebuilt.
+    And with what forward keeps rounded. Fusions of users read what they save: with one of them in
+    use, nothing is rebuilt or rounded.
     """
-    if limit.memory_budget is None or any(fusion.is_external for fusion in key.fusions):
+    if any(fusion.is_external for fusion in key.fusions):
         return key
     keys = list(key.ops)
     for i, op in enumerate(ops):
         narrowed = key.window(i, i + 1)
         if not is_own(op):
+            continue
+        if limit.lossy_activation_inputs and op.can_round_input and op.saves_input:
+            keys[i] = replace(keys[i], rounds_input=keys[i].requires_grad)
+        if limit.memory_budget is None:
             continue
         path = rebuilding(ops, key, i) if op.takes_rebuilt_input(narrowed) else ()
         if path:

@@ -105,11 +105,13 @@ def quantize_groups(
     two_dimensional: bool = False,
     stochastic: bool = False,
     seed: int = 0,
+    amaxes: torch.Tensor | None = None,
 ) -> tuple[Wanted, Wanted, Wanted, Wanted, Wanted, Wanted]:
     """Quantize groups of rows of ``x [M, K]``, each as a tensor of its own, in one set of buffers.
 
     ``ends`` are where the groups end, multiples of :data:`~fuser.formats.GROUP_TILE`. Random words
-    are those of the whole matrix. Returns what :func:`quantize` returns, with amaxes for each
+    are those of the whole matrix. ``amaxes``, fp32 ``[G, 1]`` or ``[G, 2]`` (rowwise, columnwise),
+    replaces those of the groups. Returns what :func:`quantize` returns, with amaxes for each
     ``GROUP_TILE`` rows; rows after the last group are zeros.
     """
     m, k = x.shape
@@ -129,16 +131,17 @@ def quantize_groups(
         data = x.new_zeros((k, m // 2) if is_turned else (m, k // 2), dtype=torch.uint8)
         amax = x.new_zeros(m // GROUP_TILE)
         start = 0
-        for end in ends:
+        for g, end in enumerate(ends):
             rows, start = slice(start, end), end
             if rows.start == end:
                 continue
             values, own = x[rows], words
+            given = None if amaxes is None else amaxes[g, -is_turned:][:1]
             if is_turned:
                 values = hadamard_transform(values.t(), random_signs) if hadamard else values.t()
             if words is not None:
                 own = words[:, rows] if is_turned else words[rows]
-            codes, scales, largest = _quantize_rows(values.contiguous(), blocks, None, own)
+            codes, scales, largest = _quantize_rows(values.contiguous(), blocks, given, own)
             amax[rows.start // GROUP_TILE : end // GROUP_TILE] = largest
             if is_turned:
                 data[:, rows.start // 2 : end // 2] = codes

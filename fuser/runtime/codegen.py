@@ -162,6 +162,7 @@ class PlanCodegen:
                 keeps_input=op_key.keeps_input,
                 keeps_source=op_key.keeps_source,
                 keeps_weight=op_key.keeps_weight,
+                rounds_input=op_key.rounds_input,
                 **constants,
                 **op.context_constants(key.window(i, i + 1)),
             )
@@ -352,6 +353,10 @@ class PlanCodegen:
             self._add_deferred(joined)
             return
         readers.append(joined)
+        activation = joined - 1
+        if self.key.ops[activation].rounds_input:  # before it is held for a second attempt
+            dequantize = src.bind(f"dequantize{activation}", self.ops[activation].saved_input)
+            src.add(f"{dequantize}(c{activation})")
         changed = ", ".join(["dx", *(f"c{i}.saved_tensors" for i in (*indices, joined))])
         src.add(f"before = {changed}")
         with src.block("try:"), src.block("with in_one_launch():"):

@@ -47,7 +47,7 @@ class Facts(NamedTuple):
     """Whether the recipe rounds at random."""
     is_checkpointed: bool
     """Whether a checkpoint in the graph runs the forward again."""
-    limit: tuple[float | None, bool]
+    limit: tuple[float | None, bool, bool]
     """What is kept for backward: the fields of a ``Limit``."""
     registered: str = ""
     """The process and the number of its functions that plan or run; empty for fuser's own."""

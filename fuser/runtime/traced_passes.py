@@ -80,7 +80,7 @@ def describe(
     training: tuple[bool, ...],
     read: tuple[str, ...],
     is_checkpointed: bool,
-    limit: tuple[float | None, bool],
+    limit: tuple[float | None, bool, bool],
     registered: int,
 ) -> Call:
     """The call with such facts; ``read`` is there for Dynamo to compare it at each call."""

@@ -83,7 +83,7 @@ def _rebuilding(graph: OpGraph, side: str, step: Step, memory: Memory) -> Iterat
     for i in step.ops if side == "backward" else ():
         if not graph.key.ops[i].keeps_input:
             first = rebuilding(graph.ops, graph.key, i).start
-            if graph.arriving[first] == memory:
+            if graph.arriving[first] == memory and not graph.rounded_input(first):
                 yield first
 
 
@@ -124,7 +124,7 @@ def _readers(graph: OpGraph, side: str, step: Step, memory: Memory) -> Iterator[
     if side == "forward":
         yield from taking
         return
-    saving = [i for i in step.ops if graph.ops[i].saves_input]
+    saving = [i for i in step.ops if graph.ops[i].saves_input and not graph.rounded_input(i)]
     for i in step.ops[:1] if saving and _is_chain(step) else saving:
         if graph.arriving[i] == memory:
             yield i

@@ -215,6 +215,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        amaxes = reference.amax(x) if self.reduced_amaxes is None else self.reduced_amaxes
         made = reference.quantize_current(
             x,
             self.fp8_dtype,
@@ -222,9 +223,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
             eps=self.amax_epsilon,
             rowwise=self.rowwise,
             columnwise=self.columnwise,
-            amax_value=self.reduced_amaxes,
+            amax_value=amaxes,
         )
-        return dict(zip(Float8Tensor.buffer_names, made, strict=True))
+        return {**dict(zip(Float8Tensor.buffer_names, made, strict=True)), AMAXES: amaxes}
 
 
 @dataclass(frozen=True, eq=False)

@@ -135,7 +135,8 @@ class Float8GroupsQuantizer(Quantizer):
         m, k = x.shape
         row, col = x.new_zeros(m, k, dtype=torch.uint8), x.new_zeros(k, m, dtype=torch.uint8)
         scale_inv = x.new_ones(m // GROUP_TILE, dtype=torch.float32)
-        found = x.new_zeros(len(self.groups.ends), dtype=torch.float32)
+        known = self.reduced_amaxes
+        found = amaxes_of_groups(x, self.groups) if known is None else known
         scales = self._scale().view(-1, 1).unbind() if self.scales else ()
         start = 0
         for g, end in enumerate(values_on_host(self.groups.padded_ends)):
@@ -143,7 +144,6 @@ class Float8GroupsQuantizer(Quantizer):
             if rows.start == end:
                 continue
             values = x[rows]
-            found[g : g + 1] = reference.amax(values)
             if scales:
                 made = reference.quantize_delayed(values, scales[g], self.fp8_dtype)[:3]
             else:
@@ -152,6 +152,7 @@ class Float8GroupsQuantizer(Quantizer):
                     self.fp8_dtype,
                     pow2=self.force_pow_2_scales,
                     eps=self.amax_epsilon,
+                    amax_value=found[g : g + 1],
                 )
             assert made[0] is not None
             row[rows], scale_inv[rows.start // GROUP_TILE : end // GROUP_TILE] = made[0], made[2]
@@ -159,7 +160,8 @@ class Float8GroupsQuantizer(Quantizer):
         if self.scales:
             self._record(found)
         kept = (row if self.rowwise else None, col if self.columnwise else None, scale_inv)
-        return dict(zip(Float8Tensor.buffer_names, kept, strict=True))
+        buffers = dict(zip(Float8Tensor.buffer_names, kept, strict=True))
+        return buffers if self.scales else {**buffers, AMAXES: found}
 
     def _record(self, found: torch.Tensor) -> None:
         if self.amaxes:
@@ -254,7 +256,12 @@ class NVFP4GroupsQuantizer(Quantizer):
         usages: dict[str, Any] = {"rowwise": self.rowwise, "columnwise": self.columnwise}
         ends, is_square = values_on_host(self.groups.padded_ends), self.alone.with_2d_quantization
         options = {**usages, **self.alone._options(), "two_dimensional": is_square}
-        return self.copies(*nvfp4_reference.quantize_groups(x, ends, **options))
+        amaxes = self.reduced_amaxes
+        if amaxes is None:
+            groups = (x[start:end] for start, end in zip((0, *ends), ends, strict=False))
+            amaxes = torch.stack([self.alone._amaxes_from_reference(rows) for rows in groups])
+        copies = self.copies(*nvfp4_reference.quantize_groups(x, ends, **options, amaxes=amaxes))
+        return {**copies, AMAXES: amaxes}
 
 
 # -- all formats ------------------------------------------------------------------

@@ -202,16 +202,19 @@ class NVFP4Quantizer(Quantizer):
         return torch.cat([amax(x), amax(turned)])
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        return self.copies(
+        amaxes = self.reduced_amaxes
+        amaxes = self._amaxes_from_reference(x) if amaxes is None else amaxes
+        copies = self.copies(
             *reference.quantize(
                 x,
                 rowwise=self.rowwise,
                 columnwise=self.columnwise,
                 two_dimensional=self.with_2d_quantization,
                 **self._options(),
-                amax_value=self.reduced_amaxes,
+                amax_value=amaxes,
             )
         )
+        return {**copies, AMAXES: amaxes}
 
     def _options(self) -> dict[str, Any]:
         """The options of kernels and reference; draws the seed of this call."""

@@ -556,9 +556,39 @@ REBUILT = (
     Mutant(
         "inputs are computed again beside fusions of users",
         "plan/rebuilt.py",
-        "if limit.memory_budget is None or any(fusion.is_external for fusion in key.fusions):",
-        "if limit.memory_budget is None:",
+        "if any(fusion.is_external for fusion in key.fusions):",
+        "if not key.ops:",
         "test_rebuilt.py::test_with_a_users_fusion_everything_is_kept",
+    ),
+    Mutant(
+        "inputs of activations are kept in FP8 though nobody asked for it",
+        "plan/rebuilt.py",
+        "if limit.lossy_activation_inputs and op.can_round_input and op.saves_input:",
+        "if op.can_round_input and op.saves_input:",
+        "test_lossy_inputs.py::test_only_activations_of_this_library_round_and_never_in_fusions_of_users",
+    ),
+    Mutant(
+        "a chain keeps an exact input where a plan says that it is rounded",
+        "fused_ops/pointwise_chain.py",
+        "if op_key.rounds_input or (isinstance(op, Activation) and op.cache_quantized_input):",
+        "if isinstance(op, Activation) and op.cache_quantized_input:",
+        "test_lossy_inputs.py::test_a_chain_is_refused_with_the_reason",
+    ),
+    Mutant(
+        "an input in FP8 is held beside its values until a launch of two is done",
+        "runtime/codegen.py",
+        "if self.key.ops[activation].rounds_input:",
+        "if activation < 0:",
+        "test_step_memory.py::test_an_input_in_fp8_is_not_held_beside_its_values",
+    ),
+    Mutant(
+        "torch measures the amax of a rounded activation again, and kernels do not",
+        "tensors/fp8.py",
+        "strict=True)), AMAXES: amaxes}",
+        "strict=True))}",
+        "test_lossy_inputs.py::"
+        "test_gradients_are_those_of_the_rounded_input_and_the_output_is_exact",
+        select="torch and gelu and recipe1",
     ),
     Mutant(
         "a plan states that nodes compute again what another node kept",

@@ -90,7 +90,9 @@ def saved_bytes(model: fuser.Sequential, x: torch.Tensor) -> int:
 
 def budget_of(cost: BudgetCost) -> fuser.activation_memory_budget:
     return fuser.activation_memory_budget(
-        cost.memory_budget, keep_weight_copies=cost.keep_weight_copies
+        cost.memory_budget,
+        keep_weight_copies=cost.keep_weight_copies,
+        lossy_activation_inputs=cost.lossy_activation_inputs,
     )
 
 
@@ -110,6 +112,7 @@ def test_each_budget_keeps_the_bytes_that_the_plan_states(name: str, recipe: Any
         "None",
         "1",
         "1, keep_weight_copies=False",
+        "1, lossy_activation_inputs=True",
         "0",
     ]
 
@@ -118,7 +121,7 @@ def test_each_budget_keeps_the_bytes_that_the_plan_states(name: str, recipe: Any
 def test_a_plan_of_a_budget_keeps_what_the_curve_says_of_it(recipe: str) -> None:
     model = swiglu().to(BF16)
     with under(RECIPES[recipe]):
-        for cost in model.plan(leaf()).memory.every[:3]:
+        for cost in model.plan(leaf()).memory.every[:4]:
             with budget_of(cost):
                 plan = model.plan(leaf())
             assert plan.kept_bytes_per_token == cost.bytes_per_token
@@ -153,13 +156,18 @@ def test_times_are_those_of_the_steps_and_of_a_forward_that_runs_again() -> None
     with fuser.activation_memory_budget(None):
         plan = model.plan(leaf())
     forward, backward = (sum(step.microseconds for step in plan.steps(side)) for side in SIDES)
-    everything, default, _, repeated = plan.memory.every
+    everything, default, _, lossy, repeated = plan.memory.every
     assert everything.microseconds == pytest.approx(forward + backward)
     assert repeated.microseconds == pytest.approx(2 * forward + backward)
     # GELU reads its input and writes its output once more, in a launch of its own.
     device = plan.device
     again = plan.nominal_tokens * 2 * F * 2 / device.bandwidth + device.launch
     assert default.microseconds - everything.microseconds == pytest.approx(1e6 * again)
+    # Forward writes the rounded input, with a scale of 4 bytes for 128, and backward reads it: of
+    # each of the two launches the other side is the unquantized input.
+    moved = F * (1 + 4 / 128 + 2)
+    rounding = plan.nominal_tokens * 2 * moved / device.bandwidth + 2 * device.launch
+    assert lossy.microseconds - default.microseconds == pytest.approx(1e6 * rounding)
 
 
 def test_a_curve_for_another_device_has_its_times_for_the_planned_rows() -> None:
@@ -180,17 +188,19 @@ def test_a_curve_is_a_table_of_the_budgets_that_differ() -> None:
         str(plan.memory)
         == """\
 kept for backward of 128 tokens
-  budget  a token  weights       all  step of 8192  again
-  None     2.1 kB      0 B  262.7 kB       51.0 ms  nothing
-  1        1.3 kB      0 B  164.4 kB       51.8 ms  inputs of 2, 4
-  0         256 B      0 B   32.8 kB       68.0 ms  forward"""
+  budget                           a token  weights       all  step of 8192  again
+  None                              2.1 kB      0 B  262.7 kB       51.0 ms  nothing
+  1                                 1.3 kB      0 B  164.4 kB       51.8 ms  inputs of 2, 4
+  1, lossy_activation_inputs=True    788 B      0 B  100.9 kB       53.1 ms  inputs of 2, 4
+  0                                  256 B      0 B   32.8 kB       68.0 ms  forward"""
     )
     with under(RECIPES["current"]):
         curve = model.plan(leaf()).memory
     assert [str(cost) for cost in curve] == [str(cost) for cost in curve.every]
     assert curve.every[2].again == "inputs of 2, 4; weights of 2, 4"
     written = json.loads(json.dumps(plan.to_dict()))["memory"]
-    assert [cost["memory_budget"] for cost in written] == [None, 1, 0]
+    assert [cost["memory_budget"] for cost in written] == [None, 1, 1, 0]
+    assert [cost["lossy_activation_inputs"] for cost in written] == [False, False, True, False]
     assert written[1]["inputs"] == [2, 4]
 
 
@@ -198,6 +208,17 @@ def test_ops_of_later_pipelines_have_their_numbers_in_the_whole() -> None:
     plan = between_modules().to(BF16).plan(leaf())
     assert plan.ops[1] == plan.ops[7] == "BasicLinear"
     assert plan.memory.every[1].inputs == (1, 7)
+
+
+def test_a_budget_that_changes_nothing_has_the_costs_of_the_one_before_and_no_row() -> None:
+    model = fuser.Sequential(fuser.RMSNorm(H), fuser.Linear(H, F, bias=False)).to(BF16)
+    _, default, weights, lossy, _ = model.plan(leaf()).memory.every
+    assert not weights.keep_weight_copies
+    assert lossy.lossy_activation_inputs
+    assert lossy.keep_weight_copies
+    assert default.nbytes == weights.nbytes == lossy.nbytes
+    assert default.microseconds == weights.microseconds == lossy.microseconds
+    assert [str(cost) for cost in model.plan(leaf()).memory] == ["None", "1", "0"]
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])

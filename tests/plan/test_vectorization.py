@@ -128,6 +128,7 @@ LAYOUTS = (
     *(_spaced_by_half_a_run, _sequence_first, _channels_of_batches),
 )
 
+LOSSY = fuser.activation_memory_budget(1, lossy_activation_inputs=True)
 MXFP8 = recipes.MXFP8BlockScaling()
 CURRENT = recipes.Float8CurrentScaling()
 MODELS: dict[str, tuple[Callable[[], fuser.Sequential], Any]] = {
@@ -137,6 +138,11 @@ MODELS: dict[str, tuple[Callable[[], fuser.Sequential], Any]] = {
     "swiglu": (lambda: fuser.Sequential(fuser.SwiGLU()), None),
     "bias": (lambda: fuser.Sequential(fuser.Bias(COLUMNS)), None),
     "gelu, cached": (lambda: fuser.Sequential(fuser.GELU(cache_quantized_input=True)), None),
+    "swiglu, rounded": (lambda: fuser.Sequential(fuser.SwiGLU(), memory_budget=LOSSY), None),
+    "gelu and linear, rounded": (
+        lambda: fuser.Sequential(fuser.GELU(), fuser.BasicLinear(COLUMNS, 32), memory_budget=LOSSY),
+        None,
+    ),
     "dropout": (lambda: fuser.Sequential(fuser.Dropout(0.5)), None),
     "chain": (lambda: fuser.Sequential(fuser.Bias(COLUMNS), fuser.GELU()), None),
     "mxfp8 linear": (lambda: fuser.Sequential(fuser.BasicLinear(COLUMNS, 32)), MXFP8),

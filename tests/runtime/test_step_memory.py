@@ -134,6 +134,17 @@ def test_what_is_computed_again_does_not_raise_the_peak(
     assert peak(block(), H, recipe) <= everything + both + FEW * everything
 
 
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), Float8BlockScaling()])
+@pytest.mark.parametrize("block", [gelu_block, swiglu_block])
+def test_an_input_in_fp8_is_not_held_beside_its_values(
+    block: Callable[[], fuser.Sequential], recipe: Recipe | None
+) -> None:
+    exact = peak(block(), H, recipe)
+    with fuser.activation_memory_budget(1, lossy_activation_inputs=True):
+        assert peak(block(), H, recipe) <= exact
+
+
 class _Residuals(torch.nn.Module):
     """x + (x + b), again and again, in plain torch."""
 
