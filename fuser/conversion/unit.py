@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,13 +17,15 @@ from fuser import fused_ops
 from fuser.basic_ops import GroupedLinear
 from fuser.conversion.chains import ADDITIONS, Chains, FoundChain
 from fuser.conversion.modules import attributes_of, child_of, original_class
-from fuser.conversion.parts import Chain, LinearPart, ModulePart, slots_of
+from fuser.conversion.parts import Chain, LinearPart, ModulePart
 from fuser.conversion.trace import OTHER_KEYWORDS, parameters_of, traced
 from fuser.errors import StateError
 from fuser.op import CallResult
 from fuser.plan.rebuilt import budget
 from fuser.precision.contexts import autocast
+from fuser.runtime.given_parameters import GivenParameters, ParameterPlaces
 from fuser.runtime.repeated_forward import keeping_inputs
+from fuser.runtime.traced import traced_call
 from fuser.sequential import Sequential
 from fuser.torch_private import has_global_hooks
 
@@ -213,20 +214,13 @@ class Pipeline:
         self.chain = chain
         modules = chain.pipeline_modules(owner)
         self.sequential = Sequential(*modules)
-        self.slots = slots_of(modules)
+        self.places = ParameterPlaces(modules)
         names = [part.name for part in chain.parts if isinstance(part, ModulePart)]
         self.own_modules = [(name, child_of(owner, name)) for name in names]
         with_weights = [m for m in modules if isinstance(m, (fused_ops.Linear, GroupedLinear))]
         weights = [name for part in chain.parts for name in part.weights]
         self.linears = list(zip(weights, with_weights, strict=True))
         """The ops that multiply by weights, by the path of these from the owner."""
-        self._lock = threading.RLock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
 
     def __call__(self, owner: torch.nn.Module, inputs: Sequence[Any], is_quantized: bool) -> Any:
         """The output of the pipeline; ``inputs`` are the main one and those of its sums.
@@ -248,28 +242,23 @@ class Pipeline:
         def run(owner: Any, *tensors: torch.Tensor, op_kwargs: None = None) -> CallResult:
             return self._run(owner, tensors, is_quantized)
 
-        if torch.compiler.is_compiling():
+        is_kept = budget.limit.memory_budget != 0 or not torch.is_grad_enabled()
+        if is_kept or torch.compiler.is_compiling():
             return run(owner, x, *others)
-        with self._lock:  # two threads would give the ops two parameters
-            if budget.limit.memory_budget == 0 and torch.is_grad_enabled():
-                # The parameters are here in this call alone, so this call is repeated in backward.
-                return keeping_inputs(owner, run, (x, *others), None)
-            return run(owner, x, *others)
+        # The parameters are here in this call alone, so this call is repeated in backward.
+        return keeping_inputs(owner, run, (x, *others), None)
 
     def _run(
         self, owner: torch.nn.Module, tensors: Sequence[torch.Tensor], is_quantized: bool
     ) -> CallResult:
-        context = contextlib.nullcontext() if is_quantized else autocast(enabled=False)
-        before = [held[name] for held, name in self.slots]
-        try:
-            for (held, name), value in zip(self.slots, self.chain.values(owner), strict=True):
-                held[name] = value
-            with context:
-                return self.sequential(*tensors)
-        finally:
-            # A joined weight would otherwise live, with its graph, until the next call.
-            for (held, name), value in zip(self.slots, before, strict=True):
-                held[name] = value
+        with contextlib.nullcontext() if is_quantized else autocast(enabled=False):
+            values = self.chain.values(owner)
+            if torch.compiler.is_compiling():
+                x, *others = tensors
+                given = GivenParameters(self.places, values)
+                traced: CallResult = traced_call(self.sequential, x, tuple(others), {}, given)
+                return traced
+            return self.places.called_with(values, self.sequential, *tensors)
 
 
 def unit_of(

@@ -18,6 +18,7 @@ import pytest
 import titan_like
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -820,6 +821,62 @@ def test_a_compiled_model_is_one_graph_with_the_same_bits(recipe: Any) -> None:
         key = name if name in ("y", "dx") else f"_orig_mod.{name}"
         assert torch.equal(actual[key], value), name
     assert torch.equal(actual["y"], plain["y"]) == (recipe is None)
+
+
+class Checkpointed(nn.Module):
+    """Blocks in checkpoints, as of a model with gradient checkpointing."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+        return x
+
+
+@pytest.mark.parametrize(("block", "rounding"), [(PreNorm, "fused"), (GatedMLP, "torch")])
+@pytest.mark.parametrize("recipe", [None, CURRENT, fuser.recipe.DelayedScaling()], ids=str)
+def test_a_checkpoint_in_a_compiled_graph_needs_no_setting(
+    recipe: Any, block: Callable[[], nn.Module], rounding: Any
+) -> None:
+    model, x = seeded(lambda: Checkpointed(block)), data()
+    fuser.convert(model, recipe=recipe, rounding=rounding)
+    expected = results(copy.deepcopy(model), x)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    actual = results(compiled, x)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    for name, value in expected.items():
+        key = name if name in ("y", "dx") else f"_orig_mod.{name}"
+        assert torch.equal(actual[key], value), name
+
+
+def test_a_call_between_two_graphs_has_the_parameters_of_the_converted_module() -> None:
+    """A block that is called twice in the autocast of a model breaks the graph."""
+
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = PreNorm()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.block(torch.sin(self.block(x)))
+            return y
+
+    model, x = seeded(Repeated), data()
+    fuser.convert(model, recipe=fuser.recipe.DelayedScaling(), keep=())
+    expected = results(copy.deepcopy(model), x)
+    torch._dynamo.reset()
+    counters.clear()
+    actual = results(torch.compile(model, backend="aot_eager"), x)
+    assert "called twice in an autocast" in str(counters)
+    for name, value in expected.items():
+        key = name if name in ("y", "dx") else f"_orig_mod.{name}"
+        assert torch.equal(actual[key], value), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
