@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.fx.node import map_aggregate
 from fuser import fused_ops
 from fuser.basic_ops import GroupedLinear
 from fuser.conversion.chains import ADDITIONS, Chains, FoundChain
+from fuser.conversion.known_modules import KnownModules
 from fuser.conversion.modules import attributes_of, child_of, original_class
 from fuser.conversion.parts import Chain, LinearPart, ModulePart
 from fuser.conversion.trace import OTHER_KEYWORDS, parameters_of, traced
@@ -145,6 +146,10 @@ class Runner:
             (path, _names_of_children(child_of(owner, path)))
             for path in dict.fromkeys(p for c in (*called, *paths) for p in _paths_above(c))
         ]
+        kept = [name for pipeline in self.pipelines.values() for name, _ in pipeline.own_modules]
+        above = [path for name in kept for path in _paths_above(name)]
+        self._looked_at = list(dict.fromkeys(("", *paths, *above, *(p for p, _ in self._children))))
+        self._known = KnownModules()
         self._attributes = [
             (path, attributes_of(child_of(owner, path)))
             for path in ("", *paths)
@@ -153,11 +158,22 @@ class Runner:
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
         """As of the unit; also if the owner, or a child that is not called, computes otherwise."""
+        # Dynamo has no addresses of objects; a graph is of the attributes that it was traced with.
+        if torch.compiler.is_compiling():
+            return self._refusal(owner, ())
+        if not has_global_hooks() and self._known.are_as_noted(owner):
+            return None
+        refusal = self._refusal(owner, self._attributes)
+        if refusal is None:
+            self._known.note(child_of(owner, path) for path in self._looked_at)
+        return refusal
+
+    def _refusal(
+        self, owner: torch.nn.Module, compared: Iterable[tuple[str, tuple[object, ...]]]
+    ) -> str | None:
         refusal = self.unit.refusal(owner)
         if refusal is not None:
             return refusal
-        # Dynamo has no addresses of objects; a graph is of the attributes that it was traced with.
-        compared = () if torch.compiler.is_compiling() else self._attributes
         for path, attributes in compared:
             if attributes_of(child_of(owner, path)) != attributes:
                 return f"an attribute of {path or 'it'} was changed"

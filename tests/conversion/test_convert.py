@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -26,6 +27,7 @@ from torchtitan_ranks_cases import on_meta
 
 import fuser
 from fuser.conversion import joined
+from fuser.conversion.unit import Runner
 
 HIDDEN, WIDTH = 64, 96
 CURRENT = fuser.recipe.Float8CurrentScaling()
@@ -571,6 +573,91 @@ def test_a_child_that_was_changed_is_what_runs(
     assert_same(results(model, x), results(plain, x))
 
 
+def change_eps(block: nn.Module) -> None:
+    block.get_submodule("norm").eps = 0.5  # type: ignore[assignment]
+
+
+def change_mode(block: nn.Module) -> None:
+    block.eval()
+
+
+def change_shape(block: nn.Module) -> None:
+    norm = block.get_submodule("norm")
+    norm.normalized_shape = (*norm.normalized_shape,)  # type: ignore[assignment, misc]
+    norm.normalized_shape = [*norm.normalized_shape]  # type: ignore[assignment, misc]
+
+
+def change_class(block: nn.Module) -> None:
+    block.get_submodule("mlp.act").__class__ = type("Act", (nn.SiLU,), {})
+
+
+def change_order(block: nn.Module) -> None:
+    mlp = block.get_submodule("mlp")
+    mlp.gate, mlp.up = mlp.up, mlp.gate
+
+
+def change_buffer(block: nn.Module) -> None:
+    block.get_submodule("mlp.act").register_buffer("table", torch.ones(3))
+
+
+def change_dtype(block: nn.Module) -> None:
+    weight = block.get_submodule("mlp.down").weight
+    assert isinstance(weight, nn.Parameter)
+    weight.data = weight.data.double()
+
+
+BLOCK_CHANGES = (
+    *(change_eps, change_mode, change_shape, change_class, change_order, change_buffer),
+    change_dtype,
+)
+
+
+def inside(change: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    @functools.wraps(change)
+    def of_mlp(block: nn.Module) -> None:
+        change(block.get_submodule("mlp"))
+
+    return of_mlp
+
+
+@pytest.mark.parametrize(
+    "change", [*BLOCK_CHANGES, *map(inside, CHANGES)], ids=lambda change: change.__name__
+)
+def test_children_are_looked_at_again_after_a_change_alone(
+    change: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str | None] = []
+    whole = Runner._refusal
+
+    def counting(*args: Any) -> str | None:
+        looked.append(whole(*args))
+        return looked[-1]
+
+    monkeypatch.setattr(Runner, "_refusal", counting)
+    model, x = seeded(PreNorm), data()
+    fuser.convert(model)
+    for _ in range(3):
+        model(x)
+    assert looked == [None]
+    change(model)
+    with contextlib.suppress(RuntimeError):  # the forward may not take such a child
+        model(x)
+    # Another parameter of the same kind is read by every call.
+    assert (len(looked) > 1) == (change.__name__ not in ("change_parameter", "change_data"))
+
+
+def test_a_child_that_was_replaced_is_not_kept_alive() -> None:
+    model, x = seeded(PreNorm), data()
+    fuser.convert(model)
+    model(x)
+    down = model.get_submodule("mlp.down")
+    gone = weakref.ref(down), weakref.ref(down.weight)
+    del down
+    model.get_submodule("mlp").down = nn.Linear(WIDTH, HIDDEN, bias=False)
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
 def test_hooks_for_every_module_see_the_children() -> None:
     model, x = seeded(GatedMLP), data()
     fuser.convert(model)
@@ -1109,6 +1196,7 @@ def test_parameters_of_a_converted_model_can_be_swapped() -> None:
     """As ``model.to`` does by torch.__future__.set_swap_module_params_on_conversion."""
     model, plain, x = seeded(GatedMLP), seeded(GatedMLP), data()
     fuser.convert(model)
+    model(x)
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model.to(torch.float64).to(torch.float32)
