@@ -33,6 +33,8 @@ from fuser.torch_private import has_global_hooks
 REQUIRED = "no default"
 """The default of an input that every call gives."""
 
+NO_CHAIN = "its forward is not a chain of linears, norms and activations that fuser has"
+
 # What a step between chains may call: it has no effect but its result.
 FUNCTIONS = (operator.getitem, *ADDITIONS, operator.mul)
 
@@ -279,8 +281,8 @@ class Pipeline:
 
 def unit_of(
     module: torch.nn.Module, opened: Sequence[torch.nn.Module], *, takes_norms: bool = True
-) -> Unit | None:
-    """The unit of a module's forward, with norms or without; None if no chain is worth it.
+) -> Unit | str:
+    """The unit of a module's forward, with norms or without; why it has none.
 
     Raises
     ------
@@ -300,20 +302,20 @@ def unit_of(
             ends[node] = found
             taken |= found.nodes
     if not ends:
-        return None
+        return chains.stop(nodes) or NO_CHAIN
     parameters = parameters_of(module)
     defaults = {p.name: p.default for p in parameters}
     optional = {p.name for p in parameters if p.default is not p.empty}
     for found in ends.values():
         if any(n.op == "placeholder" and n.target in optional for n in found.inputs):
-            return None  # it may be no tensor
+            return NO_CHAIN  # it may be no tensor
         paths = [
             name for part in found.parts if isinstance(part, LinearPart) for name in part.names
         ]
         linears = [child_of(module, path) for path in paths]
         every = [m for _, m in module.named_modules(remove_duplicate=False)]
         if any(sum(m is linear for m in every) > 1 for linear in linears):
-            return None  # a linear under two names, which may be two later
+            return NO_CHAIN  # a linear under two names, which may be two later
     inputs: list[tuple[str, Any]] = []
     places: dict[Any, Any] = {}
     steps: list[Step] = []
@@ -342,7 +344,7 @@ def unit_of(
             continue
         else:
             if node.op != "call_module" and node.target not in FUNCTIONS:
-                return None
+                return chains.stop(nodes) or NO_CHAIN
             keywords = {k: v for k, v in node.kwargs.items() if k != OTHER_KEYWORDS}
             takes_others = len(keywords) < len(node.kwargs)
             step = Step(
