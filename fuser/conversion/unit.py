@@ -28,7 +28,7 @@ from fuser.runtime.given_parameters import GivenParameters, ParameterPlaces
 from fuser.runtime.repeated_forward import keeping_inputs
 from fuser.runtime.traced import traced_call
 from fuser.sequential import Sequential
-from fuser.torch_private import has_global_hooks
+from fuser.torch_private import forward_ad_level, has_global_hooks, is_functorch_active
 
 REQUIRED = "no default"
 """The default of an input that every call gives."""
@@ -163,6 +163,8 @@ class Runner:
         # Dynamo has no addresses of objects; a graph is of the attributes that it was traced with.
         if torch.compiler.is_compiling():
             return self._refusal(owner, ())
+        if is_functorch_active() or forward_ad_level() >= 0:
+            return "torch.func or forward-mode AD transforms its call, which no pipeline can be in"
         if not has_global_hooks() and self._known.are_as_noted(owner):
             return None
         refusal = self._refusal(owner, self._attributes)

@@ -20,6 +20,7 @@ import titan_like
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -1158,6 +1159,45 @@ def test_other_arguments_and_modules_are_refused_in_a_sentence_and_nothing_chang
         assert pipelines_run(model, x) == 0
         assert type(model) is PreNorm
     assert fuser.convert(model, strict=True).converted
+
+
+def tangent(model: nn.Module, x: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        return forward_ad.unpack_dual(model(dual)).tangent  # type: ignore[no-untyped-call]
+
+
+def with_parameters(model: nn.Module, x: torch.Tensor) -> Callable[[Any], Any]:
+    return lambda values: torch.func.functional_call(model, values, (x,)).sum()
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),)),
+    "grad": lambda model, x: torch.func.grad(lambda t: model(t).sum())(x),
+    "forward-mode AD": tangent,
+    "of parameters": lambda model, x: torch.func.grad(with_parameters(model, x))(
+        dict(model.named_parameters())
+    ),
+    "ensemble": lambda model, x: torch.func.vmap(with_parameters(model, x))(
+        {name: torch.stack([p, 2 * p]) for name, p in model.named_parameters()}
+    ),
+    "hessian": lambda model, x: torch.func.hessian(lambda t: model(t).sum())(x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("after_a_call", [True, False])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_of_torch_func_has_the_values_of_the_own_forward(
+    name: str, after_a_call: bool
+) -> None:
+    model, plain, x = seeded(PreNorm), seeded(PreNorm), data().detach()
+    fuser.convert(model)
+    if after_a_call:
+        model(x)
+    found, expected = (TRANSFORMS[name](each, x) for each in (model, plain))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert pipelines_run(model, x) == 1
 
 
 def test_other_calls_of_a_converted_forward_are_those_of_the_class() -> None:
