@@ -978,7 +978,7 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+            x = checkpoint(block, x, use_reentrant=False)
         return x
 
 
@@ -1166,7 +1166,7 @@ def test_other_arguments_and_modules_are_refused_in_a_sentence_and_nothing_chang
 def tangent(model: nn.Module, x: torch.Tensor) -> Any:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, torch.ones_like(x))
-        return forward_ad.unpack_dual(model(dual)).tangent  # type: ignore[no-untyped-call]
+        return forward_ad.unpack_dual(model(dual)).tangent
 
 
 def with_parameters(model: nn.Module, x: torch.Tensor) -> Callable[[Any], Any]:

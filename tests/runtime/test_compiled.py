@@ -602,7 +602,7 @@ class EachInside(Blocks):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for one in self.blocks:
-            x = checkpoint(self.quantized, one, x, use_reentrant=False)  # type: ignore[assignment]
+            x = checkpoint(self.quantized, one, x, use_reentrant=False)
         return x
 
     def quantized(self, one: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
