@@ -263,13 +263,19 @@ def traced_subject(context: Any) -> Any:
     return context.get_local("subject")._ComptimeVar__variable.value
 
 
+def _output_graph(context: Any) -> Any:
+    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+
+
+def traced_graph(context: Any) -> Any:
+    """What stands for the graph that Dynamo makes now: another object if it starts again."""
+    return _output_graph(context).tracing_context
+
+
 def is_traced_in_checkpoint(context: Any) -> bool:
     """Whether the traced code is in a function that a part of the graph calls."""
     # The frames of Dynamo: that of ``call_while_tracing`` and those around it.
-    return (
-        context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer.parent
-        is not None
-    )
+    return _output_graph(context).current_tracer.parent is not None
 
 
 def compiled_from(module: torch.nn.Module) -> torch.nn.Module | None:

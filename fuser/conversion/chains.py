@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,40 @@ class Chains:
             for prefix in _prefixes(str(node.target))
         )
         return tuple((path, original_class(self._owner.get_submodule(path))) for path in paths)
+
+    def stop(self, nodes: Sequence[fx.Node]) -> str | None:
+        """What the last linear of a forward reads and no chain computes, in words; None if nothing.
+
+        None also if each part is known, and they are put together in another way.
+        """
+        linears = [node for node in nodes if self._linear(node) is not None]
+        return None if len(linears) < 2 else self._stop_at(linears[-1].args[0])
+
+    def _stop_at(self, node: Any) -> str | None:
+        if not isinstance(node, fx.Node) or node.op in ("placeholder", "get_attr"):
+            return None
+        if self._linear(node) is not None:
+            return None
+        base, inner = self._base(node)
+        function = self._function(node, base)
+        if inner and (is_identity(function) or activation_like(function) is not None):
+            return self._stop_at(base)
+        is_known = node.target in (*PRODUCTS, *ADDITIONS, *HALVES, operator.getitem)
+        if is_known and len(inner) < 2:
+            stops = map(self._stop_at, node.all_input_nodes)
+            return next((stop for stop in stops if stop is not None), None)
+        if node.op == "call_module":
+            module = self._owner.get_submodule(str(node.target))
+            name = f"{node.target} ({original_class(module).__name__})"
+            if (hooks := hooks_of(module)) is not None:
+                return f"{name} has {hooks}"
+            is_norm = norm_part(module, str(node.target)) is not None
+            return None if is_norm else f"{name} is no activation of fuser"
+        called = [n for n in node.graph.nodes if n in (inner or {node})]
+        names = list(dict.fromkeys(map(_name_of, called)))
+        if len(names) == 1:
+            return f"its forward calls {names[0]}, which is no activation of fuser"
+        return f"its forward calls {' and '.join(names)}, together no activation of fuser"
 
     # -- following a node's inputs ------------------------------------------------
 
@@ -304,6 +338,15 @@ class Chains:
             return n.target(*args, **kwargs)
 
         return lambda x: value(node, x)
+
+
+def _name_of(node: fx.Node) -> str:
+    """The module, function or method that a node calls."""
+    if node.op == "call_module":
+        return str(node.target)
+    if node.op == "call_method":
+        return f"the method {node.target} of a tensor"
+    return getattr(node.target, "__name__", str(node.target))
 
 
 def _in_both_modes(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -363,9 +363,8 @@ def _find_unit(
         unit = unit_of(module, opened, takes_norms=takes_norms)
     except Untraceable as refusal:
         return None, str(refusal) if looks_convertible else None
-    if unit is None:
-        reason = "its forward is not a chain of linears, norms and activations that fuser has"
-        return None, reason if looks_convertible else None
+    if isinstance(unit, str):
+        return None, unit if looks_convertible else None
     if unit.is_one_chain and not is_proved(module, unit):
         return None, "its values differ from those of " + unit.text
     why_not = (_has_plain_weights(module) and unit.refusal(module)) or why_no_subclass(module)

@@ -51,7 +51,7 @@ BOOKKEEPING = ("_fuser", "_fsdp", "_is_fsdp", "__composable")
 def attributes_of(module: torch.nn.Module) -> tuple[object, ...]:
     """What a module computes with besides its parameters and children: numbers, and objects."""
     own = [
-        (name, value if _is_plain(value) else id(value))
+        (name, value if is_plain(value) else id(value))
         for name, value in module.__dict__.items()
         if name not in INTERNALS and not name.startswith(BOOKKEEPING)
     ]
@@ -59,10 +59,10 @@ def attributes_of(module: torch.nn.Module) -> tuple[object, ...]:
     return original_class(module).forward, *own, *buffers  # type: ignore[attr-defined]
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
     """Whether a value never changes, and equals those with which the same is computed."""
     if type(value) is tuple:
-        return all(_is_plain(item) for item in value)
+        return all(is_plain(item) for item in value)
     return isinstance(value, (bool, int, float, str))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fuser import basic_ops, fused_ops
 from fuser.conversion.joined import joined
 from fuser.conversion.modules import child_of, hooks_of, original_class
-from fuser.op import COMPUTE_DTYPES, FusedOperation, FusibleOperation
+from fuser.op import COMPUTE_DTYPES
 
 PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
 """The classes of a weight that fuser computes with; others are quantized or sharded by others."""
@@ -313,7 +313,7 @@ class Chain:
         return [module for part in self.parts for module in part.modules(owner)]
 
     def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
-        """The present parameters, in the order of :func:`slots_of`."""
+        """The present parameters, in the order of their places in the ops."""
         return [value for part in self.parts for value in part.values(owner)]
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
@@ -348,19 +348,3 @@ class Chain:
     @property
     def text(self) -> str:
         return ", ".join(part.text for part in self.parts if part.text)
-
-
-def slots_of(modules: Sequence[torch.nn.Module]) -> list[tuple[dict[str, Any], str]]:
-    """The places of the parameters of all ops in ``modules``."""
-    ops: list[Any] = []
-    for module in modules:
-        if isinstance(module, FusedOperation):
-            ops += module.members
-        elif isinstance(module, FusibleOperation):
-            ops.append(module)
-    return [
-        (op._parameters, name)
-        for op in ops
-        for name, value in op._parameters.items()
-        if value is not None
-    ]

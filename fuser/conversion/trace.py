@@ -107,6 +107,8 @@ def traced(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> fx.G
                 raise
             except Exception as error:
                 sentence = str(error).partition("\n")[0] or type(error).__name__
+                if "control flow" in sentence:
+                    raise Untraceable("its forward has an if or a loop on a tensor") from None
                 raise Untraceable(f"torch.fx cannot trace its forward: {sentence:.150}") from None
             if [attributes_of(m) for m in tried.modules()] != before:
                 raise Untraceable("its forward sets attributes")

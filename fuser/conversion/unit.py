@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,19 +16,24 @@ from torch.fx.node import map_aggregate
 from fuser import fused_ops
 from fuser.basic_ops import GroupedLinear
 from fuser.conversion.chains import ADDITIONS, Chains, FoundChain
+from fuser.conversion.known_modules import KnownModules
 from fuser.conversion.modules import attributes_of, child_of, original_class
-from fuser.conversion.parts import Chain, LinearPart, ModulePart, slots_of
+from fuser.conversion.parts import Chain, LinearPart, ModulePart
 from fuser.conversion.trace import OTHER_KEYWORDS, parameters_of, traced
 from fuser.errors import StateError
 from fuser.op import CallResult
 from fuser.plan.rebuilt import budget
 from fuser.precision.contexts import autocast
+from fuser.runtime.given_parameters import GivenParameters, ParameterPlaces
 from fuser.runtime.repeated_forward import keeping_inputs
+from fuser.runtime.traced import traced_call
 from fuser.sequential import Sequential
-from fuser.torch_private import has_global_hooks
+from fuser.torch_private import forward_ad_level, has_global_hooks, is_functorch_active
 
 REQUIRED = "no default"
 """The default of an input that every call gives."""
+
+NO_CHAIN = "its forward is not a chain of linears, norms and activations that fuser has"
 
 # What a step between chains may call: it has no effect but its result.
 FUNCTIONS = (operator.getitem, *ADDITIONS, operator.mul)
@@ -144,6 +148,10 @@ class Runner:
             (path, _names_of_children(child_of(owner, path)))
             for path in dict.fromkeys(p for c in (*called, *paths) for p in _paths_above(c))
         ]
+        kept = [name for pipeline in self.pipelines.values() for name, _ in pipeline.own_modules]
+        above = [path for name in kept for path in _paths_above(name)]
+        self._looked_at = list(dict.fromkeys(("", *paths, *above, *(p for p, _ in self._children))))
+        self._known = KnownModules()
         self._attributes = [
             (path, attributes_of(child_of(owner, path)))
             for path in ("", *paths)
@@ -152,11 +160,24 @@ class Runner:
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
         """As of the unit; also if the owner, or a child that is not called, computes otherwise."""
+        # Dynamo has no addresses of objects; a graph is of the attributes that it was traced with.
+        if torch.compiler.is_compiling():
+            return self._refusal(owner, ())
+        if is_functorch_active() or forward_ad_level() >= 0:
+            return "torch.func or forward-mode AD transforms its call, which no pipeline can be in"
+        if not has_global_hooks() and self._known.are_as_noted(owner):
+            return None
+        refusal = self._refusal(owner, self._attributes)
+        if refusal is None:
+            self._known.note(child_of(owner, path) for path in self._looked_at)
+        return refusal
+
+    def _refusal(
+        self, owner: torch.nn.Module, compared: Iterable[tuple[str, tuple[object, ...]]]
+    ) -> str | None:
         refusal = self.unit.refusal(owner)
         if refusal is not None:
             return refusal
-        # Dynamo has no addresses of objects; a graph is of the attributes that it was traced with.
-        compared = () if torch.compiler.is_compiling() else self._attributes
         for path, attributes in compared:
             if attributes_of(child_of(owner, path)) != attributes:
                 return f"an attribute of {path or 'it'} was changed"
@@ -213,20 +234,13 @@ class Pipeline:
         self.chain = chain
         modules = chain.pipeline_modules(owner)
         self.sequential = Sequential(*modules)
-        self.slots = slots_of(modules)
+        self.places = ParameterPlaces(modules)
         names = [part.name for part in chain.parts if isinstance(part, ModulePart)]
         self.own_modules = [(name, child_of(owner, name)) for name in names]
         with_weights = [m for m in modules if isinstance(m, (fused_ops.Linear, GroupedLinear))]
         weights = [name for part in chain.parts for name in part.weights]
         self.linears = list(zip(weights, with_weights, strict=True))
         """The ops that multiply by weights, by the path of these from the owner."""
-        self._lock = threading.RLock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
 
     def __call__(self, owner: torch.nn.Module, inputs: Sequence[Any], is_quantized: bool) -> Any:
         """The output of the pipeline; ``inputs`` are the main one and those of its sums.
@@ -248,34 +262,29 @@ class Pipeline:
         def run(owner: Any, *tensors: torch.Tensor, op_kwargs: None = None) -> CallResult:
             return self._run(owner, tensors, is_quantized)
 
-        if torch.compiler.is_compiling():
+        is_kept = budget.limit.memory_budget != 0 or not torch.is_grad_enabled()
+        if is_kept or torch.compiler.is_compiling():
             return run(owner, x, *others)
-        with self._lock:  # two threads would give the ops two parameters
-            if budget.limit.memory_budget == 0 and torch.is_grad_enabled():
-                # The parameters are here in this call alone, so this call is repeated in backward.
-                return keeping_inputs(owner, run, (x, *others), None)
-            return run(owner, x, *others)
+        # The parameters are here in this call alone, so this call is repeated in backward.
+        return keeping_inputs(owner, run, (x, *others), None)
 
     def _run(
         self, owner: torch.nn.Module, tensors: Sequence[torch.Tensor], is_quantized: bool
     ) -> CallResult:
-        context = contextlib.nullcontext() if is_quantized else autocast(enabled=False)
-        before = [held[name] for held, name in self.slots]
-        try:
-            for (held, name), value in zip(self.slots, self.chain.values(owner), strict=True):
-                held[name] = value
-            with context:
-                return self.sequential(*tensors)
-        finally:
-            # A joined weight would otherwise live, with its graph, until the next call.
-            for (held, name), value in zip(self.slots, before, strict=True):
-                held[name] = value
+        with contextlib.nullcontext() if is_quantized else autocast(enabled=False):
+            values = self.chain.values(owner)
+            if torch.compiler.is_compiling():
+                x, *others = tensors
+                given = GivenParameters(self.places, values)
+                traced: CallResult = traced_call(self.sequential, x, tuple(others), {}, given)
+                return traced
+            return self.places.called_with(values, self.sequential, *tensors)
 
 
 def unit_of(
     module: torch.nn.Module, opened: Sequence[torch.nn.Module], *, takes_norms: bool = True
-) -> Unit | None:
-    """The unit of a module's forward, with norms or without; None if no chain is worth it.
+) -> Unit | str:
+    """The unit of a module's forward, with norms or without; why it has none.
 
     Raises
     ------
@@ -295,20 +304,20 @@ def unit_of(
             ends[node] = found
             taken |= found.nodes
     if not ends:
-        return None
+        return chains.stop(nodes) or NO_CHAIN
     parameters = parameters_of(module)
     defaults = {p.name: p.default for p in parameters}
     optional = {p.name for p in parameters if p.default is not p.empty}
     for found in ends.values():
         if any(n.op == "placeholder" and n.target in optional for n in found.inputs):
-            return None  # it may be no tensor
+            return NO_CHAIN  # it may be no tensor
         paths = [
             name for part in found.parts if isinstance(part, LinearPart) for name in part.names
         ]
         linears = [child_of(module, path) for path in paths]
         every = [m for _, m in module.named_modules(remove_duplicate=False)]
         if any(sum(m is linear for m in every) > 1 for linear in linears):
-            return None  # a linear under two names, which may be two later
+            return NO_CHAIN  # a linear under two names, which may be two later
     inputs: list[tuple[str, Any]] = []
     places: dict[Any, Any] = {}
     steps: list[Step] = []
@@ -337,7 +346,7 @@ def unit_of(
             continue
         else:
             if node.op != "call_module" and node.target not in FUNCTIONS:
-                return None
+                return chains.stop(nodes) or NO_CHAIN
             keywords = {k: v for k, v in node.kwargs.items() if k != OTHER_KEYWORDS}
             takes_others = len(keywords) < len(node.kwargs)
             step = Step(

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from fuser.plan.devices import Device, precision_of
 from fuser.torch_private import TorchDispatchMode, pytree, storage_of
@@ -87,6 +86,8 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_free = func.is_view or name.startswith(ALLOCATES) or name == "detach"
         if self._is_inside or is_free or func.namespace == "prim":
             return result
+        from torch.utils.flop_counter import flop_registry  # it imports Triton
+
         formula = flop_registry.get(func.overloadpacket)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
         self.list(name, flops, (args, kwargs), result)
@@ -134,6 +135,8 @@ class _Attention(TorchFunctionMode):
         query, key, value = (given[name] for name in names[:3])
         batch, heads = math.prod(query.shape[:-3]), math.prod(query.shape[-3:-2])
         shapes = [(batch, heads, *tensor.shape[-2:]) for tensor in (query, key, value)]
+        from torch.utils.flop_counter import sdpa_flop_count
+
         flops = int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
         if given.get("is_causal"):
             flops //= 2  # half of the pairs are masked, and skipped

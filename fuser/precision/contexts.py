@@ -19,7 +19,7 @@ from fuser.errors import InputTypeError, refuse_unknown
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.observation import Steps, observing
-from fuser.torch_private import graph_break
+from fuser.torch_private import call_while_tracing, graph_break, traced_graph, traced_subject
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -48,23 +48,54 @@ INSIDE = "inside "
 """The beginning of the key of a recipe that was entered in a graph, whatever its callers use."""
 
 
-_called_inside: tuple[object, ...] = ()
-"""The ops that were called in the autocast that the traced code is in."""
+class EnteredInGraph:
+    """The autocasts that traced code is in; Dynamo does not see it.
 
-
-def is_called_again_inside(ops: Iterable[object]) -> bool:
-    """In traced code: whether an op has been called in this autocast before; notes that it is.
-
-    The step of delayed scaling of an autocast that a graph enters ends with each op.
+    A checkpoint in a graph takes no write of traced code into anything outside of it.
     """
-    global _called_inside
-    before = _called_inside
-    _called_inside = (*before, *ops)
-    return any(op is other for op in ops for other in before)
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        """Those of their recipes, the innermost last."""
+        self._called: set[int] = set()
+
+    def are_called_again(self, ops: Iterable[object]) -> bool:
+        """Whether one of ``ops`` has been called in the outermost of them; notes that all are.
+
+        The step of delayed scaling of an autocast that a graph enters ends with each op.
+        """
+        called = set(map(id, ops))
+        is_again = not called.isdisjoint(self._called)
+        self._called |= called
+        return is_again
+
+    def enter(self, key: str) -> None:
+        if not self.keys:
+            self._called = set()
+        self.keys.append(INSIDE + key)
+
+
+_entered_in_graphs: weakref.WeakKeyDictionary[Any, EnteredInGraph] = weakref.WeakKeyDictionary()
+
+
+def entered_in(context: Any) -> EnteredInGraph:
+    """The autocasts that the code is in which Dynamo traces."""
+    return _entered_in_graphs.setdefault(traced_graph(context), EnteredInGraph())
+
+
+def _enter_traced(context: Any) -> None:
+    entered_in(context).enter(traced_subject(context))
+
+
+def _exit_traced(context: Any) -> None:
+    entered_in(context).keys.pop()
 
 
 def recipe_key_here() -> str:
-    """The key of the recipe in effect, for code that Dynamo traces; empty without one."""
+    """For traced code outside of the autocasts that it enters: the key of the recipe in effect.
+
+    Empty without one.
+    """
     return _recipe_key
 
 
@@ -220,17 +251,14 @@ class autocast(contextlib.ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> None:
-        global is_autocast_used, _recipe_key, _called_inside
+        global is_autocast_used, _recipe_key
         if is_dynamo_compiling():
             if self.amax_reduction_group is not None:
                 graph_break(
                     "autocast with an amax_reduction_group is entered in a graph: enter it around "
                     "the compiled function."
                 )
-            self._outer = (_recipe_key, _called_inside)
-            if not _recipe_key.startswith(INSIDE):
-                _called_inside = ()
-            _recipe_key = INSIDE + self._key
+            call_while_tracing(_enter_traced, self._key)
             return
         is_autocast_used = True
         _keys_of_threads.pop(get_ident(), None)
@@ -244,9 +272,9 @@ class autocast(contextlib.ContextDecorator):
         _active_recipe.set(self.recipe)
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        global _recipe_key, _called_inside
+        global _recipe_key
         if is_dynamo_compiling():
-            _recipe_key, _called_inside = self._outer
+            call_while_tracing(_exit_traced, self._key)
             return
         scopes = _scopes.get()
         place = len(scopes) - 1

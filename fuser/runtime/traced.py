@@ -21,13 +21,11 @@ from fuser.op import BasicOperation, FusibleOperation
 from fuser.op.fusible import traces_ops
 from fuser.op.structure import REFUSED, structure_of
 from fuser.plan.rebuilt import limit_here
-from fuser.precision.contexts import (
-    is_called_again_inside,
-    recipe_key_here,
-)
+from fuser.precision.contexts import EnteredInGraph, entered_in, recipe_key_here
 from fuser.runtime.compiled import forward, forward_on_host
 from fuser.runtime.compiled_passes import lock
 from fuser.runtime.compiled_runner import quantizing
+from fuser.runtime.given_parameters import GivenParameters
 from fuser.runtime.local_parts import check_gates, check_placement
 from fuser.runtime.pipeline import OperationFuser, registered_count
 from fuser.runtime.quantized_parameters import QuantizedParameters
@@ -84,13 +82,20 @@ class Trace(NamedTuple):
     """The fused ops in it."""
     is_checkpointed: bool = False
     """Whether the call is in a checkpoint inside the graph, which runs it again."""
+    recipe_key: str | None = None
+    """That of the innermost autocast that the graph enters; None outside of all of them."""
+    is_repeated: bool = False
+    """Whether one of its ops was called before in the outermost of them."""
 
 
 def _prepare_traced(context: Any) -> None:
-    prepare(traced_subject(context), is_checkpointed=is_traced_in_checkpoint(context))
+    is_checkpointed = is_traced_in_checkpoint(context)
+    prepare(traced_subject(context), entered_in(context), is_checkpointed=is_checkpointed)
 
 
-def prepare(container: Any, *, is_checkpointed: bool = False) -> None:
+def prepare(
+    container: Any, entered: EnteredInGraph | None = None, *, is_checkpointed: bool = False
+) -> None:
     """Before a call is traced: make the :class:`Trace` of a container or an op."""
     global _trace
     with lock, outside_fake_mode():
@@ -99,9 +104,11 @@ def prepare(container: Any, *, is_checkpointed: bool = False) -> None:
             paths[id(module.__dict__)] = tuple(name.split(".")) if name else ()
         parts: list[Pipeline | Path]
         if isinstance(container, BasicOperation):
+            pipelines = [container._own_pipeline()]
             parts = [_pipeline(container._own_pipeline(), paths)]
         else:
             segments = _segments_of(container).parts
+            pipelines = [s.pipeline for s in segments if isinstance(s, PipelineSegment)]
             parts = [_part(segment, paths) for segment in segments]
         if len(parts) > 1 and not all(_is_open(part) for part in parts):
             parts = [Pipeline(f"channels or extra tensors cross {_modules_between(segments)}")]
@@ -110,7 +117,13 @@ def prepare(container: Any, *, is_checkpointed: bool = False) -> None:
             for module in container.modules()
             if isinstance(module, FusibleOperation) and module.is_fused_op
         )
-        _trace = Trace(tuple(parts), tuple(container._modules), composites, is_checkpointed)
+        keys = [] if entered is None else entered.keys
+        ops = [op for pipeline in pipelines for op in pipeline.basic_ops]
+        _trace = Trace(
+            *(tuple(parts), tuple(container._modules), composites, is_checkpointed),
+            recipe_key=keys[-1] if keys else None,
+            is_repeated=entered is not None and entered.are_called_again(ops),
+        )
 
 
 _trace: Trace
@@ -203,32 +216,39 @@ def _summed_over(op: BasicOperation, name: str, parameter: Any) -> int | None:
 
 
 def traced_call(
-    container: Any, x: torch.Tensor, extras: tuple[torch.Tensor, ...], keywords: Mapping[str, Any]
+    container: Any,
+    x: torch.Tensor,
+    extras: tuple[torch.Tensor, ...],
+    keywords: Mapping[str, Any],
+    given: GivenParameters | None = None,
 ) -> Any:
-    """The call of a container or an op, as Dynamo traces it."""
+    """The call of a container or an op, as Dynamo traces it, with its parameters or those given."""
     if torch.compiler.is_dynamo_compiling():
         call_while_tracing(_prepare_traced, container)
     else:
         prepare(container)
     trace = _trace_made_last()
-    # Compared by each call of the graph.
-    composites = [_at(container, path)._structure for path in trace.composites]
-    given = {name: value for name, value in keywords.items() if value}
-    reason = "" if len(given) == 0 else "it has keyword arguments for its ops"
+    present = {name: value for name, value in keywords.items() if value}
+    reason = "" if len(present) == 0 else "it has keyword arguments for its ops"
     # Dynamo of torch 2.11 compares tuples of names for equality only.
     are_present = tuple(container._modules) == trace.names
     if not are_present:
         reason = "its modules have changed while it was traced"
+    if given is not None and reason == "":
+        refusals = [part.refusal for part in trace.parts if isinstance(part, Pipeline)]
+        reason = max(refusals)
     if reason != "":
-        return _broken(container, None, x, extras, keywords, reason)
+        return _broken(container, None, x, extras, keywords, given, reason)
     if len(trace.parts) == 1 and isinstance(trace.parts[0], Pipeline):
-        return _traced_pipeline(container, None, trace.parts[0], x, extras, composites)
+        return _traced_pipeline(container, None, trace, x, extras, given, 0)
     if extras:
-        return _broken(container, None, x, extras, keywords, "it takes no extra inputs")
+        return _broken(container, None, x, extras, keywords, given, "it takes no extra inputs")
     result: Any = x
+    first = 0
     for number, part in enumerate(trace.parts):
         if isinstance(part, Pipeline):
-            result = _traced_pipeline(container, number, part, result, (), composites)
+            result = _traced_pipeline(container, number, trace, result, (), given, first)
+            first += len(part.parameters)
         else:
             result = _at(container, part)(result)
     return result
@@ -237,12 +257,17 @@ def traced_call(
 def _traced_pipeline(
     container: Any,
     number: int | None,
-    pipeline: Pipeline,
+    trace: Trace,
     x: torch.Tensor,
     extras: tuple[torch.Tensor, ...],
-    composites: list[str],
+    given: GivenParameters | None,
+    first_given: int,
 ) -> Any:
-    """The call of part ``number`` of a container, which is a pipeline; None if it is all of it."""
+    """The call of part ``number`` of a container, which is a pipeline; None if it has no other.
+
+    Its parameters are those of its ops, or given from ``first_given`` on.
+    """
+    pipeline: Any = trace.parts[0 if number is None else number]
     reason = pipeline.refusal
     if reason == "" and len(extras) != pipeline.extra_inputs:
         reason = f"it takes {pipeline.extra_inputs} extra inputs and got {len(extras)}"
@@ -251,13 +276,17 @@ def _traced_pipeline(
     if reason == "" and x.is_meta:
         reason = "its input is on the meta device"
     if reason != "":
-        return _broken(container, number, x, extras, {}, reason)
+        return _broken(container, number, x, extras, {}, given, reason)
     ops = [_at(container, path) for path in pipeline.ops]
     # Compared by each call of the graph, and so traced again after a change of an op.
     structures = [op._structure for op in ops]
+    composites = [_at(container, path)._structure for path in trace.composites]
     training = [op.training for op in ops]
     fusions = [fusion.__qualname__ for fusion in getattr(container, "_fusions", ())]
-    parameters = [ops[i]._parameters[name] for i, name in pipeline.parameters]
+    if given is None:
+        parameters = [ops[i]._parameters[name] for i, name in pipeline.parameters]
+    else:
+        parameters = list(given.values[first_given : first_given + len(pipeline.parameters)])
     if True in pipeline.distributed:
         pairs = zip(parameters, pipeline.distributed, strict=True)
         parameters = [p.to_local() if is_distributed else p for p, is_distributed in pairs]
@@ -271,7 +300,7 @@ def _traced_pipeline(
     own = getattr(container, "_memory_budget", None)
     call = describe(
         pipeline.structure,
-        recipe_key_here(),
+        recipe_key_here() if trace.recipe_key is None else trace.recipe_key,
         torch.is_grad_enabled(),
         device,
         autocast,
@@ -280,18 +309,18 @@ def _traced_pipeline(
         tuple(facts),
         tuple(training),
         tuple(structures + fusions + composites),
-        _trace_made_last().is_checkpointed,
+        trace.is_checkpointed,
         limit_here() if own is None else own.limit[:],
         registered_count(),
     )
     reason = call.refusal
-    if call.is_inside and is_called_again_inside(ops):
+    if call.is_inside and trace.is_repeated:
         reason = (
             "an op is called twice in an autocast with delayed scaling that the graph enters; "
             "enter it around the compiled function"
         )
     if reason != "":
-        return _broken(container, number, x, extras, {}, reason)
+        return _broken(container, number, x, extras, {}, given, reason)
     drawn = [i for i in pipeline.dropouts if training[i]]
     # Made in the graph: a recomputation gets the same ones, and a replay others.
     seeds = [torch.randint(MOST_DROPOUT, (2,), device=x.device) for _ in drawn]
@@ -309,6 +338,7 @@ def _broken(
     x: torch.Tensor,
     extras: tuple[torch.Tensor, ...],
     keywords: Mapping[str, Any],
+    given: GivenParameters | None,
     reason: str,
 ) -> Any:
     """The call of part ``number`` of a container, or of all of it, outside of the graph."""
@@ -320,7 +350,7 @@ def _broken(
         f"a {type(container).__name__} is called outside of the graph: {reason}. Without "
         "fullgraph=True it runs between two graphs."
     )
-    return _called_outside(container, number, x, extras, keywords)
+    return _called_outside(container, number, x, extras, keywords, given)
 
 
 def _at(module: Any, path: Path) -> Any:
@@ -336,10 +366,14 @@ def _called_outside(
     x: torch.Tensor,
     extras: tuple[torch.Tensor, ...],
     keywords: Mapping[str, Any],
+    given: GivenParameters | None,
 ) -> Any:
-    if number is None:
-        return container.forward(x, *extras, **keywords)
-    return _segments_of(container).parts[number].call(x, (), None)
+    def call() -> Any:
+        if number is None:
+            return container.forward(x, *extras, **keywords)
+        return _segments_of(container).parts[number].call(x, (), None)
+
+    return call() if given is None else given.places.called_with(given.values, call)
 
 
 def _segments_of(container: Any) -> Segments:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import fuser
+from fuser.runtime.compiled_passes import Passes
 
 VOCABULARY = 96
 
@@ -101,17 +102,24 @@ def tokens(seed: int = 1) -> torch.Tensor:
 
 
 def counted(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """What a call of a model returns, and how many pipelines it ran."""
+    """What a call of a model returns, and how many pipelines it ran, also in compiled graphs."""
     count = 0
-    call = fuser.Sequential.forward
+    call, run = fuser.Sequential.forward, Passes.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal count
         count += 1
         return call(self, *args, **kwargs)
 
+    def in_a_graph(self: Any, given: Any, *, is_fake: bool) -> Any:
+        nonlocal count
+        count += not is_fake
+        return run(self, given, is_fake=is_fake)
+
     fuser.Sequential.forward = forward  # type: ignore[method-assign]
+    Passes.forward = in_a_graph  # type: ignore[method-assign]
     try:
         return model(x), count
     finally:
         fuser.Sequential.forward = call  # type: ignore[method-assign]
+        Passes.forward = run  # type: ignore[method-assign]

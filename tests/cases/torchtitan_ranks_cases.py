@@ -97,8 +97,6 @@ def trained(
 ) -> Any:
     """Losses and the state of a few steps, and how many pipelines each forward ran."""
     torch._dynamo.reset()
-    # As torchtitan: a checkpoint in a graph may hold modules whose forward sets attributes.
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     with on_meta(torch.float32):
         model = titan_like.TitanLike()
         if options is not None:

@@ -7,6 +7,7 @@ up to date with the sources.
 
 from mutants.adapters import ADAPTERS, STATE_DICTS
 from mutants.compiling import COMPILING
+from mutants.converting import CONVERTING
 from mutants.experts import EXPERTS
 from mutants.extending import EXTENDING
 from mutants.graphs import GRAPHS
@@ -36,6 +37,7 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "state": STATE,
     "state dicts": STATE_DICTS,
     "adapters of low rank": ADAPTERS,
+    "conversion": CONVERTING,
     "channels and extra outputs": CHANNELS,
     "tensors computed again": REBUILT,
     "planner": PLANNER,

@@ -160,8 +160,8 @@ COMPILING = (
     Mutant(
         "an op may be called twice in an autocast with delayed scaling that a graph enters",
         "precision/contexts.py",
-        "    return any(op is other for op in ops for other in before)\n",
-        "    return False\n",
+        "        return is_again\n",
+        "        return False\n",
         f"{TEST}test_what_cannot_be_in_a_graph_breaks_it_and_is_named_under_fullgraph",
     ),
     Mutant(

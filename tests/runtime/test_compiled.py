@@ -593,6 +593,36 @@ def test_checkpoints_inside_the_graph(recipe: Any) -> None:
         assert_equal(step(whole(model), model, x), expected)
 
 
+class EachInside(Blocks):
+    """Blocks in checkpoints, each under an autocast of its own."""
+
+    def __init__(self, recipe: Any) -> None:
+        super().__init__(3)
+        self.recipe = recipe
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for one in self.blocks:
+            x = checkpoint(self.quantized, one, x, use_reentrant=False)
+        return x
+
+    def quantized(self, one: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with fuser.autocast(recipe=self.recipe):
+            y: torch.Tensor = one(x)
+        return y
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED], ids=str)
+def test_an_autocast_in_a_checkpoint_inside_the_graph(recipe: Any) -> None:
+    model, x = EachInside(recipe), rows()
+    other = copy.deepcopy(model)
+    function = whole(model)
+    assert_equal(step(function, model, x), step(other, other, x))
+    # The graph is of this autocast, whatever is around it.
+    with fuser.autocast(recipe=MXFP8):
+        step(function, model, x)
+    assert graphs() == 1
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("recipe", [None, CURRENT], ids=str)
 def test_a_compiled_model_in_a_checkpoint(recipe: Any, use_reentrant: bool) -> None:
@@ -725,6 +755,7 @@ DELAYED_RUNS: dict[str, tuple[Run, Callable[[], torch.nn.Module]]] = {
     "checkpoint inside": (one_step, lambda: Blocks(in_checkpoints=True)),
     "two in one step, checkpointed": (two_forwards_in_one_step, lambda: Blocks(2, True)),
     "turned order, checkpointed": (backwards_in_turned_order, lambda: Blocks(2, True)),
+    "checkpoint inside an autocast inside": (one_step, lambda: Inside(in_checkpoints=True)),
     "checkpoint around": (checkpointed(use_reentrant=False), Blocks),
     "reentrant checkpoint around": (checkpointed(use_reentrant=True), Blocks),
     "autocast inside": (step, Inside),

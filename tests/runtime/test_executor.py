@@ -1017,12 +1017,16 @@ class OwnGELU(fuser.GELU):
         return super().op_forward(*args, **kwargs)
 
 
+# torch 2.11 makes a frame of what follows a graph break, also if that breaks the graph at once.
+FRAMES = 11 if torch.__version__.startswith("2.11.") else 10
+
+
 @pytest.mark.parametrize("called", [False, True], ids=["before-a-call", "after-a-call"])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     ("build", "frames"),
     [
-        (lambda: fuser.Sequential(OwnGELU(), fuser.GELU()), 10),
+        (lambda: fuser.Sequential(OwnGELU(), fuser.GELU()), FRAMES),
         (lambda: fuser.OperationFuser([fuser.GELU(), fuser.Bias(8)]), 3),
     ],
     ids=["an op of a user", "pipeline"],
