@@ -49,6 +49,7 @@ PACKAGES = (
     "conversion",
     "inspection",
     "testing",
+    "demo",
     "te",
     "integrations",
     "ops",

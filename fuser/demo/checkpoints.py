@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from parallel import Ranks, local, own_experts
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fuser
+from fuser.demo.parallel import Ranks, local, own_experts
 
 # One entry for each tensor of the optimizer, by the name of its parameter.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
