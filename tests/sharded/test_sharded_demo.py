@@ -75,7 +75,7 @@ def test_only_the_first_rank_prints_the_sharding_and_the_results(tmp_path: Path)
         "Training with fuser feed-forward blocks:\n",
         "Training with plain feed-forward blocks:\n",
         "The first 2 steps with plain torch blocks",
-        f"In {tmp_path}: losses.csv",
+        f"\nWritten:\n  {tmp_path / 'losses.csv'}\n",
     ):
         assert text.count(once) >= 1, once
         assert text.count(once) == 1 or "all-gather" in once
