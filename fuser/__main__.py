@@ -33,9 +33,6 @@ from fuser.sequential import Sequential
 from fuser.testing.doctor import diagnose
 from fuser.version import __version__
 
-# When the program began, for commands that say how long they take: imports are processor time.
-STARTED = time.perf_counter() - time.process_time() if __name__ == "__main__" else None
-
 # Rows of the input to plan for; bytes a token do not depend on this number.
 ROWS = 8192
 
@@ -125,7 +122,16 @@ def _doctor(options: argparse.Namespace) -> int:
 def _demo(args: list[str]) -> int:
     from fuser.demo import train_lm  # loads much of torch that other commands do not need
 
-    return train_lm.main(args, STARTED)
+    return train_lm.main(args, time.perf_counter() - _age() if __name__ == "__main__" else None)
+
+
+def _age() -> float:
+    """The seconds since this process began, of which imports took most."""
+    try:
+        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):  # not on Linux: without the time of waiting
+        return time.process_time()
 
 
 def _scale(args: list[str]) -> int:
