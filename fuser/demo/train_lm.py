@@ -406,18 +406,18 @@ def train(
         part = int(done * schedule.reports + 1e-9)
         if part == reported:
             continue
-        reported = part
+        reported, is_over = part, part == schedule.reports
         # Reading losses waits for the device, so it happens once per report.
         run.losses += ranks.mean(torch.stack(losses)).tolist()
         seconds = time.perf_counter() - started
         run.rates.append(len(losses) * batch[0].numel() * ranks.size / seconds)
         progress.reported(step, statistics.fmean(run.losses[-len(losses) :]), run.rates[-1])
         losses.clear()
-        if done == 1 or len(run.rates) % REPORTS_PER_VALIDATION == 0:
+        if is_over or len(run.rates) % REPORTS_PER_VALIDATION == 0:
             validate(step)
             if options.checkpoint is not None and learning_rates is None:
                 checkpoints.save(options.checkpoint, step, model, optimizer, ranks)
-        if done == 1:
+        if is_over:
             break
         started = time.perf_counter()
     progress.close()
