@@ -247,9 +247,11 @@ class Ranks:
             if options.tp > 1:
                 styles = fuser.distributed
                 plan = {"1": styles.Replicated, "2": styles.Colwise, "4": styles.Rowwise}
-                made = {path: style(sequence_parallel=options.sp) for path, style in plan.items()}
+                styles_by_path = {
+                    path: style(sequence_parallel=options.sp) for path, style in plan.items()
+                }
                 assert self.mesh is not None
-                parallelize_module(block, self.mesh["tp"], made)
+                parallelize_module(block, self.mesh["tp"], styles_by_path)
 
     def shard(self, model: Any) -> None:
         """Shard parameters over the ranks with different windows, or replicate them."""
@@ -465,11 +467,11 @@ def alike(
     parameters: Iterable[torch.Tensor], apart: Iterable[int] = ()
 ) -> list[list[torch.Tensor]]:
     """Parameters in lists that torch takes together, of one mesh each; ``apart`` has ids."""
-    found: dict[Any, list[torch.Tensor]] = {}
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        found.setdefault((mesh, id(parameter) in apart), []).append(parameter)
-    return list(found.values())
+        by_mesh.setdefault((mesh, id(parameter) in apart), []).append(parameter)
+    return list(by_mesh.values())
 
 
 # -- traffic ----------------------------------------------------------------------

@@ -132,12 +132,12 @@ def planned_kernels(kind: str, name: str, capability: tuple[int, int] | None) ->
         If the recipe cannot be used there.
     """
     dtype = UNQUANTIZED[name][0] if name in UNQUANTIZED else torch.bfloat16
-    made: dict[str, Any] = {"dtype": dtype, "device": "cpu"}
-    inputs = [torch.empty(512, 128, **made, requires_grad=True)]
-    op: BasicOperation = BasicLinear(128, 128, **made)
+    factory: dict[str, Any] = {"dtype": dtype, "device": "cpu"}
+    inputs = [torch.empty(512, 128, **factory, requires_grad=True)]
+    op: BasicOperation = BasicLinear(128, 128, **factory)
     if kind == "experts":
         inputs.append(torch.full((4,), 128))
-        op = GroupedLinear(4, 128, 128, bias=False, **made)
+        op = GroupedLinear(4, 128, 128, bias=False, **factory)
     pipeline = OperationFuser([op])
     recipe = None if name in UNQUANTIZED else recipe_named(name)
     with autocast(enabled=recipe is not None, recipe=recipe), warnings.catch_warnings():
