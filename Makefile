@@ -23,10 +23,12 @@ PYTEST := -m pytest -n auto --dist worksteal
 DEMO_FLAGS ?=
 # make demo MODEL=moe
 MODEL ?= lm
+DEMO_lm := -m fuser demo
+DEMO_moe := examples/train_moe.py
 RECIPE_FLAGS := $(if $(RECIPE),--recipe $(RECIPE)) $(if $(OVERRIDE),--override $(OVERRIDE))
 
 # make demo-sharded SHARDED_FLAGS="--steps 50"; on GPUs SHARDED_FLAGS="--device cuda"
-SHARDED_FLAGS ?= --seconds 15
+SHARDED_FLAGS ?= --seconds 25
 RANKS ?= 2
 # By address, because a machine without a network may not know its own name.
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node $(RANKS)
@@ -58,11 +60,11 @@ REPOSITORY ?=
 	clean
 
 demo: $(VENV)/.ready
-	$(BIN)/python examples/train_$(MODEL).py $(RECIPE_FLAGS) $(DEMO_FLAGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python $(DEMO_$(MODEL)) $(RECIPE_FLAGS) $(DEMO_FLAGS)
 
 demo-sharded: $(VENV)/.ready
-	$(TORCHRUN) examples/train_lm.py --fsdp quantized --recipe current --out out/fsdp $(SHARDED_FLAGS)
-	$(TORCHRUN) examples/train_lm.py --tp $(RANKS) --sp --out out/tp $(SHARDED_FLAGS)
+	$(TORCHRUN) -m fuser demo --fsdp quantized --recipe current --out out/fsdp $(SHARDED_FLAGS)
+	$(TORCHRUN) -m fuser demo --tp $(RANKS) --sp --out out/tp $(SHARDED_FLAGS)
 	$(TORCHRUN) examples/train_moe.py --ep $(RANKS) --out out/ep $(SHARDED_FLAGS)
 
 compare: $(VENV)/.ready

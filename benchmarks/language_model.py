@@ -1,6 +1,6 @@
 """Training steps of a language model of 437 million parameters, in tokens a second.
 
-The model of examples/train_lm.py with 32 layers of width 1024, sequences of 1024 bytes, 8 in a
+The model of fuser/demo/train_lm.py with 32 layers of width 1024, sequences of 1024 bytes, 8 in a
 batch, parameters in fp32, torch's autocast in bf16, and torch's fused AdamW. Variants: plain torch,
 eager and compiled whole, with CUDA graphs or without; feed-forward blocks in fuser, with attention
 in eager torch or compiled, and the model compiled whole; and norms, projections and residuals of
@@ -12,10 +12,8 @@ script.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fuser
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import train_lm
+from fuser.demo import train_lm
 
 SIZES = {"cuda": (32, 1024, 1024, 8), "cpu": (2, 64, 32, 2)}
 NAMES = ("layers", "width", "context", "batch_size")

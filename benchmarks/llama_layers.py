@@ -16,10 +16,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +30,7 @@ from torch.nn import functional as F
 
 import fuser
 from fuser import recipe as recipes
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import corpus
-import train_lm
+from fuser.demo import corpus, train_lm
 
 BF16 = torch.bfloat16
 HEAD = 128

@@ -25,11 +25,13 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import torch
-from corpus import Corpus, library_corpus
 from evidence import environment
 from memory_meter import METHODS, measure
-from progress import make_bar
-from train_lm import (
+
+import fuser
+from fuser.demo.corpus import Corpus, library_corpus
+from fuser.demo.progress import make_bar
+from fuser.demo.train_lm import (
     DTYPES,
     OVERRIDES,
     LanguageModel,
@@ -40,12 +42,11 @@ from train_lm import (
     make_models,
     next_byte_loss,
     smoothed,
+    smoothing_span,
     train,
     training_batches,
     write_losses,
 )
-
-import fuser
 
 # Fewer steps than the demo, because there are fifteen runs; they are compared with bf16.
 DEFAULTS = Options(steps=150, dtype="bfloat16")
@@ -333,7 +334,7 @@ def draw_losses(panel: Any, results: Sequence[Result]) -> None:
     enlarged = panel.inset_axes([0.5, 0.4, 0.48, 0.52])
     last: list[float] = []
     for result in results:
-        curve = smoothed(result.run.losses, SMOOTHING_PARTS)
+        curve = smoothed(result.run.losses, smoothing_span(result.run.losses, SMOOTHING_PARTS))
         for axes in (panel, enlarged):
             axes.plot(range(1, count + 1), curve, **look(result.variant))
         last += curve[-math.ceil(TAIL * count) :]
@@ -358,7 +359,8 @@ def draw_differences(panel: Any, recipe: str, results: Sequence[Result]) -> None
     panel.axhline(0, color="black", lw=1)
     for result in (plain, *(result for result in quantized if result.variant.recipe == recipe)):
         pairs = zip(result.run.losses, reference.run.losses, strict=True)
-        difference = smoothed([ours - theirs for ours, theirs in pairs], SMOOTHING_PARTS)
+        differences = [ours - theirs for ours, theirs in pairs]
+        difference = smoothed(differences, smoothing_span(differences, SMOOTHING_PARTS))
         panel.plot(range(1, len(difference) + 1), difference, **look(result.variant))
     panel.set_title(recipe, color=COLORS[recipe], fontsize=10)
 

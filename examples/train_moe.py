@@ -1,8 +1,8 @@
 """Train a byte-level language model with mixtures of experts, out of fuser pipelines.
 
-The model of train_lm.py, with a router and experts in place of each feed-forward block. It trains
-for a minute, or for ``--seconds``, and then repeats the first steps with experts in plain torch.
-It draws how many tokens each expert got.
+The model of ``python -m fuser demo``, with a router and experts in place of each feed-forward
+block. It trains for most of a minute, or of ``--seconds``, and repeats the first steps with experts
+in plain torch. It draws how many tokens each expert got.
 
     python examples/train_moe.py
     python examples/train_moe.py --experts 16 --experts-per-token 4 --seconds 20
@@ -16,21 +16,21 @@ import argparse
 import csv
 import statistics
 import sys
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import parallel
 import torch
 import torch.nn.functional as F
-import train_lm
-from corpus import library_corpus
-from parallel import Ranks
-from progress import Progress as Reports
 from torch import nn
 
 import fuser
+from fuser.demo import parallel, train_lm
+from fuser.demo.corpus import library_corpus
+from fuser.demo.parallel import Ranks
+from fuser.demo.progress import Progress as Reports
 
 # Steps of the experts that are timed with --cuda-graph, eager and as a graph.
 TIMED_STEPS = 50
@@ -38,7 +38,7 @@ TIMED_STEPS = 50
 
 @dataclass(frozen=True)
 class Options(train_lm.Options):
-    """The command line; that of train_lm.py, and the experts.
+    """The command line; that of the demo, and the experts.
 
     ``balance`` is the factor of the load-balancing loss, which keeps a router from sending all
     tokens to few experts.
@@ -62,7 +62,7 @@ class Mixture(nn.Module):
     """``x`` plus the sum of the outputs of each token's experts, by their probabilities.
 
     Subclasses compute the experts. An expert is ``down(swiglu(up(x)))``; all of them together
-    multiply ``experts_per_token / 2`` times as much as the feed-forward block of train_lm.py.
+    multiply ``experts_per_token / 2`` times as much as the feed-forward block of the demo.
     """
 
     def __init__(self, options: Options) -> None:
@@ -242,7 +242,7 @@ def write_loads(out: Path, progress: Progress) -> None:
         written.append("experts.png")
     except ImportError:
         print("\nNo experts.png: drawing it needs matplotlib; pip install matplotlib.")
-    print(f"In {out}: {', '.join(written)}")
+    train_lm.print_paths(out, written)
 
 
 def draw_loads(path: Path, progress: Progress) -> None:
@@ -342,10 +342,7 @@ def parse(argv: list[str] | None) -> Options:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--seconds", type=float, default=train_lm.SECONDS, help="training time")
-    length.add_argument(
-        "--steps", type=int, default=argparse.SUPPRESS, help="training steps, in place of a time"
-    )
+    train_lm.add_length(length)
     train_lm.add_training_options(parser, default)
     add = parser.add_argument
     add("--experts", type=int, default=default.experts, help="experts of a layer")
@@ -391,8 +388,10 @@ def parse(argv: list[str] | None) -> Options:
 
 def main(argv: list[str] | None = None) -> int:
     """Train, repeat the first steps without fuser, compare, draw; returns the exit status."""
+    started = time.perf_counter()
     with parallel.World.from_environment().one_voice():
         options = parse(argv)
+        print(train_lm.Timetable(started, options.seconds))
         corpus = library_corpus(options.context)
     if corpus is None:
         return 1
@@ -412,9 +411,11 @@ def main(argv: list[str] | None = None) -> int:
         ranks.shard(model)
         print(ranks.described(model, count), end="")
 
+        table = train_lm.Timetable(started, options.seconds, ranks)
         progress = Progress("fuser", model, ranks)
-        runs = [train_lm.train("fuser", model, corpus, options, progress, ranks=ranks)]
-        runs += train_lm.repeated(runs[0], plain, corpus, options, ranks)
+        trained = table.for_training(options)
+        runs = [train_lm.train("fuser", model, corpus, trained, progress, ranks=ranks)]
+        runs += train_lm.repeated(runs[0], plain, corpus, options, table)
 
         train_lm.print_results(runs, plan, options)
         last = progress.loads[-1]
@@ -430,6 +431,7 @@ def main(argv: list[str] | None = None) -> int:
         if ranks.is_first:
             train_lm.write_results(options.out, runs, plan)
             write_loads(options.out, progress)
+        print(table.taken())
     return 0
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -209,6 +209,13 @@ gradient_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 # -- operators ---------------------------------------------------------------------------
+
+
+def leave_out_of_ddp(module: torch.nn.Module, names: Iterable[str]) -> None:
+    """Name parameters and buffers of ``module`` that DistributedDataParallel is not to send."""
+    leave_out: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    leave_out(module, list(names))
+
 
 schema_of = operator.attrgetter("_schema")
 """The names and kinds of the arguments of an operator that ``__torch_dispatch__`` gets."""

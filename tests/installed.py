@@ -22,6 +22,7 @@ DISTRIBUTION = "fuser-ops"
 COMMANDS = {
     "doctor": "fuser runs here, ",
     "plan llama3-8b --device h200": "Plan of llama3-8b, ",
+    "demo --steps 3 --layers 1 --sample-bytes 4": "\nThis took ",
 }
 
 

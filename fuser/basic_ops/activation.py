@@ -260,12 +260,16 @@ class GLU(Activation):
 
 
 class GEGLU(_TwoForms):
-    """``gelu(a) b`` (Shazeer, 2020); the gate ``a`` is the first half of the last dimension.
+    """``gelu(a) b`` (Shazeer, 2020).
+
+    The gate ``a`` is the first half of the last dimension, and the linear part ``b`` the second.
 
     Parameters
     ----------
-    approximate, cache_quantized_input
-        As in :class:`GELU`; the kernels are ``geglu`` and ``geglu_erf``.
+    approximate
+        ``"tanh"``, kernel ``geglu``, or ``"none"``, the erf form, kernel ``geglu_erf``.
+    cache_quantized_input
+        Save the input for backward in E4M3, one byte per element, as :class:`Activation` does.
     """
 
     function = Stage("geglu")
@@ -278,13 +282,19 @@ class QGEGLU(Activation):
 
 
 class ReGLU(Activation):
-    """``relu(a) b`` (Shazeer, 2020); the gate ``a`` is the first half of the last dimension."""
+    """``relu(a) b`` (Shazeer, 2020).
+
+    The gate ``a`` is the first half of the last dimension, and the linear part ``b`` the second.
+    """
 
     function = Stage("reglu")
 
 
 class SReGLU(Activation):
-    """``max(a, 0)^2 b``; the gate ``a`` is the first half of the last dimension."""
+    """``max(a, 0)^2 b``.
+
+    The gate ``a`` is the first half of the last dimension, and the linear part ``b`` the second.
+    """
 
     function = Stage("sreglu")
 
@@ -297,7 +307,7 @@ class SwiGLU(Activation):
     Parameters
     ----------
     cache_quantized_input
-        As in :class:`Activation`.
+        Save the input for backward in E4M3, one byte per element, as :class:`Activation` does.
     glu_interleave_size
         Gate and linear part alternate in blocks of this many columns instead, the gate first.
     """
@@ -312,12 +322,14 @@ class SwiGLU(Activation):
 class SiTUGLU(Activation):
     """``beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2)``.
 
+    The gate ``a`` is the first half of the last dimension, and the linear part ``b`` the second.
+
     Parameters
     ----------
     beta1, beta2
         Soft clipping bounds; finite and positive, else InputError.
     glu_interleave_size
-        As in :class:`SwiGLU`.
+        Gate and linear part alternate in blocks of this many columns instead, the gate first.
     """
 
     def __init__(
@@ -335,6 +347,7 @@ class SiTUGLU(Activation):
 class ClampedSwiGLU(Activation):
     """``g sigmoid(alpha g) (clamp(b, -limit, limit) + offset)`` with ``g = min(a, limit)``.
 
+    The gate ``a`` is the first half of the last dimension, and the linear part ``b`` the second.
     The gradient is zero where a value was clamped.
 
     Parameters
@@ -342,7 +355,7 @@ class ClampedSwiGLU(Activation):
     limit, alpha, glu_linear_offset
         The scalars of the formula; ``limit`` is positive.
     glu_interleave_size
-        As in :class:`SwiGLU`.
+        Gate and linear part alternate in blocks of this many columns instead, the gate first.
     """
 
     def __init__(

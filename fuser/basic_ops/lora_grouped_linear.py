@@ -46,10 +46,22 @@ class LoRAGroupedLinear(LoRAAdapters, GroupedLinear):
 
     Parameters
     ----------
-    num_groups, in_features, out_features, bias, device
-        As in :class:`GroupedLinear`.
-    rank, alpha, dropout, dtype, adapter_dtype
-        As in :class:`LoRALinear`.
+    num_groups
+        The number of groups, such as experts.
+    in_features, out_features
+        Last dimension of the input and of the output.
+    bias
+        Whether each group has a bias, shape ``[out_features]``.
+    device
+        Of the parameters.
+    rank
+        Rows of each ``lora_A`` and columns of each ``lora_B``.
+    alpha
+        The adapters' product is multiplied by ``alpha / rank``; None for 1.
+    dropout
+        The probability with which elements of the adapters' input are zero in training.
+    dtype, adapter_dtype
+        Of weights and biases, and of the adapters; None for torch's default, and for ``dtype``.
     single_grouped_weight
         One parameter ``weight`` for all groups, and so one ``lora_A`` ``[num_groups, rank,
         in_features]`` and one ``lora_B`` ``[num_groups, out_features, rank]``.

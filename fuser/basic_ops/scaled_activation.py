@@ -185,7 +185,19 @@ class ScaledTanhSReLU(ScaledActivation):
 
 
 class ScaledSwiGLU(ScaledActivation):
-    """``silu(a) b * scales``; arguments as in ``SwiGLU``."""
+    """``silu(a) b * scales[..., None]``.
+
+    The gate ``a`` is the first half of the last dimension of x, and the linear part ``b`` the
+    second. The extra input ``scales`` has the shape of x without its last dimension.
+
+    Parameters
+    ----------
+    glu_interleave_size
+        Gate and linear part alternate in blocks of this many columns instead, the gate first.
+    activation_recompute_in_mlp
+        Whether :class:`~fuser.fused_ops.GroupedMLP` computes the activation again in backward, in
+        place of saving it.
+    """
 
     def __init__(
         self,
@@ -200,7 +212,21 @@ class ScaledSwiGLU(ScaledActivation):
 
 
 class ScaledSiTUGLU(ScaledActivation):
-    """``SiTUGLU(x) * scales``; arguments as in ``SiTUGLU``."""
+    """``beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2) * scales[..., None]``.
+
+    The gate ``a`` is the first half of the last dimension of x, and the linear part ``b`` the
+    second. The extra input ``scales`` has the shape of x without its last dimension.
+
+    Parameters
+    ----------
+    glu_interleave_size
+        Gate and linear part alternate in blocks of this many columns instead, the gate first.
+    activation_recompute_in_mlp
+        Whether :class:`~fuser.fused_ops.GroupedMLP` computes the activation again in backward, in
+        place of saving it.
+    beta1, beta2
+        Soft clipping bounds; finite and positive, else InputError.
+    """
 
     def __init__(
         self,
@@ -217,7 +243,21 @@ class ScaledSiTUGLU(ScaledActivation):
 
 
 class ScaledClampedQGeGLU(ScaledActivation):
-    """``ClampedSwiGLU(x) * scales``; arguments as in ``ClampedSwiGLU``."""
+    """``ClampedSwiGLU(x) * scales[..., None]``, whose formula that op has.
+
+    The gate ``a`` is the first half of the last dimension of x, and the linear part ``b`` the
+    second. The extra input ``scales`` has the shape of x without its last dimension.
+
+    Parameters
+    ----------
+    glu_interleave_size
+        Gate and linear part alternate in blocks of this many columns instead, the gate first.
+    activation_recompute_in_mlp
+        Whether :class:`~fuser.fused_ops.GroupedMLP` computes the activation again in backward, in
+        place of saving it.
+    limit, alpha, glu_linear_offset
+        The scalars of the formula; ``limit`` is positive.
+    """
 
     def __init__(
         self,

@@ -54,6 +54,9 @@ class GroupedMLPState(NamedTuple):
 class GroupedMLP(FusedOperation):
     """``y_g = (f(x_g @ up_g.T) * scales) @ down_g.T`` of all groups together.
 
+    The gate of a gated ``f`` is the first half of the first product's columns, or with the
+    activation's ``glu_interleave_size`` every other block of them, from the first one on.
+
     The groups are found once. Under a recipe the rows stay padded from the first product to the
     last: one kernel computes the activation, its product with the scales and both quantized copies.
     In backward one kernel computes and quantizes the activation's gradient, and leaves the parts of

@@ -124,8 +124,17 @@ class LayerNormLinear(InputLayer):
         ``"LayerNorm"`` or ``"RMSNorm"``.
     zero_centered_gamma
         The norm's gain is ``1 + gamma``.
-    init_method, params_dtype, dtype, device, name, options
-        As in :class:`Linear`.
+    init_method
+        Called with the linear's weight to initialise it; None initialises as
+        ``torch.nn.Linear`` does.
+    params_dtype, dtype
+        Of the parameters; two names of one argument.
+    device
+        Of the parameters.
+    name
+        A name for a custom recipe's factory.
+    options
+        Arguments of parallel linears and of other libraries, as in :class:`Linear`.
 
     Raises
     ------
@@ -187,9 +196,19 @@ class LayerNormMLP(InputLayer):
         Last dimension of the input and of the output.
     ffn_hidden_size
         Last dimension of the activation's output; a gated activation's input
-        is twice as wide.
-    eps, bias, normalization, zero_centered_gamma, params_dtype, dtype, device, options
-        As in :class:`LayerNormLinear`.
+        is twice as wide, and its first half is the gate.
+    eps
+        Of the norm.
+    bias
+        Whether the linears have one.
+    normalization
+        ``"LayerNorm"`` or ``"RMSNorm"``.
+    zero_centered_gamma
+        The norm's gain is ``1 + gamma``.
+    params_dtype, dtype
+        Of the parameters; two names of one argument.
+    device
+        Of the parameters.
     activation
         The lower-case name of an activation op, such as ``"gelu"``, the tanh form, or ``"swiglu"``.
     activation_params

@@ -12,9 +12,10 @@ import platform
 import re
 import shutil
 import statistics
+import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +24,16 @@ import numpy
 import torch
 
 import fuser.cuda
-from fuser.basic_ops import GroupedLinear
+from fuser.basic_ops import BasicLinear, GroupedLinear
 from fuser.cuda import module
 from fuser.cuda.module import Installation, Obstacle, installation, obstacle
 from fuser.cuda.probe import probe
-from fuser.errors import EmulationWarning, KernelUnavailable
-from fuser.precision.availability import runs_natively
+from fuser.errors import EmulationWarning, FuserError, KernelUnavailable
+from fuser.op import BasicOperation
+from fuser.precision.availability import GEMMS, runs_natively
 from fuser.precision.contexts import autocast, default_recipe
-from fuser.recipe import RECIPES
+from fuser.precision.quantizer_for import role_format
+from fuser.recipe import NAMES, recipe_named
 from fuser.runtime.pipeline import OperationFuser
 from fuser.version import __version__
 
@@ -42,44 +45,142 @@ OPTIONAL_PACKAGES = (
 )
 
 
-PLAIN_DTYPES = (("fp32", (5, 0)), ("fp16", (7, 0)), ("bf16", (8, 0)))
-"""Unquantized dtypes, and the first compute capability whose matrix products are fast in them."""
+UNQUANTIZED = {
+    "fp32": (torch.float32, (5, 0)),
+    "fp16": (torch.float16, (7, 0)),
+    "bf16": (torch.bfloat16, (8, 0)),
+}
+"""Dtypes without a recipe, and the first compute capability whose products are fast in them."""
+
+COLUMNS = 98
+"""The width of sentences, which are indented by two columns."""
 
 
-def matrix_products(capability: tuple[int, int] | None) -> dict[str, str]:
-    """How matrix products run, by dtype and recipe, on a GPU of ``capability``; None is a CPU."""
-    how = {name: "CPU" for name, _ in PLAIN_DTYPES}
-    if capability is not None:
-        how = {
-            name: "native" if first <= capability else "emulated" for name, first in PLAIN_DTYPES
-        }
-    return how | {
-        recipe.__name__: "native" if runs_natively(recipe(), capability) else "emulated"
-        for recipe in RECIPES
-    }
+PRODUCTS = ("forward", "dgrad", "wgrad")
+"""The products of a linear in a training step."""
+
+OTHER_OPS = "other ops"
 
 
-def products_of_experts(capability: tuple[int, int] | None) -> dict[str, str]:
-    """How a ``GroupedLinear`` in 16 bits runs, as its plan says, in bf16 and under each recipe."""
-    make: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
-    x, sizes = torch.empty(512, 128, **make, requires_grad=True), torch.full((4,), 128)
-    pipeline = OperationFuser([GroupedLinear(4, 128, 128, bias=False, **make)])
-    where = "CPU" if capability is None else "native"
-    how = {}
-    for recipe in (None, *(recipe() for recipe in RECIPES)):
-        with autocast(enabled=recipe is not None, recipe=recipe), warnings.catch_warnings():
-            warnings.simplefilter("ignore", EmulationWarning)  # which the table says
-            if capability is None:
-                plan = pipeline.plan(x, sizes)
-            else:
-                _, plan = pipeline.plan_for_gpu(capability, x, sizes)
-        kernels = ", ".join(step.kernel for step in (*plan.forward, *plan.backward))
-        name = "bf16" if recipe is None else type(recipe).__name__
-        how[name] = (
-            f"{'emulated' if 'emulated' in kernels else where}, "
-            f"{'one by one' if ' x ' in kernels else 'at once'}"
-        )
-    return how
+@dataclass(frozen=True)
+class Support:
+    """How a part of a training step runs: native, emulated or refused, and why if not native.
+
+    A native product multiplies in the format of its operands, an emulated one after they were
+    dequantized; another op is native in kernels of fuser, and emulated by operations of torch.
+    """
+
+    status: str = "native"
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class RecipeSupport:
+    """How the parts of a training step run under a recipe.
+
+    ``parts`` has an entry for each product of a linear and of experts, such as "linear dgrad", and
+    for the other ops. ``is_grouped`` says whether all experts of a product are multiplied at once.
+    """
+
+    parts: dict[str, Support]
+    is_grouped: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """By part, the status and its reason; and whether experts are multiplied at once."""
+        parts = {name: dataclasses.asdict(part) for name, part in self.parts.items()}
+        return {**parts, "experts at once": self.is_grouped}
+
+
+def support(
+    capability: tuple[int, int] | None, no_kernels: Obstacle | None
+) -> dict[str, RecipeSupport]:
+    """How everything runs on a GPU of ``capability``, None for a CPU: by dtype and recipe.
+
+    The products are those that plans of a linear and of experts have there, in 16 bits under a
+    recipe. ``no_kernels`` is the reason why other ops have no kernels, None if they have.
+    """
+    other = Support("emulated", no_kernels.reason) if no_kernels is not None else Support()
+    if capability is None:
+        other = Support("emulated", "kernels run on CUDA GPUs; here torch does their work.")
+    rows: dict[str, RecipeSupport] = {}
+    for name in (*UNQUANTIZED, *NAMES):
+        parts: dict[str, Support] = {}
+        kernels = ""
+        for kind in ("linear", "experts"):
+            try:
+                kernels = planned_kernels(kind, name, capability)
+            except FuserError as error:
+                parts |= {
+                    f"{kind} {product}": Support("refused", str(error)) for product in PRODUCTS
+                }
+                continue
+            for product in PRODUCTS:
+                parts[f"{kind} {product}"] = _product(kind, product, name, kernels, capability)
+        parts[OTHER_OPS] = other
+        rows[name] = RecipeSupport(parts, " x " not in kernels)
+    return rows
+
+
+def planned_kernels(kind: str, name: str, capability: tuple[int, int] | None) -> str:
+    """The kernels of a training step of a linear or of experts, as its plan names them.
+
+    ``name`` is that of a recipe, or of a dtype without one.
+
+    Raises
+    ------
+    FuserError
+        If the recipe cannot be used there.
+    """
+    dtype = UNQUANTIZED[name][0] if name in UNQUANTIZED else torch.bfloat16
+    factory: dict[str, Any] = {"dtype": dtype, "device": "cpu"}
+    inputs = [torch.empty(512, 128, **factory, requires_grad=True)]
+    op: BasicOperation = BasicLinear(128, 128, **factory)
+    if kind == "experts":
+        inputs.append(torch.full((4,), 128))
+        op = GroupedLinear(4, 128, 128, bias=False, **factory)
+    pipeline = OperationFuser([op])
+    recipe = None if name in UNQUANTIZED else recipe_named(name)
+    with autocast(enabled=recipe is not None, recipe=recipe), warnings.catch_warnings():
+        warnings.simplefilter("ignore", EmulationWarning)  # which the table says
+        if capability is None:
+            plan = pipeline.plan(*inputs)
+        else:
+            _, plan = pipeline.plan_for_gpu(capability, *inputs)
+    return ", ".join(step.kernel for step in (*plan.forward, *plan.backward))
+
+
+def _product(
+    kind: str, product: str, name: str, kernels: str, capability: tuple[int, int] | None
+) -> Support:
+    """How one product of a step runs, of which ``kernels`` are all."""
+    where = "a CPU" if capability is None else f"compute capability {_number(capability)}"
+    if name in UNQUANTIZED:
+        first = UNQUANTIZED[name][1]
+        if capability is None or first <= capability:
+            return Support()
+        return Support("emulated", f"{where} comes before {_number(first)}, the first with {name}.")
+    products = [text for text in kernels.split(", ") if "mm" in text]
+    (text,) = (text for text in products if _product_of(text) == product)
+    if "(emulated)" not in text:
+        return Support()
+    if capability is None:
+        return Support("emulated", "a CPU has no products of quantized operands.")
+    recipe = recipe_named(name)
+    roles = GEMMS[PRODUCTS.index(product)]
+    formats = dict.fromkeys(role_format(recipe, role).name for role in roles)
+    grouped = "" if kind == "linear" or not runs_natively(recipe, capability) else "grouped "
+    return Support(
+        "emulated", f"{where} has no {grouped}products of {' and '.join(formats)} operands."
+    )
+
+
+def _product_of(kernel: str) -> str:
+    """Which product of a linear a kernel of a plan is."""
+    return next((name for name in PRODUCTS[1:] if name in kernel), PRODUCTS[0])
+
+
+def _number(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 @dataclass(frozen=True)
@@ -161,7 +262,7 @@ class Diagnosis:
         if _release(self.installation.torch_version) < MINIMUM_TORCH:
             lines.append(f'pip install "torch>={MINIMUM_TORCH[0]}.{MINIMUM_TORCH[1]}"')
         if self.obstacle is not None and (self.has_nvidia_driver or self.obstacle.commands):
-            lines += [self.obstacle.reason, *self.obstacle.commands]
+            lines += [*_wrapped(self.obstacle.reason), *self.obstacle.commands]
         missing = {name for name, version in self.optional if version is None}
         lines += [
             f"{command}   (optional: {use})"
@@ -171,7 +272,7 @@ class Diagnosis:
         return tuple(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as values that JSON has; ``recipes`` are by device, op and recipe."""
+        """The report as values that JSON has; ``recipes`` are by device, recipe and part."""
         return {
             "fuser": __version__,
             "versions": dict(self.versions),
@@ -183,8 +284,7 @@ class Diagnosis:
             },
             "recipes": {
                 device.name: {
-                    "linear": matrix_products(device.capability),
-                    "experts": products_of_experts(device.capability),
+                    name: row.to_dict() for name, row in self._support(device.capability).items()
                 }
                 for device in self.devices
             },
@@ -200,19 +300,21 @@ class Diagnosis:
             ("Versions", _aligned(self.versions)),
             ("Devices", _aligned((device.name, device.model) for device in self.devices)),
             ("CUDA kernels", self._kernel_lines()),
-            ("Matrix products", self._format_lines()),
-            ("Products of experts", self._expert_lines()),
+            ("Recipes", self._recipe_lines()),
             ("torch.compile", _compile_lines(self.installation.torch_version)),
             ("Optional packages", _aligned((n, v or "not installed") for n, v in self.optional)),
             ("To do", self.advice or ("nothing",)),
         )
-        text = [f"{title}\n" + "".join(f"  {line}\n" for line in part) for title, part in sections]
+        text = [
+            f"{title}\n" + "".join(f"  {line}".rstrip() + "\n" for line in part)
+            for title, part in sections
+        ]
         return "\n".join([*text, self.verdict])
 
     def _kernel_lines(self) -> tuple[str, ...]:
         lines = _agreement(self.installation)
         if self.obstacle is not None:
-            lines.append(f"not available: {self.obstacle.reason}")
+            lines += _wrapped(f"not available: {self.obstacle.reason}")
         if self.probe is not None and self.probe.error is None:
             lines.append(
                 f"fuser_probe: right values; first call {self.probe.compile_ms:.0f} ms with "
@@ -223,37 +325,67 @@ class Diagnosis:
         if self.compile_failure is not None:
             lines.append(self.compile_failure.reason)
         elif self.probe is not None and self.probe.error is None:
-            lines.append(f"one kernel of each of {', '.join(one_of_each_source())} compiles")
+            lines += _wrapped(f"one kernel of each of {', '.join(one_of_each_source())} compiles")
         lines.append(
             "They quantize, normalize and run pointwise ops; without them, torch does this."
         )
         return tuple(lines)
 
-    def _table(self, of: Callable[[tuple[int, int] | None], dict[str, str]]) -> tuple[str, ...]:
-        """A row for each name that ``of`` has, and a column for each kind of GPU, or the CPU."""
+    def _support(self, capability: tuple[int, int] | None) -> dict[str, RecipeSupport]:
+        return support(capability, self.obstacle)
+
+    def _recipe_lines(self) -> tuple[str, ...]:
+        """A matrix for each kind of GPU, or else for the CPU: rows are recipes, columns parts."""
         gpus = dict.fromkeys(device.capability for device in self.devices if device.capability)
-        capabilities = tuple(gpus) or (None,)
-        columns = [of(capability) for capability in capabilities]
-        heading = ("", *(f"sm_{c[0]}{c[1]}" if c else "here" for c in capabilities))
-        return _aligned(
-            [heading, *((name, *(column[name] for column in columns)) for name in columns[0])]
-        )
-
-    def _expert_lines(self) -> tuple[str, ...]:
+        lines: list[str] = []
+        for capability in tuple(gpus) or (None,):
+            where = "CPU" if capability is None else f"sm_{capability[0]}{capability[1]}"
+            lines += [*_matrix(where, self._support(capability)), ""]
         return (
-            *self._table(products_of_experts),
-            "At once: one product for all experts of a GroupedLinear; the host does not read their",
-            "numbers of rows. One by one: a product for each, after these were read.",
-        )
-
-    def _format_lines(self) -> tuple[str, ...]:
-        return (
-            *self._table(matrix_products),
-            "Every recipe runs, with its format's exact bytes. An emulated recipe runs its matrix",
-            "products on dequantized operands in fp32, fp16 or bf16.",
+            *lines,
+            *_wrapped(
+                "Every recipe that is not refused computes with its format's exact bytes. Emulated "
+                "products multiply dequantized operands in fp32, fp16 or bf16. Experts at once are "
+                "one product whose rows the host does not read, one by one a product for each. "
+                "Other ops quantize, normalize, activate and add."
+            ),
             f"fuser.autocast() without a recipe, or with recipe=None, is {default_recipe()};",
             "fuser.autocast(enabled=False) turns quantization off.",
         )
+
+
+def _matrix(where: str, rows: dict[str, RecipeSupport]) -> Iterator[str]:
+    """The rows as a table, and below it the reason of what is not native."""
+    columns = ("linear", "", "", "experts", "", "", "", "other")
+    heading = (where, *PRODUCTS, *PRODUCTS, "how", "ops")
+    cells = []
+    for name, row in rows.items():
+        *products, other = (part.status for part in row.parts.values())
+        cells.append((name, *products, "at once" if row.is_grouped else "one by one", other))
+    yield from _aligned([("", *columns), heading, *cells])
+    parts: dict[str, dict[str, list[str]]] = {}
+    for name, row in rows.items():
+        for part, cell in row.parts.items():
+            if cell.reason is not None:
+                parts.setdefault(cell.reason, {}).setdefault(name, []).append(part)
+    for reason, by_recipe in parts.items():
+        # Recipes that share a reason share the parts too, in most cases.
+        for shared in dict.fromkeys(map(tuple, by_recipe.values())):
+            names = [name for name, some in by_recipe.items() if tuple(some) == shared]
+            named = "all" if len(names) == len(rows) else ", ".join(names)
+            yield from _wrapped(f"{named}; {_joined(shared)}: {reason}")
+
+
+def _joined(parts: tuple[str, ...]) -> str:
+    """The names of parts, with one name for all products of an op."""
+    text = ", ".join(parts)
+    for kind in ("linear", "experts"):
+        text = text.replace(", ".join(f"{kind} {product}" for product in PRODUCTS), kind)
+    return text
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, COLUMNS)
 
 
 def _compile_lines(torch_version: str) -> tuple[str, ...]:

@@ -40,8 +40,8 @@ def refusal_by(main: Main, arguments: Sequence[str]) -> str:
     return said.getvalue().splitlines()[-1]
 
 
-def torchrun(script: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """A script on two ranks, as ``make demo-sharded`` starts them; it may import the examples."""
+def torchrun(script: Path | str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """A script, or "-m" and a module, on two ranks; it may import the examples."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(script), *arguments]
     paths = os.pathsep.join([str(EXAMPLES), *sys.path])

@@ -19,11 +19,10 @@ from torch.distributed.tensor import DTensor
 
 sys.path.append(str(EXAMPLES))
 
-import checkpoints
-import parallel
-import train_lm
 import train_moe
-from corpus import Corpus
+
+from fuser.demo import checkpoints, parallel, train_lm
+from fuser.demo.corpus import Corpus
 
 Case = Callable[[], None]
 TINY = {"layers": 2, "width": 32, "heads": 2, "context": 32, "batch_size": 4, "steps": 6}

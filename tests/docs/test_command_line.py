@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,17 +12,18 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import models as models_of_tests
 import pytest
 import torch
 
 import fuser
-from fuser import __main__ as command_line
 from fuser import recipe as recipes
 from fuser.__main__ import main
 from fuser.cuda import module
 from fuser.cuda.module import Installation, Obstacle
+from fuser.demo import train_lm
 from fuser.errors import KernelUnavailable
 from fuser.gemm import native as native_gemm
 from fuser.plan.transformers import PRESETS
@@ -369,27 +371,32 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_demo_hands_its_arguments_on_and_returns_what_the_demo_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    demo = tmp_path / "train_lm.py"
-    demo.write_text(
-        "from dataclasses import dataclass\n"
-        "@dataclass\n"
-        "class Options:\n    args: 'list[str]'\n"
-        "def main(argv=None):\n    print(Options(argv))\n    return 7\n"
-    )
-    monkeypatch.setattr(command_line, "DEMO", demo)
+    demo = mock.Mock(return_value=7)
+    monkeypatch.setattr(train_lm, "main", demo)
     assert main(["demo", "--steps", "3", "--help", "-x"]) == 7
-    assert capsys.readouterr().out == "Options(args=['--steps', '3', '--help', '-x'])\n"
+    demo.assert_called_once_with(["--steps", "3", "--help", "-x"], None)
 
 
-def test_demo_without_the_examples_says_where_to_get_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command_line, "DEMO", tmp_path / "examples" / "train_lm.py")
-    text = complaint(capsys, "demo")
-    assert "examples/train_lm.py" in text
-    assert "repository" in text
+TINY_DEMO = "demo --layers 1 --width 16 --heads 1 --context 16 --batch-size 2 --steps 3"
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan llama3-8b --device h200", TINY_DEMO])
+def test_a_command_warns_of_nothing(command: str, tmp_path: Path) -> None:
+    # From a folder of its own, as an installed package runs it.
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "fuser", *command.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    if command == TINY_DEMO:
+        assert (tmp_path / "out" / "losses.csv").is_file()
+        assert re.search(r"^This took \d+ s\.$", run.stdout, re.M)
 
 
 # -- doctor -------------------------------------------------------------------------
@@ -403,14 +410,10 @@ def test_doctor_in_a_process_of_its_own_returns_0_and_ends_with_the_verdict() ->
     assert lines[0] == f"fuser {fuser.__version__}"
     assert lines[-1].startswith("fuser runs here, on ")
     assert torch.__version__ in run.stdout
-    for section in ("Versions", "Devices", "CUDA kernels", "Matrix products", "To do"):
+    for section in ("Versions", "Devices", "CUDA kernels", "Recipes", "To do"):
         assert section in lines
     if not torch.cuda.is_available():
         assert "CPU" in lines[-1]
-
-
-NAMES_OF_RECIPES = {recipe.__name__ for recipe in recipes.RECIPES}
-GROUPED = {"bf16", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"}
 
 
 def test_a_reader_that_has_enough_ends_the_program_without_a_traceback() -> None:
@@ -525,9 +528,8 @@ def test_something_broken_returns_1_and_the_verdict_says_what(
 def test_a_kernel_that_does_not_compile_is_said_among_the_kernels() -> None:
     failed = dataclasses.replace(HEALTHY, compile_failure=Obstacle("mxfp8.cu does not compile."))
     assert "a launch\n  mxfp8.cu does not compile.\n" in str(failed)
-    assert f"one kernel of each of {', '.join(doctor.one_of_each_source())} compiles" in str(
-        HEALTHY
-    )
+    sources = ", ".join(doctor.one_of_each_source())
+    assert f"one kernel of each of {sources} compiles" in " ".join(str(HEALTHY).split())
     assert {"block_scaling", "mxfp8", "pointwise"} <= set(doctor.one_of_each_source())
 
 
@@ -564,13 +566,13 @@ def test_a_cpu_torch_on_a_machine_with_an_nvidia_driver_is_pointed_out() -> None
         obstacle=reason,
         probe=None,
     )
-    assert on_cpu.advice == (reason.reason,)
+    assert " ".join(on_cpu.advice) == reason.reason
     assert dataclasses.replace(on_cpu, has_nvidia_driver=False).advice == ()
     assert on_cpu.exit_status == 0
 
 
 PLAIN = {"fp32", "fp16", "bf16"}
-TENSORWISE = {"DelayedScaling", "Float8CurrentScaling"}
+TENSORWISE = {"delayed", "current"}
 
 
 @pytest.fixture
@@ -582,51 +584,72 @@ def cuda_13_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     native_gemm.native_gemm.cache_clear()
 
 
+def native(kind: str, rows: dict[str, doctor.RecipeSupport]) -> set[str]:
+    """The recipes of which all products of a linear, or of experts, are native."""
+    products = [f"{kind} {product}" for product in ("forward", "dgrad", "wgrad")]
+    return {
+        name for name, row in rows.items() if all(row.parts[p].status == "native" for p in products)
+    }
+
+
 @pytest.mark.parametrize(
-    ("capability", "native"),
+    ("capability", "linears"),
     [
-        (None, set()),
+        (None, PLAIN),
         ((7, 5), {"fp32", "fp16"}),
         ((8, 0), PLAIN),
         ((8, 9), PLAIN | TENSORWISE),
-        ((9, 0), PLAIN | TENSORWISE | {"Float8RowwiseScaling", "Float8BlockScaling"}),
+        ((9, 0), PLAIN | TENSORWISE | {"rowwise", "block"}),
         ((10, 0), PLAIN | TENSORWISE),
     ],
 )
-def test_the_doctor_knows_what_is_native_on_an_architecture(
-    capability: tuple[int, int] | None, native: set[str], cuda_13_torch: None
+def test_the_doctor_knows_which_products_are_native_on_an_architecture(
+    capability: tuple[int, int] | None, linears: set[str], cuda_13_torch: None
 ) -> None:
-    found = doctor.matrix_products(capability)
-    assert {name for name, how in found.items() if how == "native"} == native
-    plain = "CPU" if capability is None else "emulated"
-    assert {how for name, how in found.items() if name in PLAIN - native} <= {plain}
-    assert {how for name, how in found.items() if name not in PLAIN | native} == {"emulated"}
+    rows = doctor.support(capability, None)
+    assert rows.keys() == PLAIN | recipes.NAMES.keys()
+    assert native("linear", rows) == linears
+    # What is not native in all products has a reason that names the device.
+    device = "a CPU" if capability is None else f"compute capability {capability[0]}."
+    for row in rows.values():
+        for part, cell in row.parts.items():
+            assert (cell.status == "native") == (cell.reason is None)
+            assert part == "other ops" or cell.reason is None or cell.reason.startswith(device)
 
 
 @pytest.mark.parametrize(
-    ("capability", "native", "one_by_one"),
+    ("capability", "experts", "one_by_one"),
     [
-        (None, set(), {"bf16", "Float8RowwiseScaling"}),
-        ((8, 0), {"bf16"}, {"bf16", *NAMES_OF_RECIPES}),
-        ((9, 0), GROUPED | {"Float8RowwiseScaling"}, {"Float8RowwiseScaling"}),
-        ((10, 0), {"bf16"}, {"Float8RowwiseScaling"}),
+        (None, PLAIN, PLAIN | {"rowwise"}),
+        ((8, 0), PLAIN, PLAIN | recipes.NAMES.keys()),
+        ((9, 0), PLAIN | TENSORWISE | {"block", "rowwise"}, {"fp32", "rowwise"}),
+        ((10, 0), PLAIN, {"fp32", "rowwise"}),
     ],
 )
 def test_the_doctor_knows_how_experts_run_on_an_architecture(
     capability: tuple[int, int] | None,
-    native: set[str],
+    experts: set[str],
     one_by_one: set[str],
     cuda_13_torch: None,
 ) -> None:
-    found = doctor.products_of_experts(capability)
-    assert found.keys() == {"bf16", *NAMES_OF_RECIPES}
-    assert {name for name, how in found.items() if how.startswith("native")} == native
-    assert {name for name, how in found.items() if how.endswith("one by one")} == one_by_one
-    assert set(found.values()) <= {
-        f"{how}, {when}"
-        for how in ("CPU", "native", "emulated")
-        for when in ("at once", "one by one")
-    }
+    rows = doctor.support(capability, None)
+    assert native("experts", rows) == experts
+    assert {name for name, row in rows.items() if not row.is_grouped} == one_by_one
+
+
+def test_a_refused_recipe_has_the_sentence_of_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = doctor.planned_kernels
+
+    def refusing(kind: str, name: str, capability: tuple[int, int] | None) -> str:
+        if (kind, name) == ("experts", "mxfp8"):
+            raise fuser.InputError("No experts under mxfp8.")
+        return planned(kind, name, capability)
+
+    monkeypatch.setattr(doctor, "planned_kernels", refusing)
+    report = str(dataclasses.replace(HEALTHY, devices=HEALTHY.devices[:1]))
+    row = next(line.split() for line in report.splitlines() if line.startswith("  mxfp8  "))
+    assert row[1:7] == ["emulated"] * 3 + ["refused"] * 3
+    assert "  mxfp8; experts: No experts under mxfp8.\n" in report
 
 
 def test_the_doctor_prints_its_values_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -634,24 +657,45 @@ def test_the_doctor_prints_its_values_as_json(capsys: pytest.CaptureFixture[str]
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["torch"].startswith(torch.__version__)
     assert found["verdict"].startswith("fuser runs here")
-    assert found["recipes"]["cpu"] == {
-        "linear": doctor.matrix_products(None),
-        "experts": doctor.products_of_experts(None),
-    }
+    assert found["recipes"]["cpu"].keys() == PLAIN | recipes.NAMES.keys()
+    row = found["recipes"]["cpu"]["mxfp8"]
+    products = [f"{kind} {p}" for kind in ("linear", "experts") for p in doctor.PRODUCTS]
+    assert list(row) == [*products, "other ops", "experts at once"]
+    reason = "a CPU has no products of quantized operands."
+    assert row["experts wgrad"] == {"status": "emulated", "reason": reason}
+    assert found["recipes"]["cpu"]["bf16"]["linear dgrad"] == {"status": "native", "reason": None}
     assert HEALTHY.to_dict()["recipes"].keys() == {"cpu", "cuda:0"}
     assert HEALTHY.to_dict()["kernels"]["are_available"]
 
 
-def test_two_kinds_of_gpu_get_a_column_each(cuda_13_torch: None) -> None:
+def test_two_kinds_of_gpu_get_a_matrix_each_with_its_reasons(cuda_13_torch: None) -> None:
     blackwell = doctor.Device("cuda:1", "NVIDIA B200", (10, 0))
     report = str(dataclasses.replace(HEALTHY, devices=(*HEALTHY.devices, blackwell, HOPPER)))
-    headings = [line.split() for line in report.splitlines() if "sm_100" in line]
-    assert headings == [["sm_90", "sm_100"]] * 2
-    blocks = [line.split() for line in report.splitlines() if "Float8BlockScaling" in line]
-    assert blocks == [
-        ["Float8BlockScaling", "native", "emulated"],
-        ["Float8BlockScaling", "native,", "at", "once", "emulated,", "at", "once"],
+    lines = report.splitlines()
+    assert [line.split()[0] for line in lines if " forward " in line and " dgrad " in line] == [
+        "sm_90",
+        "sm_100",
     ]
+    blocks = [line.split() for line in lines if line.startswith("  block  ")]
+    assert blocks == [
+        ["block", *["native"] * 6, "at", "once", "native"],
+        ["block", *["emulated"] * 6, "at", "once", "native"],
+    ]
+    # What is native for linears and not for experts has a reason of its own.
+    reason = "compute capability 10.0 has no grouped products of FP8 operands."
+    assert f"  delayed, current; experts: {reason}" in lines
+    assert "  mxfp8; linear, experts: compute capability 9.0 has no products of MXFP8" in report
+
+
+@pytest.mark.parametrize("capability", [None, (7, 5), (9, 0), (10, 0)])
+def test_the_report_is_at_most_100_columns_wide(
+    capability: tuple[int, int] | None, cuda_13_torch: None
+) -> None:
+    devices = (doctor.Device("cpu", "x86_64"), doctor.Device("cuda:0", "a GPU", capability))
+    missing = module.obstacle(Installation("2.13.0+cpu", None, 0))
+    for no_kernels in (None, missing):
+        report = str(dataclasses.replace(HEALTHY, devices=devices, obstacle=no_kernels))
+        assert max(map(len, report.splitlines())) <= 100
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -21,7 +21,8 @@ import fuser
 sys.path.append(str(EXAMPLES))
 
 import compare_recipes
-import train_lm
+
+from fuser.demo import train_lm
 
 SIZES = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4"]
 STEPS = 12

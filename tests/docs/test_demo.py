@@ -1,42 +1,27 @@
-"""The demo, examples/train_lm.py: it learns, agrees with plain torch and says what it did."""
+"""The demo, fuser/demo/train_lm.py: it learns, agrees with plain torch and says what it did."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
-import importlib
-import importlib.util
 import math
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from paths import EXAMPLES
 from scripts import Terminal, printed_by, refusal_by
 
-SCRIPT = EXAMPLES / "train_lm.py"
+from fuser.demo import corpus as corpora
+from fuser.demo import progress as reports
+from fuser.demo import train_lm
+
 TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4"]
 STEPS = 20
 SAMPLE_BYTES = 60
-
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_lm", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_lm"] = module  # where dataclasses look for annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-train_lm = load_script()
-corpora, reports = (importlib.import_module(name) for name in ("corpus", "progress"))
 
 
 def run_main(out: Path, *arguments: str) -> str:
@@ -207,6 +192,31 @@ def test_steps_fit_into_the_seconds(
     assert again.losses == pytest.approx(run.losses[:5], abs=1e-5)
 
 
+@pytest.mark.parametrize("tick", [0.1, 0.2])
+def test_all_parts_of_the_demo_fit_into_the_time_that_it_says(
+    tick: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(tick)
+    monkeypatch.setattr(train_lm, "time", clock)
+    printed = run_main(tmp_path, "--seconds", "20", "--sample-bytes", "2000")
+    assert printed.startswith("This takes 20 s: training until second 15, then ")
+    # What is beyond the time of a part is one step.
+    assert clock.now < 20.0 + 4 * tick
+    assert printed.endswith(f"This took {clock.now:.0f} s.\n")
+    # Text and plain run end when their time is over, and neither is left out.
+    text = re.search(r"continues 'def ' by (\d+) bytes", printed)
+    assert text is not None
+    assert 0 < int(text[1]) < 2000
+    losses = read_losses(tmp_path)
+    assert 0 < len(losses["plain"]) <= len(losses["fuser"])
+
+
+def test_a_demo_of_steps_has_no_end_of_its_own() -> None:
+    table = train_lm.Timetable(0.0, None)
+    assert table.left(train_lm.COMPARED) == math.inf
+    assert str(table) == "As long as --steps take: reports say how much time is left.\n"
+
+
 def test_the_demo_takes_a_minute_by_default(tmp_path: Path) -> None:
     out = ["--out", str(tmp_path)]
     assert train_lm.parse(out).seconds == 60.0
@@ -230,14 +240,38 @@ def test_pictures_are_drawn(demo: tuple[Path, str]) -> None:
     out, printed = demo
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (out / "plan.svg").read_text()
-    assert printed.endswith(f"In {out}: losses.csv, plan.svg, loss.png\n")
+    names = ("losses.csv", "loss.png", "plan.svg")
+    paths = "".join(f"  {out / name}\n" for name in names)
+    assert f"\nWritten:\n{paths}" in printed
+
+
+def test_both_losses_are_drawn_in_the_same_way_over_whole_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    fused, plain = train_lm.Run("fuser", [5.0, 4.5, 3.0, 2.0]), train_lm.Run("plain", [5.0, 4.0])
+    train_lm.draw_losses(tmp_path / "loss.png", [fused, plain])
+    ((panel, _),) = [figure.axes[:2] for figure in drawn]
+    curves = {
+        name: [list(line.get_ydata()) for line in panel.lines if line.get_color() == color]
+        for name, color in (("fuser", "tab:blue"), ("plain", "tab:red"))
+    }
+    # Each has its losses and a mean over the same number of steps.
+    assert curves["fuser"][:2] == [fused.losses, [4.75, 12.5 / 3, 9.5 / 3, 2.5]]
+    assert curves["plain"] == [plain.losses, [4.5, 4.5]]
+    labels = [text.get_text() for text in panel.get_legend().get_texts()]
+    assert labels[:2] == ["fuser, 4 steps, smoothed", "plain, 2 steps, smoothed"]
+    for axes in drawn[0].axes[:2]:
+        assert axes.get_xlabel() == "step"
+        assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
 @pytest.mark.usefixtures("without_matplotlib")
 def test_without_matplotlib_only_the_pictures_are_missing(tmp_path: Path) -> None:
     printed = run_main(tmp_path, "--steps", "3", "--no-compare", "--sample-bytes", "0")
-    assert re.search(r"No plan\.svg: .*matplotlib", printed)
-    assert re.search(r"No loss\.png: .*pip install matplotlib", printed)
+    assert "No loss.png and plan.svg: they need matplotlib; pip install matplotlib." in printed
     assert [path.name for path in tmp_path.iterdir()] == ["losses.csv"]
 
 
@@ -345,7 +379,7 @@ def test_the_time_left_follows_from_the_time_taken(
         (["--prompt", ""], "--prompt is empty; the model continues at least one byte."),
         (["--dtype", "float8"], "argument --dtype: invalid choice: 'float8'"),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
-        (["--out", str(SCRIPT)], "is no folder and cannot become one"),
+        (["--out", __file__], "is no folder and cannot become one"),
     ],
 )
 def test_a_bad_option_gives_one_sentence(arguments: list[str], sentence: str) -> None:
@@ -359,7 +393,7 @@ def test_help_names_the_script_and_gives_no_default_to_what_switches_off(
     with pytest.raises(SystemExit):
         train_lm.parse(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "usage: train_lm.py " in text
+    assert "usage: python -m fuser demo " in text
     assert "--no-compare skip the plain run --" in text
     assert train_lm.parse([]).compare
     assert not train_lm.parse(["--no-compare"]).compare

@@ -71,7 +71,7 @@ def test_pictures_are_drawn(demo: tuple[Path, str]) -> None:
     pytest.importorskip("matplotlib")
     out, printed = demo
     assert (out / "experts.png").read_bytes().startswith(b"\x89PNG")
-    assert printed.endswith(f"In {out}: experts.csv, experts.png\n")
+    assert f"\nWritten:\n  {out / 'experts.csv'}\n  {out / 'experts.png'}\n" in printed
 
 
 def test_the_balancing_loss_evens_the_load_out(tmp_path: Path) -> None:

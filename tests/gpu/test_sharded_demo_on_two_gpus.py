@@ -18,14 +18,16 @@ GIVEN = ["--device", "cuda", "--dtype", "bfloat16", "--steps", "6"]
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
-        ("train_lm.py", ["--fsdp", "quantized", "--recipe", "current"]),
-        ("train_lm.py", ["--tp", "2", "--sp"]),
-        ("train_moe.py", ["--ep", "2"]),
+        ("-m", ["fuser", "demo", "--fsdp", "quantized", "--recipe", "current"]),
+        ("-m", ["fuser", "demo", "--tp", "2", "--sp"]),
+        (EXAMPLES / "train_moe.py", ["--ep", "2"]),
     ],
     ids=["fsdp", "tp", "ep"],
 )
-def test_a_demo_trains_as_plain_torch(script: str, arguments: list[str], tmp_path: Path) -> None:
-    run = torchrun(EXAMPLES / script, [*GIVEN, *arguments, "--out", str(tmp_path)])
+def test_a_demo_trains_as_plain_torch(
+    script: Path | str, arguments: list[str], tmp_path: Path
+) -> None:
+    run = torchrun(script, [*arguments, *GIVEN, "--out", str(tmp_path)])
     assert run.returncode == 0, run.stdout + run.stderr
     assert "2 ranks" in run.stdout
     assert re.search(r"sent in a step .*[\d.]+ [kM]B", run.stdout)

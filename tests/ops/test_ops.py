@@ -33,6 +33,7 @@ from oracles import (
 
 import fuser
 from fuser.basic_ops import bias, linear_weight
+from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.fused_ops import linear
 from fuser.reference import activation
 
@@ -729,3 +730,20 @@ def test_dropout_backward_keeps_the_mask_of_its_forward_when_mode_changes_betwee
     op.eval()
     y.backward(torch.ones_like(y))
     assert torch.equal(x.grad, y.detach())
+
+
+GATED = [getattr(fuser, name) for name in fuser.__all__ if re.search("GLU$|GeGLU$", name)]
+
+
+@pytest.mark.parametrize("op", GATED)
+def test_the_gate_is_the_first_half_and_the_docstring_says_so(op: Any) -> None:
+    assert "gate ``a`` is the first half of the last dimension" in " ".join(op.__doc__.split())
+    scales = [torch.ones(1)] if issubclass(op, ScaledActivation) else []
+    closed, open_ = torch.tensor([[-40.0, 3.0]]), torch.tensor([[3.0, -40.0]])
+    assert op()(closed, *scales).abs() < 1e-6
+    assert op()(open_, *scales).abs() > 1
+
+
+def test_every_gated_op_was_asked_for_its_gate() -> None:
+    names = {op.__name__ for op in GATED}
+    assert {"GLU", "GEGLU", "SwiGLU", "ClampedSwiGLU", "ScaledSwiGLU", "ScaledSiTUGLU"} <= names

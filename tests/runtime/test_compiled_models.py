@@ -36,7 +36,7 @@ from fuser.runtime import compiled_runner
 
 sys.path[:0] = [str(EXAMPLES), str(BENCHMARKS)]
 train_lm, train_moe, memory_meter = (
-    importlib.import_module(name) for name in ("train_lm", "train_moe", "memory_meter")
+    importlib.import_module(name) for name in ("fuser.demo.train_lm", "train_moe", "memory_meter")
 )
 
 __all__ = ["_nothing_compiled_yet"]  # the fixture

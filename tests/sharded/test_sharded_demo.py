@@ -10,7 +10,7 @@ import sharded_demo_cases
 import sharded_demo_mesh_cases
 import torch.distributed as dist
 from ranks import run_cases
-from scripts import EXAMPLES, printed_by, refusal_by, torchrun
+from scripts import printed_by, refusal_by, torchrun
 from sharded_demo_cases import train_lm, train_moe
 
 
@@ -45,7 +45,7 @@ TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--
 # The second rank dies in its fifth step.
 DYING = """
 import os, sys
-import train_lm
+from fuser.demo import train_lm
 
 step, steps = train_lm.training_step, []
 
@@ -63,7 +63,7 @@ sys.exit(train_lm.main())
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
 def test_only_the_first_rank_prints_the_sharding_and_the_results(tmp_path: Path) -> None:
     arguments = ["--tp", "2", "--sp", "--fsdp", "--steps", "2", "--sample-bytes", "3"]
-    run = torchrun(EXAMPLES / "train_lm.py", [*TINY, *arguments, "--out", str(tmp_path)])
+    run = torchrun("-m", ["fuser", "demo", *TINY, *arguments, "--out", str(tmp_path)])
     assert (run.returncode, run.stderr) == (0, "")
     text = run.stdout
     for once in (
@@ -75,7 +75,7 @@ def test_only_the_first_rank_prints_the_sharding_and_the_results(tmp_path: Path)
         "Training with fuser feed-forward blocks:\n",
         "Training with plain feed-forward blocks:\n",
         "The first 2 steps with plain torch blocks",
-        f"In {tmp_path}: losses.csv",
+        f"\nWritten:\n  {tmp_path / 'losses.csv'}\n",
     ):
         assert text.count(once) >= 1, once
         assert text.count(once) == 1 or "all-gather" in once

@@ -182,10 +182,10 @@ class DotProductAttention(torch.nn.Module):
         bias: torch.Tensor | None = seen
         if core_attention_bias_type != "no_bias":
             if core_attention_bias_type != "post_scale_bias" or core_attention_bias is None:
+                kind = core_attention_bias_type
                 raise InputError(
-                    f"DotProductAttention got core_attention_bias_type="
-                    f"{core_attention_bias_type!r} and a bias of {core_attention_bias}. Give a bias, "
-                    "of the type 'post_scale_bias'."
+                    f"DotProductAttention got core_attention_bias_type={kind!r} and a bias of "
+                    f"{core_attention_bias}. Give a bias, of the type 'post_scale_bias'."
                 )
             if is_causal:
                 seen, is_causal = _window(q, k, (-1, 0), "causal"), False
@@ -263,7 +263,8 @@ def _seen(
     if "padding" in kind or kind == "arbitrary":
         if mask is None:
             raise InputError(
-                f"DotProductAttention got attn_mask_type={kind!r} without an attention_mask: give one."
+                f"DotProductAttention got attn_mask_type={kind!r} without an attention_mask: give "
+                "one."
             )
         of_keys = mask[1] if isinstance(mask, tuple) else mask
         seen = ~of_keys if seen is None else seen & ~of_keys

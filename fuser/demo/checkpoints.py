@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from parallel import Ranks, local, own_experts
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fuser
+from fuser.demo.parallel import Ranks, local, own_experts
 
 # One entry for each tensor of the optimizer, by the name of its parameter.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -28,8 +28,8 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 def folders(folder: Path) -> list[Path]:
     """The complete checkpoints in ``folder``, by step."""
-    found = (path for path in folder.glob("step-*") if path.name[5:].isdigit())
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    paths = (path for path in folder.glob("step-*") if path.name[5:].isdigit())
+    return sorted(paths, key=lambda path: int(path.name[5:]))
 
 
 def problem_with(options: Any) -> str | None:
@@ -41,9 +41,9 @@ def problem_with(options: Any) -> str | None:
         )
     if options.resume is None:
         return None
-    if not (found := folders(options.resume)):
+    if not (paths := folders(options.resume)):
         return f"--resume {options.resume} has no checkpoint; --checkpoint writes folders step-N."
-    done = int(found[-1].name[5:])
+    done = int(paths[-1].name[5:])
     if options.seconds is None and done >= options.steps:
         return f"--resume {options.resume} is after {done} steps, and --steps is {options.steps}."
     return None

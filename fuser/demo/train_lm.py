@@ -1,15 +1,15 @@
 """Train a byte-level language model whose feed-forward blocks are fuser pipelines.
 
 The text is the source of the Python standard library, which every machine has.
-The script trains for a minute, or for ``--seconds``. Then it repeats the first
-steps with plain torch modules, from the same weights and on the same batches,
-and compares the losses of the two runs.
+The demo takes a minute, or ``--seconds``. It trains for most of this time. Then it
+repeats the first steps with plain torch modules, from the same weights and on the
+same batches, and compares the losses of the two runs.
 
-    python examples/train_lm.py
-    python examples/train_lm.py --seconds 20
-    python examples/train_lm.py --device cuda --dtype bfloat16 --width 1024 --heads 16
-    torchrun --nproc-per-node 2 examples/train_lm.py --fsdp quantized --recipe mxfp8
-    torchrun --nproc-per-node 2 examples/train_lm.py --tp 2 --sp
+    python -m fuser demo
+    python -m fuser demo --seconds 30
+    python -m fuser demo --device cuda --dtype bfloat16 --width 1024 --heads 16
+    torchrun --nproc-per-node 2 -m fuser demo --fsdp quantized --recipe mxfp8
+    torchrun --nproc-per-node 2 -m fuser demo --tp 2 --sp
 """
 
 from __future__ import annotations
@@ -19,34 +19,24 @@ import contextlib
 import csv
 import itertools
 import math
-import os
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
-# torch's threads sleep while they wait, and do not spin: if other programs use the cores, a step
-# is then several times faster. torch reads this when it is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-# `python -m fuser demo` runs this file too.
-sys.path.append(str(Path(__file__).resolve().parent))
-
-import checkpoints
-import parallel
 import torch
 import torch.nn.functional as F
-from corpus import Batch, Corpus, library_corpus, windows
-from parallel import Ranks
-from progress import Progress, Reporter
 from torch import nn
 
 import fuser
+from fuser.demo import checkpoints, parallel
+from fuser.demo.corpus import Batch, Corpus, library_corpus, windows
+from fuser.demo.parallel import Ranks
+from fuser.demo.progress import Progress, Reporter
 from fuser.report.text import format_bytes
 
 VOCABULARY = 256
@@ -55,8 +45,11 @@ VALIDATION_BATCHES = 16
 REPORTS = 20
 REPORTS_PER_VALIDATION = 2
 
-# The training time, unless the command line gives one or gives the steps.
+# The time of all, unless the command line gives one or gives the steps.
 SECONDS = 60.0
+# Parts of it at whose ends the training, the text and the plain run are over; pictures are drawn
+# in the rest. A machine with two free cores samples and compares in less.
+TRAINED, SAMPLED, COMPARED = 0.75, 0.83, 0.95
 # The learning rate rises over this part of the training.
 WARMUP = 0.1
 # Later the losses of two runs differ because training magnifies rounding.
@@ -74,9 +67,9 @@ class Options(parallel.Options):
     """The command line. ``dtype`` is that of torch's autocast; parameters are float32.
 
     A run takes ``steps`` or, if ``seconds`` is given, the steps and validations
-    that fit into this time. ``recipe`` quantizes the linears of the feed-forward
-    blocks in training and validation; sampling, whose windows have any length, is
-    not quantized.
+    that fit into this time; :class:`Timetable` divides the time of all. ``recipe``
+    quantizes the linears of the feed-forward blocks in training and validation;
+    sampling, whose windows have any length, is not quantized.
     """
 
     steps: int = 1000
@@ -285,6 +278,44 @@ class Run:
         return max(self.rates)
 
 
+@dataclass(frozen=True)
+class Timetable:
+    """When the parts of a demo end, which began at ``started`` and takes ``seconds`` in all.
+
+    ``started`` is a value of ``time.perf_counter``. Without ``seconds`` no part has an end.
+    """
+
+    started: float
+    seconds: float | None
+    ranks: Ranks = parallel.ALONE
+
+    def left(self, part: float) -> float:
+        """The seconds until this part of the time is over, the same on all ranks."""
+        if self.seconds is None:
+            return math.inf
+        passed = self.ranks.agreed(time.perf_counter() - self.started)
+        return part * self.seconds - passed
+
+    def for_training(self, options: Options) -> Options:
+        """``options`` with the time that the training has."""
+        if self.seconds is None:
+            return options
+        # Also if the imports took longer than that.
+        return replace(options, seconds=max(self.left(TRAINED), 0.1 * self.seconds))
+
+    def __str__(self) -> str:
+        if self.seconds is None:
+            return "As long as --steps take: reports say how much time is left.\n"
+        return (
+            f"This takes {self.seconds:.0f} s: training until second "
+            f"{TRAINED * self.seconds:.0f}, then the first steps in plain torch, and files.\n"
+        )
+
+    def taken(self) -> str:
+        """A sentence on the time from the start to now."""
+        return f"\nThis took {time.perf_counter() - self.started:.0f} s."
+
+
 class Schedule:
     """The schedule of a run: the part that is done after a step, and the learning rates."""
 
@@ -307,15 +338,17 @@ class Schedule:
 
 
 class FirstSteps(Schedule):
-    """A schedule that repeats the first learning rates of another run."""
+    """A schedule that repeats the first learning rates of another run, while there is time."""
 
     # A report covers as many steps as in a run of which these steps are SPEED_PART.
     reports = math.ceil(SPEED_PART * REPORTS)
 
-    def __init__(self, learning_rates: Sequence[float]) -> None:
-        self.learning_rates = learning_rates
+    def __init__(self, learning_rates: Sequence[float], table: Timetable | None) -> None:
+        self.learning_rates, self.table = learning_rates, table
 
     def done(self, step: int) -> float:
+        if self.table is not None and self.table.left(COMPARED) <= 0:
+            return 1.0
         return step / len(self.learning_rates)
 
     def learning_rate(self, step: int) -> float:
@@ -330,11 +363,12 @@ def train(
     progress: Reporter | None = None,
     learning_rates: Sequence[float] | None = None,
     ranks: Ranks = parallel.ALONE,
+    table: Timetable | None = None,
 ) -> Run:
     """Train ``model`` in place, with reports to ``progress``, by default a :class:`Progress`.
 
     With ``learning_rates`` of another run it repeats the first steps of that run, one
-    for each rate, without validation and checkpoints.
+    for each rate or as many as ``table`` has time for, without validation and checkpoints.
     """
     run = Run(name)
     progress = progress or Progress(name)
@@ -347,7 +381,9 @@ def train(
         run.start = checkpoints.load(options.resume, model, optimizer, ranks)
     # float16 gradients underflow unless the loss is scaled up.
     scaler = torch.amp.GradScaler(options.device, enabled=options.dtype == "float16")
-    schedule = Schedule(options, ranks) if learning_rates is None else FirstSteps(learning_rates)
+    schedule = (
+        Schedule(options, ranks) if learning_rates is None else FirstSteps(learning_rates, table)
+    )
 
     def validate(step: int) -> None:
         if learning_rates is None:
@@ -370,18 +406,18 @@ def train(
         part = int(done * schedule.reports + 1e-9)
         if part == reported:
             continue
-        reported = part
+        reported, is_over = part, part == schedule.reports
         # Reading losses waits for the device, so it happens once per report.
         run.losses += ranks.mean(torch.stack(losses)).tolist()
         seconds = time.perf_counter() - started
         run.rates.append(len(losses) * batch[0].numel() * ranks.size / seconds)
         progress.reported(step, statistics.fmean(run.losses[-len(losses) :]), run.rates[-1])
         losses.clear()
-        if done == 1 or len(run.rates) % REPORTS_PER_VALIDATION == 0:
+        if is_over or len(run.rates) % REPORTS_PER_VALIDATION == 0:
             validate(step)
             if options.checkpoint is not None and learning_rates is None:
                 checkpoints.save(options.checkpoint, step, model, optimizer, ranks)
-        if done == 1:
+        if is_over:
             break
         started = time.perf_counter()
     progress.close()
@@ -464,15 +500,17 @@ def validation_loss(
 
 
 @torch.inference_mode()
-def sample(model: nn.Module, options: Options) -> bytes:
+def sample(model: nn.Module, options: Options, table: Timetable | None = None) -> bytes:
     """The prompt, continued by ``options.sample_bytes`` bytes sampled from the model.
 
-    Each is sampled from the ``top_k`` likeliest bytes at ``temperature``; at
-    temperature 0 it is the likeliest byte.
+    There are fewer if the time that ``table`` has for them is over. Each is sampled from
+    the ``top_k`` likeliest bytes at ``temperature``; at temperature 0 it is the likeliest.
     """
     generator = torch.Generator().manual_seed(options.seed)
     text = list(options.prompt.encode(errors="surrogateescape"))
     for _ in range(options.sample_bytes):
+        if table is not None and table.left(SAMPLED) <= 0:
+            break
         window = torch.tensor([text[-options.context :]], device=options.device)
         with options.autocast(is_quantized=False):
             logits = model(window)[0, -1].float().cpu()
@@ -568,16 +606,19 @@ def write_results(out: Path, runs: Sequence[Run], plan: fuser.FusionPlan) -> Non
     write_losses(out / "losses.csv", runs)
     written = ["losses.csv"]
     try:
-        plan.draw(out / "plan.svg")
-        written.append("plan.svg")
-    except fuser.StateError as error:
-        print(f"\nNo plan.svg: {error}")
-    try:
         draw_losses(out / "loss.png", runs)
-        written.append("loss.png")
+        plan.draw(out / "plan.svg")
+        written += ["loss.png", "plan.svg"]
     except ImportError:
-        print("\nNo loss.png: drawing it needs matplotlib; pip install matplotlib.")
-    print(f"\nIn {out}: {', '.join(written)}")
+        print("\nNo loss.png and plan.svg: they need matplotlib; pip install matplotlib.")
+    print_paths(out, written)
+
+
+def print_paths(out: Path, names: Iterable[str]) -> None:
+    """Print where files were written, a line each."""
+    print("\nWritten:")
+    for name in names:
+        print(f"  {out / name}")
 
 
 def write_losses(path: Path, runs: Sequence[Run]) -> None:
@@ -598,15 +639,18 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
         If matplotlib is not installed.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4 + len(runs)), layout="constrained")
     heights = [3, 1][: len(runs)]
     panels = figure.subplots(len(runs), squeeze=False, height_ratios=heights)[:, 0]
     losses, run = panels[0], runs[0]
-    losses.plot(run.steps, run.losses, color="tab:blue", lw=0.5, alpha=0.4)
-    losses.plot(
-        run.steps, smoothed(run.losses), color="tab:blue", label=f"{run.name}, training, smoothed"
-    )
+    # The second run is drawn dashed on the first one, with which it agrees.
+    for one, color, style in zip(runs, ("tab:blue", "tab:red"), ("-", "--"), strict=False):
+        mean = smoothed(one.losses, span=smoothing_span(run.losses))
+        label = f"{one.name}, {counted(len(one.losses), 'step')}, smoothed"
+        losses.plot(one.steps, one.losses, color=color, lw=0.5, alpha=0.3)
+        losses.plot(one.steps, mean, color=color, ls=style, label=label)
     losses.plot(
         list(run.validation),
         list(run.validation.values()),
@@ -614,9 +658,6 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
         color="tab:blue",
         label=f"{run.name}, validation",
     )
-    for plain in runs[1:]:
-        label = f"{plain.name}, training, first {len(plain.losses)}"
-        losses.plot(plain.steps, plain.losses, color="tab:red", lw=0.5, label=label)
     figure.suptitle("Byte-level language model of the Python standard library")
     losses.set_ylabel("loss (nats/byte)")
     # Above the panels, so that it covers no curve.
@@ -630,7 +671,7 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
     if len(runs) == 2:
         differences = loss_differences(runs)
         first = range(1, len(differences) + 1)
-        panels[1].plot(first, differences, ".", color="gray", ms=2, label="each step")
+        panels[1].plot(first, differences, ".", color="gray", ms=3, label="each step")
         largest = list(accumulate(differences, max))
         panels[1].plot(first, largest, color="black", lw=1, label="largest so far")
         if largest[-1] > 0:
@@ -639,14 +680,19 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
         panels[1].legend(ncols=2, fontsize="small", **above)
     for panel in panels:
         panel.set_xlabel("step")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
 
-def smoothed(losses: Sequence[float], parts: int = 100) -> list[float]:
-    """A running mean of the losses; its window on each side is one of this many parts of all."""
-    span = math.ceil(len(losses) / parts)
+def smoothing_span(losses: Sequence[float], parts: int = 100) -> int:
+    """The steps on each side of one that its mean has: one of this many parts of all."""
+    return math.ceil(len(losses) / parts)
+
+
+def smoothed(losses: Sequence[float], span: int) -> list[float]:
+    """The mean of the losses of each step and ``span`` steps on each side of it."""
     return [statistics.fmean(losses[max(0, i - span) : i + span + 1]) for i in range(len(losses))]
 
 
@@ -657,15 +703,12 @@ def parse(argv: list[str] | None) -> Options:
     """The options. For a bad option argparse prints an error and exits with status 2."""
     default = Options()
     parser = argparse.ArgumentParser(
-        prog=Path(__file__).name,  # `python -m fuser demo` runs it too
+        prog="python -m fuser demo",
         description="Train a language model out of fuser pipelines on Python's own source.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--seconds", type=float, default=SECONDS, help="training time")
-    length.add_argument(
-        "--steps", type=int, default=argparse.SUPPRESS, help="training steps, in place of a time"
-    )
+    add_length(length)
     add_training_options(parser, default)
     add = parser.add_argument
     add("--recipe", choices=tuple(RECIPES), default=default.recipe, help="low precision")
@@ -687,6 +730,14 @@ def parse(argv: list[str] | None) -> Options:
     if "steps" in given:
         given["seconds"] = None
     return checked(parser, Options(**given, world=parallel.World.from_environment()))
+
+
+def add_length(length: Any) -> None:
+    """Add the options of the time or the steps to a group of options that exclude each other."""
+    length.add_argument("--seconds", type=float, default=SECONDS, help="time of all that it does")
+    length.add_argument(
+        "--steps", type=int, default=argparse.SUPPRESS, help="training steps, in place of a time"
+    )
 
 
 def add_training_options(parser: argparse.ArgumentParser, default: Options) -> None:
@@ -747,10 +798,15 @@ def problem_with(options: Options) -> str | None:
     return None
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Train, sample, repeat the first steps without fuser, compare; returns the exit status."""
+def main(argv: list[str] | None = None, started: float | None = None) -> int:
+    """Train, sample, repeat the first steps without fuser, compare; returns the exit status.
+
+    ``started`` is the value that ``time.perf_counter`` had when the demo began, by default now.
+    """
+    started = time.perf_counter() if started is None else started
     with parallel.World.from_environment().one_voice():
         options = parse(argv)
+        print(Timetable(started, options.seconds))
         corpus = library_corpus(options.context)
     if corpus is None:
         return 1
@@ -769,21 +825,23 @@ def main(argv: list[str] | None = None) -> int:
         ranks.shard(model)
         print(ranks.described(model, count), end="")
 
-        runs = [train("fuser", model, corpus, options, ranks=ranks)]
-        text = sample(model, options).decode(errors="replace")
-        print(
-            f"\nThe model continues {options.prompt!r} by {options.sample_bytes} bytes:\n\n{text}"
-        )
-        runs += repeated(runs[0], plain, corpus, options, ranks)
+        table = Timetable(started, options.seconds, ranks)
+        runs = [train("fuser", model, corpus, table.for_training(options), ranks=ranks)]
+        text = sample(model, options, table)
+        count = len(text) - len(options.prompt.encode(errors="surrogateescape"))
+        print(f"\nThe model continues {options.prompt!r} by {counted(count, 'byte')}:\n")
+        print(text.decode(errors="replace"))
+        runs += repeated(runs[0], plain, corpus, options, table)
 
         print_results(runs, plan, options)
         if ranks.is_first:
             write_results(options.out, runs, plan)
+        print(table.taken())
     return 0
 
 
 def repeated(
-    run: Run, plain: LanguageModel, corpus: Corpus, options: Options, ranks: Ranks
+    run: Run, plain: LanguageModel, corpus: Corpus, options: Options, table: Timetable
 ) -> list[Run]:
     """The first steps of ``run`` again, with plain torch blocks; empty if they are not compared."""
     if not options.compare:
@@ -791,9 +849,10 @@ def repeated(
     if run.start:
         print(f"\nNo run with plain torch blocks: this run went on after step {run.start}.")
         return []
-    ranks.shard(plain)
+    table.ranks.shard(plain)
     rates = run.learning_rates[: compared_steps(len(run.losses), options)]
-    return [train("plain", plain, corpus, options, learning_rates=rates, ranks=ranks)]
+    how: dict[str, Any] = {"ranks": table.ranks, "table": table}
+    return [train("plain", plain, corpus, options, learning_rates=rates, **how)]
 
 
 def compared_steps(steps: int, options: Options) -> int:
@@ -802,7 +861,3 @@ def compared_steps(steps: int, options: Options) -> int:
     if options.device != "cpu":
         needed = max(needed, math.ceil(SPEED_PART * steps))
     return min(steps, needed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,10 +25,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuser
 from fuser.report.text import format_bytes
+from fuser.torch_private import TorchDispatchMode, leave_out_of_ddp, pytree, schema_of
 
 # Gates and values of a SwiGLU alternate in blocks of this many outputs if ranks may share them:
 # then a rank's consecutive outputs have both. It does not depend on the number of ranks, so that a
@@ -247,9 +247,11 @@ class Ranks:
             if options.tp > 1:
                 styles = fuser.distributed
                 plan = {"1": styles.Replicated, "2": styles.Colwise, "4": styles.Rowwise}
-                made = {path: style(sequence_parallel=options.sp) for path, style in plan.items()}
+                styles_by_path = {
+                    path: style(sequence_parallel=options.sp) for path, style in plan.items()
+                }
                 assert self.mesh is not None
-                parallelize_module(block, self.mesh["tp"], made)
+                parallelize_module(block, self.mesh["tp"], styles_by_path)
 
     def shard(self, model: Any) -> None:
         """Shard parameters over the ranks with different windows, or replicate them."""
@@ -261,7 +263,7 @@ class Ranks:
             parts = set(map(id, parts_of(model)))
             ignored = [name for name, p in model.named_parameters() if id(p) in parts]
             ignored += [name for name, _ in model.named_buffers()]  # constant, not to be sent
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+            leave_out_of_ddp(model, ignored)
             self.wrapped[id(model)] = DistributedDataParallel(
                 model, process_group=self.data_mesh.get_group()
             )
@@ -465,11 +467,11 @@ def alike(
     parameters: Iterable[torch.Tensor], apart: Iterable[int] = ()
 ) -> list[list[torch.Tensor]]:
     """Parameters in lists that torch takes together, of one mesh each; ``apart`` has ids."""
-    found: dict[Any, list[torch.Tensor]] = {}
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        found.setdefault((mesh, id(parameter) in apart), []).append(parameter)
-    return list(found.values())
+        by_mesh.setdefault((mesh, id(parameter) in apart), []).append(parameter)
+    return list(by_mesh.values())
 
 
 # -- traffic ----------------------------------------------------------------------
@@ -484,13 +486,13 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._schema.name.partition("::")[2]
+            name = schema_of(func).name.partition("::")[2]
             for kind, stems in COLLECTIVES.items():
                 if any(stem in name for stem in stems):
                     # In place calls of c10d have the outputs first, except for sums.
                     is_output_first = func.namespace == "c10d" and kind != "all-reduce"
                     given = args[1] if is_output_first else args[0]
-                    tensors = torch.utils._pytree.tree_leaves(given)
+                    tensors = pytree.tree_leaves(given)
                     self.bytes[kind] += sum(t.nbytes for t in tensors)
         return func(*args, **(kwargs or {}))
 
