@@ -1,6 +1,6 @@
 """Effect of inputs of activations in FP8 on training: gradients, and losses.
 
-The demo's model (examples/train_lm.py) trains from the same weights and on the same batches with
+The demo's model (fuser/demo/train_lm.py) trains from the same weights and on the same batches with
 and without ``activation_memory_budget(1, lossy_activation_inputs=True)``, under each recipe and
 seed; without a recipe, plain torch does too. The error of a parameter's gradient on the first
 batch is ``|g - other| / |other|``, with 2-norms; the table has the median of all parameters and
@@ -26,11 +26,11 @@ import torch
 from evidence import Sink, provenance, say
 
 import fuser
+from fuser.demo import train_lm
+from fuser.demo.corpus import Corpus, library_corpus
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import train_lm
 from compare_recipes import TAIL, AllRuns
-from corpus import Corpus, library_corpus
 
 RECIPES = ("none", "current", "block")
 WAYS: dict[str, contextlib.AbstractContextManager[None]] = {

@@ -36,7 +36,7 @@ def entropy(rank: int, smoothing: float) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), "dx": logits.grad}
 
 
-def row_parallel(rank: int, *, has_shards: bool) -> dict[str, torch.Tensor]:
+def row_parallel(rank: int, *, has_shards: bool) -> dict[str, Any]:
     """A row parallel linear, whose bias has the gradient of the rows that its rank has."""
     layer = layers.Linear(
         HIDDEN,
