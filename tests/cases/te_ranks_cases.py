@@ -42,7 +42,6 @@ def row_parallel(rank: int, *, has_shards: bool) -> dict[str, Any]:
         HIDDEN,
         HIDDEN,
         parallel_mode="row",
-        tp_size=RANKS,
         tp_group=dist.group.WORLD,
         sequence_parallel=has_shards,
         device=device_type(),

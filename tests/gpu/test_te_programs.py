@@ -138,12 +138,14 @@ def test_rows_are_permuted_without_a_wait_and_summed_in_one_order() -> None:
     assert torch.equal(row_probs, probs.T[mask.T])
     expected = x.detach().float() * probs.sum(1, keepdim=True)
     torch.testing.assert_close(back.detach().float(), expected, atol=5e-2, rtol=2e-2)
-    grads = []
+    grads: list[torch.Tensor | None] = []
     for _ in range(3):
         x.grad = None
         back.backward(torch.ones_like(back), retain_graph=True)
         grads.append(copy.deepcopy(x.grad))
-    assert all(torch.equal(grad, grads[0]) for grad in grads)
+    first, *others = grads
+    assert first is not None
+    assert all(grad is not None and torch.equal(grad, first) for grad in others)
 
 
 def test_cross_entropy_is_that_of_torch() -> None:

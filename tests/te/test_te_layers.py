@@ -362,6 +362,18 @@ def test_permuted_rows_are_sorted_by_expert_and_come_back(given: bool) -> None:
     torch.testing.assert_close(back, x * probs.sum(1, keepdim=True))
     back.backward(x)
     torch.testing.assert_close(rows_leaf.grad, torch.stack([x[t] * probs[t, e] for e, t in rows]))
+    if given:  # rows of no token
+        leaf, weights = x.clone().requires_grad_(), probs.clone().requires_grad_()
+        longer, more, its_ids = permutation.moe_permute_with_probs(leaf, weights, mask, count + 3)
+        assert torch.equal(longer[:-3], y)
+        assert not longer[-3:].any()
+        assert not more[-3:].any()
+        torch.autograd.backward(
+            (longer, more), (F.pad(dy, (0, 0, 0, 3), value=9.0), F.pad(dp, (0, 3)))
+        )
+        torch.testing.assert_close(leaf.grad, dx)
+        again = permutation.moe_unpermute(longer.detach(), its_ids, probs)
+        torch.testing.assert_close(again, x * probs.sum(1, keepdim=True))
     plain = permutation.moe_unpermute(y.detach(), ids, restore_shape=x.shape)
     torch.testing.assert_close(plain, x * mask.sum(1, keepdim=True))
 

@@ -110,13 +110,17 @@ def _options(layer: str, options: dict[str, Any]) -> dict[str, Any]:
     tracker, name = taken.pop("get_rng_state_tracker", None), taken.pop("rng_tracker_name", None)
     if tracker is not None:
         taken["get_rng_state_tracker"] = _NamedTracker(tracker, name) if name else tracker
-    # A layer of one rank has no sequence to gather, whatever the program's setting is.
-    if taken.get("tp_size", 1) == 1 or taken.get("parallel_mode") is None:
+    group, size = taken.pop("tp_group", None), taken.pop("tp_size", 1)
+    ranks = 1 if taken.get("parallel_mode") is None else ranks_of(layer, size, group)
+    if ranks == 1:  # no sequence to gather, whatever the program's setting is
         taken.pop("sequence_parallel", None)
-    if taken.get("parallel_mode") is None:
-        taken.pop("tp_size", None)
-        taken.pop("tp_group", None)
-    return taken
+        return taken
+    return {**taken, "tp_size": ranks, "tp_group": group}
+
+
+def ranks_of(layer: str, size: int, group: GroupArgument) -> int:
+    """The ranks of a layer: of its group, or as the program says if it gives none."""
+    return size if group is None else group_size(layer, group)
 
 
 def _mark(parameter: torch.nn.Parameter | None, dim: int | None, ranks: int) -> None:
@@ -167,7 +171,8 @@ class Linear(modules.Linear, TransformerEngineBaseModule):
         )
         # Behind the sum over ranks, so that a rank with a part of the rows has the gradient of
         # these, as trainers expect that add the gradients of all ranks.
-        self.adds_bias = bias and not return_bias and parallel_mode == "row" and tp_size > 1
+        is_row = parallel_mode == "row" and given.get("tp_size", 1) > 1
+        self.adds_bias = bias and not return_bias and is_row
         super().__init__(
             in_features,
             out_features,
@@ -273,15 +278,18 @@ class LayerNormMLP(modules.LayerNormMLP, TransformerEngineBaseModule):
         **options: Any,
     ) -> None:
         is_parallel = bool(options.get("set_parallel_mode", False))
-        ranks = options.get("tp_size", 1) if is_parallel else 1
         given = _options(
             type(self).__name__,
-            {**options, "parallel_mode": "column", "sequence_parallel": sequence_parallel},
+            {
+                **options,
+                "parallel_mode": "column" if is_parallel else None,
+                "sequence_parallel": sequence_parallel,
+            },
         )
         given.pop("parallel_mode")
+        ranks = given.get("tp_size", 1)
         if ranks == 1:
-            for name in ("tp_size", "tp_group", "set_parallel_mode"):
-                given.pop(name, None)
+            given.pop("set_parallel_mode", None)
         if return_bias:
             raise InputError(
                 "LayerNormMLP got return_bias=True; its second bias is added inside of the "
@@ -353,13 +361,13 @@ class GroupedLinear(modules.GroupedLinear, TransformerEngineBaseModule):
                 "parallel_mode": parallel_mode,
             },
         )
-        for name in ("tp_size", "tp_group", "parallel_mode", "use_grouped_tensor"):
-            value = given.pop(name, None)
-            if name == "tp_size" and value not in (None, 1):
-                raise InputError(
-                    f"GroupedLinear got tp_size={value}; its features are not sharded over ranks "
-                    "here. Give each rank whole experts: expert parallelism."
-                )
+        if "tp_size" in given:
+            raise InputError(
+                f"GroupedLinear got {given['tp_size']} ranks; its features are not sharded over "
+                "ranks here. Give each rank whole experts: expert parallelism."
+            )
+        for name in ("parallel_mode", "use_grouped_tensor"):
+            given.pop(name, None)
         super().__init__(
             num_gemms,
             in_features,

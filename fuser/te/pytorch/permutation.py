@@ -26,7 +26,7 @@ class _Take(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows)
         ctx.tokens = x.shape[0]
-        return x.index_select(0, rows)
+        return x.index_select(0, rows.clamp(min=0)).masked_fill_((rows < 0)[:, None], 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -37,10 +37,12 @@ class _Take(torch.autograd.Function):
 def _sum_of_rows(x: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
     """``[tokens, ...]``: for each token the sum of the rows of ``x`` that are its, in fp32.
 
-    The order of a sum is that of the rows, on every device and in every run.
+    The order of a sum is that of the rows, on every device and in every run. Rows of no token, -1,
+    are left out.
     """
+    rows = torch.where(rows < 0, tokens, rows)
     order = rows.argsort(stable=True)
-    counts = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
+    counts = torch.zeros(tokens + 1, dtype=torch.int64, device=rows.device)
     counts.scatter_add_(0, rows, torch.ones_like(rows))
     sums = torch.segment_reduce(
         x.index_select(0, order).float().flatten(1),
@@ -50,13 +52,13 @@ def _sum_of_rows(x: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tens
         unsafe=True,  # the counts are those of the rows: a check would wait for the GPU
         initial=0,
     )
-    return sums.reshape(tokens, *x.shape[1:]).to(x.dtype)
+    return sums[:tokens].reshape(tokens, *x.shape[1:]).to(x.dtype)
 
 
 def _row_ids(
     name: str, routing_map: torch.Tensor, num_out_tokens: int, map_type: str
 ) -> torch.Tensor:
-    """``[2, rows]``: the token and the expert of each row, by expert, then by token."""
+    """``[2, rows]``: token and expert of each row, by expert, then by token; -1 for none."""
     if map_type != "mask" or routing_map.dim() != 2:
         raise InputError(
             f"{name} got map_type={map_type!r} and a routing map of shape "
@@ -65,10 +67,15 @@ def _row_ids(
         )
     by_expert = routing_map.to(torch.bool).T
     if num_out_tokens > 0:
-        places = torch.nonzero_static(by_expert, size=num_out_tokens, fill_value=0)
+        places = torch.nonzero_static(by_expert, size=num_out_tokens, fill_value=-1)
     else:
         places = by_expert.nonzero()
     return places.T.flip(0).contiguous()
+
+
+def _probabilities(probs: torch.Tensor, row_id_map: torch.Tensor) -> torch.Tensor:
+    token, expert = row_id_map.clamp(min=0).unbind()
+    return probs[token, expert].masked_fill(row_id_map[0] < 0, 0.0)
 
 
 def moe_permute(
@@ -87,8 +94,8 @@ def moe_permute(
     routing_map
         A mask ``[tokens, experts]``.
     num_out_tokens
-        The number of copies, that of the mask's ones; -1 reads it from the mask, for which the
-        host waits for the GPU.
+        The number of copies, that of the mask's ones; more are rows of zeros at the end. -1 reads
+        it from the mask, for which the host waits for the GPU.
     max_token_num
         Accepted, no effect.
 
@@ -119,7 +126,7 @@ def moe_permute_with_probs(
     """
     rows = _row_ids("moe_permute_with_probs", routing_map, num_out_tokens, "mask")
     output: torch.Tensor = _Take.apply(inp, rows[0])  # type: ignore[no-untyped-call]
-    return output, probs[rows[0], rows[1]], rows
+    return output, _probabilities(probs, rows), rows
 
 
 def moe_unpermute(
@@ -155,14 +162,14 @@ def moe_unpermute(
             f"{restore_shape}; it takes a mask's map, and the probabilities [tokens, experts] or "
             "the shape (tokens, features)."
         )
-    token, expert = row_id_map.unbind()
+    token = row_id_map[0]
     if restore_shape is not None:
         tokens = restore_shape[0]
     else:
         assert weights is not None
         tokens = weights.shape[0]
     if weights is not None:
-        inp = inp * weights[token, expert][:, None].to(inp.dtype)
+        inp = inp * _probabilities(weights, row_id_map)[:, None].to(inp.dtype)
     output: torch.Tensor = _Add.apply(inp, token, tokens)  # type: ignore[no-untyped-call]
     return output
 
@@ -178,7 +185,8 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (rows,) = ctx.saved_tensors
-        return grad.index_select(0, rows), None, None
+        dx = grad.index_select(0, rows.clamp(min=0))
+        return dx.masked_fill_((rows < 0)[:, None], 0.0), None, None
 
 
 def _chunk_rows(split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:

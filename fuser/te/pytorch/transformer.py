@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fuser.errors import InputError
 from fuser.te.pytorch.attention import DotProductAttention
-from fuser.te.pytorch.layers import LayerNormLinear, LayerNormMLP, Linear
+from fuser.te.pytorch.layers import LayerNormLinear, LayerNormMLP, Linear, ranks_of
 from fuser.te.pytorch.rope import TensorFormat, apply_rotary_pos_emb
 
 __all__ = ["MultiheadAttention", "TransformerLayer"]
@@ -100,7 +100,7 @@ class MultiheadAttention(torch.nn.Module):
         _refuse("MultiheadAttention", options, off)
         self.channels = kv_channels or hidden_size // num_attention_heads
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        ranks = tp_size if set_parallel_mode else 1
+        ranks = ranks_of("MultiheadAttention", tp_size, tp_group) if set_parallel_mode else 1
         self.heads, self.groups = num_attention_heads // ranks, groups // ranks
         self.qkv_format, self.return_bias = qkv_format, return_bias
         self.is_interleaved = qkv_weight_interleaved and fuse_qkv_params
@@ -330,7 +330,7 @@ class TransformerLayer(torch.nn.Module):
         )
         self.hidden_dropout = hidden_dropout
         self.get_rng_state_tracker = get_rng_state_tracker
-        self.is_sequence_parallel = sequence_parallel and set_parallel_mode and tp_size > 1
+        self.is_sequence_parallel = self.layernorm_mlp.sequence_parallel
         self.layer_number = layer_number
 
     def forward(
