@@ -136,8 +136,12 @@ class Activation(BasicOperation):
         """The output. Saves the input for backward in ``ctx``."""
         x = input_ if ctx.autocast_dtype is None else cast(input_, ctx.autocast_dtype)
         if ctx.requires_grad:
-            is_cached = self.cache_quantized_input
-            ctx.to_save = ActivationSaved(INPUT_CACHE(x) if is_cached else input_to_save(ctx, x))
+            saved: torch.Tensor = x
+            if self.cache_quantized_input:
+                saved = INPUT_CACHE(x)
+            elif ctx.rounds_input:
+                saved = ROUNDED_INPUT(x)
+            ctx.to_save = ActivationSaved(saved)
         return pointwise.activation(self.function, x, is_plain=not ctx.has_recipe)
 
     def stage(

@@ -29,7 +29,7 @@ TE_PROGRAMS = (
     Mutant(
         "a row parallel bias is added before the sum over ranks",
         LAYERS,
-        'parallel_mode == "row" and tp_size > 1',
+        'parallel_mode == "row" and given.get("tp_size", 1) > 1',
         "False",
         "test_te_ranks.py::test_a_row_parallel_bias_has_the_gradient_of_its_rows",
     ),

@@ -1196,7 +1196,7 @@ OPS = [cls for cls in OPS if issubclass(cls, fuser.FusibleOperation) and cls.__n
             lambda: fuser.recipe.DelayedScaling(margn=1),
             "DelayedScaling takes no argument 'margn'; it takes margin, fp8_format, "
             "amax_history_len, amax_compute_algo, reduce_amax, backward_override, fp8_dpa, "
-            "fp8_mha, scaling_factor_compute_algo. Did you mean margin?",
+            "fp8_mha, scaling_factor_compute_algo, override_linear_precision. Did you mean margin?",
         ),
         (
             lambda: fuser.recipe.QParams(power_2_scales=True),

@@ -207,7 +207,9 @@ def test_an_input_that_is_changed_in_place_is_named(x: torch.Tensor) -> None:
             return input_.mul_(input_) if not ctx.requires_grad else input_ * input_
 
     said = failure(InPlace(), x, recipes=PLAIN)
-    assert said == "InPlace without a recipe, in inference: the input is changed in place."
+    assert said == (
+        "InPlace without a recipe, in inference: the input is changed in place. Return a new tensor."
+    )
 
 
 def test_a_wrong_scale_under_a_recipe_is_found_with_the_recipe_named(x: torch.Tensor) -> None:
