@@ -208,7 +208,8 @@ def test_an_input_that_is_changed_in_place_is_named(x: torch.Tensor) -> None:
 
     said = failure(InPlace(), x, recipes=PLAIN)
     assert said == (
-        "InPlace without a recipe, in inference: the input is changed in place. Return a new tensor."
+        "InPlace without a recipe, in inference: the input is changed in place. "
+        "Return a new tensor."
     )
 
 
