@@ -77,6 +77,10 @@ class _ImportPath(ModuleType):
         self._sources = SOURCES[path]
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            return [
+                name for source in self._sources for name in importlib.import_module(source).__all__
+            ]
         if name.startswith("__"):  # Python's own questions
             raise AttributeError(name)
         for source in self._sources:

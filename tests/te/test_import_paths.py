@@ -98,6 +98,18 @@ def test_names_that_are_not_here_raise_and_are_counted() -> None:
     assert "transformer_engine.pytorch.__wrapped__" not in counted
 
 
+def test_all_names_of_a_path_are_imported_by_a_star() -> None:
+    run(
+        """
+        import fuser.te
+        fuser.te.install()
+        from transformer_engine.pytorch import *
+        from transformer_engine.pytorch.optimizers import *
+        assert issubclass(Linear, fuser.modules.Linear) and FusedAdam and DotProductAttention
+        """
+    )
+
+
 def test_the_real_library_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "transformer_engine.py").write_text("REAL = True\n")
     output = run(

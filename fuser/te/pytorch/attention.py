@@ -21,7 +21,6 @@ MASKS = (
     "causal",
     "padding_causal",
     "causal_bottom_right",
-    "padding_causal_bottom_right",
     "arbitrary",
 )
 FORMATS = ("sbhd", "bshd")
@@ -161,11 +160,16 @@ class DotProductAttention(torch.nn.Module):
                 "fp8_dpa and fp8_mha off."
             )
         for name, value in options.items():
-            if value is not None and name in ("alibi_slopes", "inference_params"):
+            if not (value is None or value is False or name == "fast_zero_fill"):
                 raise InputError(
                     f"DotProductAttention got {name}; torch's attention has no such argument. Give "
-                    "core_attention_bias, or use the program's own attention."
+                    "a mask or core_attention_bias, or use the program's own attention."
                 )
+        if core_attention_bias_type == "no_bias" and core_attention_bias is not None:
+            raise InputError(
+                "DotProductAttention got a core_attention_bias of the type 'no_bias'; give "
+                "core_attention_bias_type='post_scale_bias'."
+            )
         layout = self.qkv_format if qkv_format is None else qkv_format
         if layout not in FORMATS:
             raise InputError(
@@ -178,6 +182,12 @@ class DotProductAttention(torch.nn.Module):
         # To [b, h, s, d].
         order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(order) for t in (query_layer, key_layer, value_layer))
+        if q.shape[1] * self.num_gqa_groups != k.shape[1] * self.num_attention_heads:
+            raise InputError(
+                f"DotProductAttention for {self.num_attention_heads} heads and "
+                f"{self.num_gqa_groups} groups got {q.shape[1]} heads of queries and {k.shape[1]} "
+                "of keys; give them in this proportion."
+            )
         seen, is_causal = _seen(kind, window, attention_mask, q, k)
         bias: torch.Tensor | None = seen
         if core_attention_bias_type != "no_bias":
@@ -254,6 +264,12 @@ def _seen(
 ) -> tuple[torch.Tensor | None, bool]:
     """What queries see, None for all; or whether torch's own causal mask says it."""
     left, right = (-1, -1) if window is None else window
+    if (left, right) != (-1, -1) and "causal" not in kind and q.shape[2] != k.shape[2]:
+        raise InputError(
+            f"DotProductAttention got the window {window} with attn_mask_type={kind!r} for "
+            f"{q.shape[2]} queries and {k.shape[2]} keys; give 'causal' or 'causal_bottom_right', "
+            "which say where queries are."
+        )
     if "causal" in kind:
         right = 0
     is_plain = kind == "causal" or (kind == "causal_bottom_right" and q.shape[2] == k.shape[2])

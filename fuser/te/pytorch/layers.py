@@ -452,7 +452,8 @@ def _zero_biases(layer: torch.nn.Module) -> None:
 
 def _with_bias(layer: Any, output: torch.Tensor) -> Any:
     if layer.return_bias:
-        return output, layer.bias
+        # A view: a reentrant checkpoint would make a parameter that it returns its own output.
+        return output, layer.bias.view_as(layer.bias)
     return output + layer.bias if layer.adds_bias else output
 
 

@@ -25,8 +25,10 @@ Loss = Any
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    """Whether a step changes the values of the parameter itself."""
-    return parameter.dtype is torch.float32 and not isinstance(parameter, QuantizedTensor)
+    """Whether a step changes the values of the parameter itself, as torch's kernels take them."""
+    if isinstance(parameter, QuantizedTensor):
+        return False
+    return parameter.dtype is torch.float32 and parameter.is_contiguous()
 
 
 class _Fused(torch.optim.Optimizer):
@@ -50,7 +52,12 @@ class _Fused(torch.optim.Optimizer):
         return gradient
 
     def _values(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The values in fp32 that a step changes; of an fp32 parameter itself."""
+        """The values in fp32 that a step changes, contiguous; of an fp32 parameter itself."""
+        if parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise InputError(
+                f"{type(self).__name__} got a parameter of {parameter.dtype}; it computes in fp32. "
+                "Use torch.optim for that parameter."
+            )
         if _is_plain(parameter):
             return parameter.detach()
         master: torch.Tensor | None = self.state[parameter].get("master_param")
@@ -62,8 +69,10 @@ class _Fused(torch.optim.Optimizer):
             source = parameter.detach() if first is None else first.to(parameter.device)
             if isinstance(source, QuantizedTensor):
                 source = source.dequantize()
-            master = source.float()
-            if self.master_weights:
+            master = source.float().contiguous()
+            if self.master_weights and (
+                parameter.dtype is not torch.float32 or isinstance(parameter, QuantizedTensor)
+            ):
                 self.state[parameter]["master_param"] = master
         return master
 
@@ -71,6 +80,22 @@ class _Fused(torch.optim.Optimizer):
     def _write(parameter: torch.Tensor, values: torch.Tensor) -> None:
         if not _is_plain(parameter):
             parameter.detach().copy_(values)
+
+    def _gradients(
+        self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The gradients in the dtype and layout of the values."""
+        gradients = []
+        for parameter, value in zip(parameters, values, strict=True):
+            gradient = self._gradient(parameter)
+            assert gradient is not None
+            gradients.append(gradient.to(value.dtype).contiguous())
+        return gradients
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("adam_w_mode", "capturable", "master_weights", "use_decoupled_grad")
+        kept = {name: self.__dict__[name] for name in own if name in self.__dict__}
+        return {**super().__getstate__(), **kept}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None, or to zeros; decoupled ones too."""
@@ -83,13 +108,28 @@ class _Fused(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; moments and master weights stay in fp32 for parameters in 16 bits."""
         super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            states = [self.state.get(p, {}) for p in group["params"]]
+            counts = {float(state.pop("step")) for state in states if "step" in state}
+            if len(counts) > 1:
+                raise InputError(
+                    f"{type(self).__name__} got a state whose parameters have the steps "
+                    f"{sorted(counts)}; a group has one. Load it into torch.optim."
+                )
+            if counts:
+                group["step"] = counts.pop()
         parameters = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
+                if (
+                    name != "step"
+                    and isinstance(value, torch.Tensor)
+                    and value.dtype is torch.float32
+                ):
                     # torch has cast it to the dtype of the parameter.
-                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+                    own = value.to(parameter.device, copy=True).contiguous()
+                    self.state[parameter][name] = own
 
 
 class FusedAdam(_Fused):
@@ -169,6 +209,11 @@ class FusedAdam(_Fused):
     @torch.no_grad()
     def step(self, closure: Callable[[], Loss] | None = None, grad_scaler: Any = None) -> Loss:
         """One step. ``closure`` computes the loss again, which is returned."""
+        if grad_scaler is not None:
+            raise InputError(
+                "FusedAdam.step got a grad_scaler; it reads gradients as they are. Call "
+                "grad_scaler.step(optimizer)."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -187,7 +232,7 @@ class FusedAdam(_Fused):
             beta1, beta2 = group["betas"]
             adam(
                 values,
-                [self._gradient(p).to(v.dtype) for p, v in zip(parameters, values, strict=True)],  # type: ignore[union-attr]
+                self._gradients(parameters, values),
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
@@ -276,14 +321,21 @@ class FusedSGD(_Fused):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if self._gradient(p) is not None]
-            if not parameters:
-                continue
+            trained = [p for p in group["params"] if self._gradient(p) is not None]
+            has_begun = [bool(self.state[p].get("momentum_buffer") is not None) for p in trained]
+            for begun in (False, True):
+                chosen = zip(trained, has_begun, strict=True)
+                self._update(group, [p for p, has in chosen if has is begun])
+        return loss
+
+    def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+        """Update parameters that all have a momentum, or none."""
+        if parameters:
             values = [self._values(p) for p in parameters]
             momenta = [self.state[p].get("momentum_buffer") for p in parameters]
             sgd(
                 values,
-                [self._gradient(p).to(v.dtype) for p, v in zip(parameters, values, strict=True)],  # type: ignore[union-attr]
+                self._gradients(parameters, values),
                 momenta,
                 has_sparse_grad=False,
                 fused=True,
@@ -298,7 +350,6 @@ class FusedSGD(_Fused):
                 if group["momentum"]:
                     self.state[parameter]["momentum_buffer"] = momentum
                 self._write(parameter, updated)
-        return loss
 
 
 # -- lists of tensors ----------------------------------------------------------------
@@ -333,6 +384,6 @@ def multi_tensor_scale(
     """
     sources, targets = tensor_lists
     for source, target in zip(sources, targets, strict=True):
-        target.copy_(source * scale)
+        target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)) * scale)
         is_finite = torch.isfinite(target).all()
         noop_flag.logical_or_(~is_finite)

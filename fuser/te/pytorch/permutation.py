@@ -189,13 +189,18 @@ class _Add(torch.autograd.Function):
         return dx.masked_fill_((rows < 0)[:, None], 0.0), None, None
 
 
-def _chunk_rows(split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
+def _chunk_rows(split_sizes: torch.Tensor, sorted_index: torch.Tensor, rows: int) -> torch.Tensor:
     """The rows of chunks of these sizes, in another order of the chunks."""
     sizes = split_sizes.to(torch.int64)
+    if int(sizes.sum()) != rows:
+        raise InputError(
+            f"moe_sort_chunks_by_index got chunks of {sizes.tolist()} for {rows} rows; give sizes "
+            "whose sum is the number of rows."
+        )
     order = sorted_index.to(device=sizes.device, dtype=torch.int64)
     starts = (sizes.cumsum(0) - sizes)[order]
     lengths = sizes[order]
-    total = int(sizes.sum())
+    total = rows
     ends = lengths.cumsum(0)
     within = torch.arange(total, device=sizes.device)
     within = within - torch.repeat_interleave(ends - lengths, lengths, output_size=total)
@@ -206,7 +211,7 @@ def moe_sort_chunks_by_index(
     inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
 ) -> torch.Tensor:
     """Chunks of the rows of ``inp``, of these sizes, in the order of ``sorted_index``."""
-    rows = _chunk_rows(split_sizes, sorted_index).to(inp.device)
+    rows = _chunk_rows(split_sizes, sorted_index, inp.shape[0]).to(inp.device)
     return inp.index_select(0, rows)
 
 
@@ -217,5 +222,5 @@ def moe_sort_chunks_by_index_with_probs(
     sorted_index: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chunks of rows and of their probabilities ``[rows]``, in the order of ``sorted_index``."""
-    rows = _chunk_rows(split_sizes, sorted_index).to(inp.device)
+    rows = _chunk_rows(split_sizes, sorted_index, inp.shape[0]).to(inp.device)
     return inp.index_select(0, rows), probs.index_select(0, rows)
