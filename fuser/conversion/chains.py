@@ -136,11 +136,11 @@ class Chains:
             if (hooks := hooks_of(module)) is not None:
                 return f"{name} has {hooks}"
             is_norm = norm_part(module, str(node.target)) is not None
-            return None if is_norm else f"{name} is no activation of fuser"
+            return None if is_norm else f"{name} is not an activation of fuser"
         called = [n for n in node.graph.nodes if n in (inner or {node})]
         names = list(dict.fromkeys(map(_name_of, called)))
         if len(names) == 1:
-            return f"its forward calls {names[0]}, which is no activation of fuser"
+            return f"its forward calls {names[0]}, which is not an activation of fuser"
         return f"its forward calls {' and '.join(names)}, together no activation of fuser"
 
     # -- following a node's inputs ------------------------------------------------

@@ -46,6 +46,9 @@ def row_parallel(rank: int, *, has_shards: bool) -> dict[str, Any]:
         sequence_parallel=has_shards,
         device=device_type(),
     )
+    group = dist.new_group(list(range(RANKS)))
+    layer.set_tensor_parallel_group(group)
+    assert all(op.process_groups == (group,) for op in layer.ops[0].members[1:])
     with torch.no_grad():
         layer.weight.copy_(part(random(HIDDEN, HIDDEN), rank, 1))
         layer.bias.copy_(random(HIDDEN, seed=1))

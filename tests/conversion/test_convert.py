@@ -510,23 +510,23 @@ class BranchOnValues(TwoLinears):
 
 
 def of_tensor(name: str) -> str:
-    return f"its forward calls the method {name} of a tensor, which is no activation of fuser"
+    return f"its forward calls the method {name} of a tensor, which is not an activation of fuser"
 
 
 REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "module": (lambda: TwoLinears(nn.Mish()), "function (Mish) is no activation of fuser"),
+    "module": (lambda: TwoLinears(nn.Mish()), "function (Mish) is not an activation of fuser"),
     "in nn.Sequential": (
         lambda: nn.Sequential(nn.Linear(HIDDEN, WIDTH), nn.Mish(), nn.Linear(WIDTH, HIDDEN)),
-        "1 (Mish) is no activation of fuser",
+        "1 (Mish) is not an activation of fuser",
     ),
     "gate": (
         lambda: LookAlike(lambda g, u: F.mish(g) * u),
-        "its forward calls mish, which is no activation of fuser",
+        "its forward calls mish, which is not an activation of fuser",
     ),
-    "parameter": (lambda: TwoLinears(nn.PReLU()), "function (PReLU) is no activation of fuser"),
+    "parameter": (lambda: TwoLinears(nn.PReLU()), "function (PReLU) is not an activation of fuser"),
     "function": (
         lambda: TwoLinears(torch.sin),
-        "its forward calls sin, which is no activation of fuser",
+        "its forward calls sin, which is not an activation of fuser",
     ),
     "functions": (
         lambda: TwoLinears(lambda h: h * torch.tanh(h)),

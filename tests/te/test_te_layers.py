@@ -658,3 +658,25 @@ def test_attention_ignores_no_argument(call: Any, sentence: str) -> None:
     q, k = torch.randn(5, 2, 4, 8), torch.randn(7, 2, 4, 8)
     with pytest.raises(fuser.InputError, match=sentence):
         attention.DotProductAttention(4, 8)(q, k, k, **call)
+
+
+def test_a_step_allocates_no_moments_again_and_a_refused_state_changes_nothing() -> None:
+    net = model()
+    optimizer = fused.FusedAdam(net.parameters(), 1e-2)
+    trained(net, optimizer, 1)
+    addresses = {k: v.data_ptr() for s in optimizer.state.values() for k, v in s.items()}
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    assert not [e for e in profile.events() if e.name == "aten::zeros_like"]
+    assert addresses == {k: v.data_ptr() for s in optimizer.state.values() for k, v in s.items()}
+    state = optimizer.state_dict()
+    wrong = copy.deepcopy(state)
+    for number, own in wrong["state"].items():
+        own["step"] = torch.tensor(float(number))
+    before = copy.deepcopy(state)
+    with pytest.raises(fuser.InputError, match="a group has one"):
+        optimizer.load_state_dict(wrong)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for number, own in before["state"].items():
+        assert all(torch.equal(value, after["state"][number][name]) for name, value in own.items())

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from fuser import basic_ops, modules
+from fuser.basic_ops.collectives import CollectiveOperation
 from fuser.communication import GroupArgument, group_size
 from fuser.errors import FuserWarning, InputError
-from fuser.modules.layer import InitMethod
+from fuser.modules.layer import InitMethod, Layer
 
 __all__ = [
     "GroupedLinear",
@@ -32,7 +33,7 @@ DEFAULT_STD = 0.023
 """The standard deviation of a weight without an ``init_method``, as in Transformer Engine."""
 
 
-class TransformerEngineBaseModule(torch.nn.Module):
+class TransformerEngineBaseModule(Layer):
     """What the layers here share, and what a program may ask ``isinstance`` of."""
 
     fp8 = False
@@ -68,6 +69,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 f"the features of one of {self.tp_size}: give such a group."
             )
         self.tp_group = tp_group
+        if ranks > 1:
+            for op in (op for _, op in self._basic_ops()):
+                if isinstance(op, basic_ops.BasicLinear):
+                    op.tensor_parallel_group = tp_group
+                elif isinstance(op, CollectiveOperation):
+                    op.process_group = tp_group
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _zero_biases(self)
 
 
 class _NamedTracker:
@@ -133,7 +144,7 @@ def _mark(parameter: torch.nn.Parameter | None, dim: int | None, ranks: int) -> 
     parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
-class Linear(modules.Linear, TransformerEngineBaseModule):
+class Linear(TransformerEngineBaseModule, modules.Linear):
     """``y = x @ weight.T + bias``: :class:`fuser.modules.Linear` for programs of te.Linear.
 
     ``return_bias=True`` returns ``(x @ weight.T, bias)``: the caller adds the bias. A bias
@@ -183,10 +194,6 @@ class Linear(modules.Linear, TransformerEngineBaseModule):
         )
         _finish(self, self.ops[0].members[0], bias, return_bias, given, options)
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        _zero_biases(self)
-
     def forward(
         self,
         inp: torch.Tensor,
@@ -198,7 +205,7 @@ class Linear(modules.Linear, TransformerEngineBaseModule):
         return _with_bias(self, super().forward(inp, is_first_microbatch, fp8_output, fp8_grad))
 
 
-class LayerNormLinear(modules.LayerNormLinear, TransformerEngineBaseModule):
+class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
     """A norm and a linear: :class:`fuser.modules.LayerNormLinear`, with the additions of Linear."""
 
     def __init__(
@@ -247,10 +254,6 @@ class LayerNormLinear(modules.LayerNormLinear, TransformerEngineBaseModule):
             self.layer_norm_bias = None
         _finish(self, self.ops[1].members[0], bias, return_bias, given, options)
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        _zero_biases(self)
-
     def forward(
         self,
         inp: torch.Tensor,
@@ -262,7 +265,7 @@ class LayerNormLinear(modules.LayerNormLinear, TransformerEngineBaseModule):
         return _with_bias(self, super().forward(inp, is_first_microbatch, fp8_output, fp8_grad))
 
 
-class LayerNormMLP(modules.LayerNormMLP, TransformerEngineBaseModule):
+class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
     """A feed-forward block: :class:`fuser.modules.LayerNormMLP`, with the additions of Linear."""
 
     def __init__(
@@ -319,12 +322,8 @@ class LayerNormMLP(modules.LayerNormMLP, TransformerEngineBaseModule):
             _mark(self._parameters[name], dim, ranks)
         _zero_biases(self)
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        _zero_biases(self)
 
-
-class GroupedLinear(modules.GroupedLinear, TransformerEngineBaseModule):
+class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
     """A linear for each group: :class:`fuser.modules.GroupedLinear`, with the additions of Linear.
 
     ``return_bias=True`` returns the biases beside the output, a list of one for each group.
@@ -394,10 +393,6 @@ class GroupedLinear(modules.GroupedLinear, TransformerEngineBaseModule):
                 shapes = {"bias": (num_gemms, out_features)}
             for name, shape in shapes.items():
                 self.register_parameter(name, torch.nn.Parameter(zeros(shape)))
-        _zero_biases(self)
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
         _zero_biases(self)
 
     def forward(

@@ -63,7 +63,7 @@ class _Fused(torch.optim.Optimizer):
         master: torch.Tensor | None = self.state[parameter].get("master_param")
         if master is None:
             first = None
-            if isinstance(parameter, QuantizedTensor):
+            if self.master_weights and isinstance(parameter, QuantizedTensor):
                 first = parameter.get_high_precision_init_val()
                 parameter.clear_high_precision_init_val()
             source = parameter.detach() if first is None else first.to(parameter.device)
@@ -107,17 +107,13 @@ class _Fused(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; moments and master weights stay in fp32 for parameters in 16 bits."""
+        counts = [self._step_of(state_dict, group) for group in state_dict["param_groups"]]
         super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            states = [self.state.get(p, {}) for p in group["params"]]
-            counts = {float(state.pop("step")) for state in states if "step" in state}
-            if len(counts) > 1:
-                raise InputError(
-                    f"{type(self).__name__} got a state whose parameters have the steps "
-                    f"{sorted(counts)}; a group has one. Load it into torch.optim."
-                )
-            if counts:
-                group["step"] = counts.pop()
+        for group, count in zip(self.param_groups, counts, strict=True):
+            if count is not None:
+                group["step"] = count
+            for parameter in group["params"]:
+                self.state.get(parameter, {}).pop("step", None)
         parameters = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
@@ -130,6 +126,17 @@ class _Fused(torch.optim.Optimizer):
                     # torch has cast it to the dtype of the parameter.
                     own = value.to(parameter.device, copy=True).contiguous()
                     self.state[parameter][name] = own
+
+    def _step_of(self, state_dict: dict[str, Any], group: dict[str, Any]) -> float | None:
+        """The step that a state of ``torch.optim`` has for each parameter of a group, if it has."""
+        states = [state_dict["state"].get(number, {}) for number in group["params"]]
+        counts = {float(state["step"]) for state in states if "step" in state}
+        if len(counts) > 1:
+            raise InputError(
+                f"{type(self).__name__} got a state whose parameters have the steps "
+                f"{sorted(counts)}; a group has one. Load it into torch.optim."
+            )
+        return counts.pop() if counts else None
 
 
 class FusedAdam(_Fused):
@@ -202,9 +209,13 @@ class FusedAdam(_Fused):
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
         """Make the moments of ``param``, zeros, and its master weight."""
-        values = self._values(param)
+        self._make_moments(param, self._values(param))
+
+    def _make_moments(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        state = self.state[parameter]
         for name in ("exp_avg", "exp_avg_sq"):
-            self.state[param].setdefault(name, torch.zeros_like(values))
+            if name not in state:
+                state[name] = torch.zeros_like(values)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Loss] | None = None, grad_scaler: Any = None) -> Loss:
@@ -223,9 +234,9 @@ class FusedAdam(_Fused):
             if not parameters:
                 continue
             self._count(group, parameters[0].device)
-            for parameter in parameters:
-                self.initialize_state(parameter)
             values = [self._values(p) for p in parameters]
+            for parameter, value in zip(parameters, values, strict=True):
+                self._make_moments(parameter, value)
             states = [self.state[p] for p in parameters]
             # torch's kernel counts the step of each tensor on.
             steps = (group["step"] - 1) * torch.ones(len(values), device=values[0].device)
