@@ -18,7 +18,7 @@ import torch
 
 import fuser.cuda
 from fuser.chain import ACTIVATIONS, STAGES, Stage
-from fuser.cuda import block_scaling, fp8_scaling, mxfp8, nvfp4
+from fuser.cuda import adamw, block_scaling, fp8_scaling, mxfp8, nvfp4
 from fuser.cuda.arguments import ELEMENTS
 from fuser.cuda.launch import Kernel
 from fuser.cuda.permutation import gathers
@@ -45,8 +45,8 @@ def instantiations() -> dict[str, tuple[str, ...]]:
     for launcher in launchers():
         for kernel in kernels_of(launcher):
             found.setdefault(kernel.module, set()).add(kernel.symbol)
-    pairs = pairs_of_tiles()
-    for kernel in chains_into_stores() | norms_into_stores() | groups_into_stores() | pairs:
+    others = groups_into_stores() | pairs_of_tiles() | steps_into_stores()
+    for kernel in chains_into_stores() | norms_into_stores() | others:
         found.setdefault(kernel.module, set()).add(kernel.symbol)
     return {name: tuple(sorted(symbols)) for name, symbols in sorted(found.items())}
 
@@ -198,6 +198,21 @@ def norms_into_stores() -> frozenset[Kernel]:
         found |= into_stores(f"fuser::NormProducer<{types}, true>")
         for adds in ("false", "true"):
             found |= into_stores(f"fuser::NormBackwardProducer<{types}, {adds}, true>")
+    return frozenset(found)
+
+
+@functools.cache
+def steps_into_stores() -> frozenset[Kernel]:
+    """Steps of AdamW, and weights that were stepped before, into each store."""
+    found: set[Kernel] = set()
+    for element, gradient in adamw.element_types():
+        found |= into_stores(adamw.producer_type(element, gradient, writes=True))
+        found |= into_stores(adamw.rounded_type(element))
+        alone = into_stores(adamw.producer_type(element, gradient, writes=False))
+        found.update(k for k in alone if "Amax" in k.symbol)
+    of_bf16 = [adamw.producer_type("fuser::bf16", "fuser::bf16", w) for w in (True, False)]
+    for producer in (*of_bf16, adamw.rounded_type("fuser::bf16")):
+        found.update(nvfp4.stores(producer, True))
     return frozenset(found)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -37,6 +37,8 @@ class LazyTensor:
     device: torch.device
     is_of_groups = False
     """Whether kernels that quantize groups of rows take the producer."""
+    buffers: Mapping[str, torch.Tensor | None] | None = None
+    """Those of a quantized tensor, by name, that its quantizer writes in place of new ones."""
 
     @property
     def matrix(self) -> tuple[int, int]:

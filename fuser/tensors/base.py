@@ -107,7 +107,8 @@ class QuantizedTensor(WrapperTensor):
     _quantizer: Any  # a Quantizer; not typed, because that class imports this file
     _view_of: RowsOf | None = None
     _is_read_only = False
-    _high_precision_init_val: torch.Tensor | None = None
+    # In a list that all tensors of this memory share: a write makes it empty.
+    _high_precision_init_val: list[torch.Tensor] | None = None
     # The tensor that this one was quantized from, and the version of this one then.
     _source: tuple[torch.Tensor, int] | None = None
     _amaxes: torch.Tensor | None = None
@@ -475,6 +476,8 @@ class QuantizedTensor(WrapperTensor):
             shares._sharding = self._sharding
         if self._gathering is not None:
             shares._gathering = self._gathering
+        if self._high_precision_init_val is not None:
+            shares._high_precision_init_val = self._high_precision_init_val
         return shares
 
     def _take_attributes(self, source: QuantizedTensor) -> None:
@@ -571,6 +574,7 @@ class QuantizedTensor(WrapperTensor):
 
     def _was_written(self) -> None:
         self._source = None
+        self.clear_high_precision_init_val()
         super()._was_written()
         # A graph of torch.compile saves the buffers, not this tensor.
         for buffer in self._memory():
@@ -591,22 +595,23 @@ class QuantizedTensor(WrapperTensor):
     # -- parameters ---------------------------------------------------------------
 
     def set_high_precision_init_val(self, value: torch.Tensor) -> None:
-        """Keep the values that a parameter had before it was quantized."""
-        self._high_precision_init_val = value
+        """Keep the values that a parameter had before it was quantized, until it is written."""
+        self._high_precision_init_val = [value]
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """The values before quantization, on the CPU; None if they were not kept.
 
-        Of a shard, its rows.
+        Of a shard, its rows. None after a write, such as a load or a step of an optimizer: the
+        tensor has other values then.
         """
-        if self._sharding is not None and self._high_precision_init_val is None:
-            values: torch.Tensor | None = self._sharding.high_precision_init_val
-            return values
-        return self._high_precision_init_val
+        if self._high_precision_init_val:
+            return self._high_precision_init_val[0]
+        return None if self._sharding is None else self._sharding.high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:
         """Free the values kept from before quantization."""
-        self._high_precision_init_val = None
+        if self._high_precision_init_val is not None:
+            self._high_precision_init_val.clear()
         if self._sharding is not None:
             self._sharding.high_precision_init_val = None
 
@@ -626,6 +631,7 @@ class QuantizedTensor(WrapperTensor):
         for name in (*self.buffer_names, "_quantizer", "_view_of", "_is_read_only"):
             setattr(self, name, getattr(fresh, name))
         self.high_precision_source = fresh.high_precision_source
+        self._high_precision_init_val = fresh._high_precision_init_val
 
     # -- conversions --------------------------------------------------------------
 

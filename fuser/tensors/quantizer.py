@@ -167,7 +167,12 @@ class Quantizer:
         raise NotImplementedError
 
     def new_buffers(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        """Uninitialized buffers for the matrix ``x``, by name; None in a copy that is not made."""
+        """Uninitialized buffers for the matrix ``x``, by name; None in a copy that is not made.
+
+        A lazy tensor may come with buffers, which are overwritten.
+        """
+        if isinstance(x, LazyTensor) and x.buffers is not None:
+            return dict(x.buffers)
         (m, k), layout, unused = matrix_of(x), self._layout, self._unused
         buffers: dict[str, torch.Tensor | None] = {}
         for name, buffer, shape in buffers_for_kernels(layout, m, k):

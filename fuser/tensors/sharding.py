@@ -234,7 +234,7 @@ def _new_sharding(tensor: QuantizedTensor, param: Any) -> Sharding:
     size = ceil_div(tensor.shape[0], size_of(group))
     start = min(size * (0 if group is None else group.rank()), tensor.shape[0])
     stop = min(start + size, tensor.shape[0])
-    values = tensor._high_precision_init_val
+    values = tensor.get_high_precision_init_val()
     if values is not None:
         values = values[start:stop].clone()
     rows = (stop - start) * tensor.shape[1:-1].numel()

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.formats import round_up
+from fuser.formats import buffers_for_kernels, round_up
+from fuser.functional.lazy import LazyTensor, materialize
 from fuser.tensors.base import QuantizedTensor, geometry
-from fuser.tensors.quantizer import Part, quantized_parts
+from fuser.tensors.quantizer import Part, Quantizer, quantized_parts
 
 
 def quantize_all(
@@ -32,6 +33,46 @@ def quantize_all(
         target._write(fresh if noop_flag is None else _unless(noop_flag, target, fresh))
         if seen is not target:
             seen._was_written()
+
+
+def write_updated(target: QuantizedTensor, values: torch.Tensor | LazyTensor) -> None:
+    """Quantize values into a tensor, in place, as :func:`quantize_all`.
+
+    If they are lazy, the kernel that computes them writes the bytes of this tensor, where it can.
+
+    Raises
+    ------
+    StateError
+        If the tensor is read-only; the values are not computed then.
+    """
+    quantizer = target._usage()
+    if not (isinstance(values, LazyTensor) and _takes_lazy(target, quantizer)):
+        quantize_all([(target, materialize(values))])
+        return
+    own = target.buffers()
+    if _are_for_kernels(own, target, quantizer):
+        values.buffers = own
+    fresh = quantizer.buffers_of(values)
+    if all(fresh[name] is buffer for name, buffer in own.items()):
+        target._was_written()
+    else:  # torch has quantized them, or their blocks were padded
+        target._write(quantizer._made(fresh, values))
+
+
+def _takes_lazy(target: QuantizedTensor, quantizer: Quantizer) -> bool:
+    is_whole = target._sharding is None and target._gathering is None
+    return target._can_be_written_alone() and is_whole and quantizer.accepts_lazy
+
+
+def _are_for_kernels(
+    buffers: dict[str, torch.Tensor | None], target: QuantizedTensor, quantizer: Quantizer
+) -> bool:
+    """Whether these are buffers as :meth:`Quantizer.new_buffers` makes them."""
+    return all(
+        (buffer := buffers[name]) is None
+        or (buffer.shape == shape and buffer.dtype is kind.dtype and buffer.is_contiguous())
+        for name, kind, shape in buffers_for_kernels(quantizer._layout, *target._matrix())
+    )
 
 
 def _alone(target: QuantizedTensor, values: torch.Tensor) -> tuple[QuantizedTensor, torch.Tensor]:

@@ -1,5 +1,6 @@
 // FP8 with one scale a tensor: amax, casts, dequantization, transpose, and the delayed-scaling
 // update.
+#include <fuser/producer/adamw.cuh>
 #include <fuser/producer/load.cuh>
 #include <fuser/producer/normalization.cuh>
 #include <fuser/producer/pointwise.cuh>

@@ -1,4 +1,5 @@
 // NVFP4: every kernel is fuser_tiled or fuser_tiled_rows of the headers below.
+#include <fuser/producer/adamw.cuh>
 #include <fuser/producer/gathered.cuh>
 #include <fuser/producer/grouped.cuh>
 #include <fuser/producer/load.cuh>

@@ -1,4 +1,5 @@
 // FP8 with one scale a row: every kernel is fuser_tiled or fuser_tiled_rows of the headers below.
+#include <fuser/producer/adamw.cuh>
 #include <fuser/producer/block_scaling.cuh>
 #include <fuser/producer/load.cuh>
 #include <fuser/producer/normalization.cuh>

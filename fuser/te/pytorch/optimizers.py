@@ -10,7 +10,12 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from fuser.errors import InputError
+from fuser.functional.adamw import Step
+from fuser.functional.adamw import adamw as adamw_step
+from fuser.functional.lazy import materialize
+from fuser.reference.adamw import constants_of
 from fuser.tensors import QuantizedTensor
+from fuser.tensors.writes import write_updated
 
 __all__ = [
     "FusedAdam",
@@ -237,13 +242,67 @@ class FusedAdam(_Fused):
             values = [self._values(p) for p in parameters]
             for parameter, value in zip(parameters, values, strict=True):
                 self._make_moments(parameter, value)
-            states = [self.state[p] for p in parameters]
+            constants: torch.Tensor | None = None
+            of_torch = []
+            for parameter, value in zip(parameters, values, strict=True):
+                is_quantized = isinstance(parameter, QuantizedTensor)
+                is_fp32 = parameter.dtype is torch.float32 and not is_quantized
+                if is_fp32 or type(value) is not torch.Tensor:
+                    of_torch.append((parameter, value))
+                    continue
+                if constants is None:
+                    constants = self._constants(group, value.device)
+                self._step_once(parameter, value, constants)
+            self._step_by_torch(group, of_torch)
+        return loss
+
+    def _step_once(
+        self, parameter: torch.Tensor, master: torch.Tensor, constants: torch.Tensor
+    ) -> None:
+        """Update a master weight and write the parameter, in one pass where kernels run."""
+        gradient, state = self._gradient(parameter), self.state[parameter]
+        assert gradient is not None
+        if gradient.dtype is not parameter.dtype:
+            gradient = gradient.float()
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        step = Step(master, gradient.contiguous(), *moments, constants)
+        if isinstance(parameter, QuantizedTensor):
+            write_updated(parameter, adamw_step(step, parameter.dtype))
+        elif parameter.is_contiguous():
+            materialize(adamw_step(step, parameter.dtype, values=parameter.detach()))
+            torch.autograd.graph.increment_version(parameter)
+        else:
+            parameter.detach().copy_(materialize(adamw_step(step, parameter.dtype)))
+
+    def _constants(self, group: dict[str, Any], device: torch.device) -> torch.Tensor:
+        lr, step = group["lr"], group["step"]
+        is_on_device = isinstance(lr, torch.Tensor) or isinstance(step, torch.Tensor)
+        where = device if is_on_device else torch.device("cpu")
+        step, lr = (torch.as_tensor(one).to(where, torch.float64).reshape(()) for one in (step, lr))
+        constants = constants_of(
+            step,
+            lr,
+            group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            is_decoupled=self.adam_w_mode,
+        )
+        return constants.to(device, non_blocking=True)
+
+    def _step_by_torch(
+        self, group: dict[str, Any], parameters: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Update parameters, given with their values in fp32, by torch's kernel."""
+        if parameters:
+            trained = [parameter for parameter, _ in parameters]
+            values = [value for _, value in parameters]
+            states = [self.state[p] for p in trained]
             # torch's kernel counts the step of each tensor on.
             steps = (group["step"] - 1) * torch.ones(len(values), device=values[0].device)
             beta1, beta2 = group["betas"]
             adam(
                 values,
-                self._gradients(parameters, values),
+                self._gradients(trained, values),
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
@@ -260,9 +319,8 @@ class FusedAdam(_Fused):
                 eps=group["eps"],
                 maximize=False,
             )
-            for parameter, updated in zip(parameters, values, strict=True):
+            for parameter, updated in parameters:
                 self._write(parameter, updated)
-        return loss
 
     def _count(self, group: dict[str, Any], device: torch.device) -> None:
         step = group.get("step", 0)

@@ -223,6 +223,16 @@ __device__ __forceinline__ float div_rn(float a, float b) {
 #endif
 }
 
+__device__ __forceinline__ float sqrt_rn(float a) {
+#if defined(FUSER_EMULATED)
+    return shortened(sqrtl(static_cast<long double>(a)));
+#else
+    float b;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(b) : "f"(a));
+    return b;
+#endif
+}
+
 // 1 / x, with the bits of div_rn(1, x) in fewer instructions.
 __device__ __forceinline__ float reciprocal_rn(float x) {
 #if defined(FUSER_EMULATED)

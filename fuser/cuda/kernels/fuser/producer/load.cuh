@@ -1,6 +1,7 @@
 // The producer that reads a matrix from memory.
 #pragma once
 
+#include <fuser/core/vector.cuh>
 #include <fuser/tile/producer.cuh>
 
 namespace fuser {
@@ -18,6 +19,23 @@ struct LoadProducer {
         load_tail<kPatch>(x + row * stride + column, count, values);
     }
 };
+
+// An aligned matrix of fp32, whose values are rounded to T.
+template <class T>
+struct RoundedProducer {
+    using Element = T;
+    static constexpr bool kIsAligned = true;
+    const float* x;
+    long long stride;
+
+    __device__ __forceinline__ void operator()(long long row, int column, int count,
+                                               float (&values)[kPatch]) const {
+        load<kPatch>(x + row * stride + column, values);
+        round_all<T>(values);
+    }
+};
+template <class T>
+constexpr int kFewerBlocks<RoundedProducer<T>> = sizeof(T) == 4 ? 0 : 2;
 
 // Copies the words of an aligned matrix, 16 bytes at a time.
 template <class T>

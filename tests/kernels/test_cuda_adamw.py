@@ -1,0 +1,109 @@
+"""The kernels of a step of AdamW, in the emulator."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import adamw_cases as cases
+import pytest
+import torch
+from adamw_cases import BF16, F16, F32
+from emulator import emulated, prepare
+from kernel_instantiations import steps_into_stores
+
+from fuser.cuda import adamw as launchers
+from fuser.cuda.launch import Kernel
+from fuser.errors import InputError
+from fuser.functional.adamw import adamw
+from fuser.tensors.writes import write_updated
+
+prepare(*launchers.instantiations(), *steps_into_stores())
+
+
+@cases.EVERY_DTYPE
+@pytest.mark.parametrize(
+    ("shape", "offset"), [((20, 24), 0), ((3, 5, 8), 1), ((7,), 0), ((), 0), ((2, 0), 0)], ids=str
+)
+def test_weights_and_state_have_the_bits_of_the_reference(
+    dtype: torch.dtype, of_gradient: torch.dtype, shape: tuple[int, ...], offset: int
+) -> None:
+    cases.check_values(emulated, "cpu", shape, dtype, of_gradient, offset)
+
+
+@cases.EVERY_QUANTIZER
+def test_a_tensor_is_quantized_by_the_step(name: str) -> None:
+    cases.check_write(emulated, "cpu", name, (160, 288), BF16, BF16)
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "mxfp8", "nvfp4", "block"])
+@pytest.mark.parametrize(
+    ("shape", "offset", "dtype", "of_gradient"),
+    [
+        ((160, 288), 0, F32, F32),
+        ((32, 64), 0, F16, F32),
+        ((160, 288), 1, BF16, F32),  # no vectors: the step first, then the quantizer
+        ((20, 44), 0, BF16, BF16),
+    ],
+    ids=str,
+)
+def test_other_dtypes_shapes_and_alignments(
+    name: str,
+    shape: tuple[int, int],
+    offset: int,
+    dtype: torch.dtype,
+    of_gradient: torch.dtype,
+) -> None:
+    cases.check_write(emulated, "cpu", name, shape, dtype, of_gradient, offset)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("delayed", ["Fp8Store"]),
+        ("mxfp8", ["Mxfp8Store"]),
+        ("mxfp8 squares", ["Mxfp8SquareStore"]),
+        ("squares", ["Block2dStore"]),
+        ("current", ["fuser_adamw", "RoundedProducer"]),
+        ("nvfp4", ["fuser_adamw", "RoundedProducer"]),
+    ],
+)
+def test_one_kernel_takes_the_step_and_quantizes(
+    name: str, kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two where the scale follows from the amax of all new weights."""
+    launched: list[str] = []
+    call = Kernel.__call__
+
+    def noted(kernel: Kernel, *args: Any) -> None:
+        launched.append(kernel.symbol)
+        call(kernel, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", noted)
+    step = cases.step_of((256, 128), BF16, "cpu")
+    quantizer = cases.of_device(cases.QUANTIZERS[name], "cpu")
+    target = quantizer(step.master.to(BF16))
+    with emulated():
+        write_updated(target, adamw(step, BF16))
+    assert len(launched) == len(kernels)
+    assert all(part in symbol for part, symbol in zip(kernels, launched, strict=True))
+    assert sum("AdamW" in symbol or "fuser_adamw" in symbol for symbol in launched) == 1
+
+
+def test_a_read_only_tensor_is_refused_before_the_step() -> None:
+    step = cases.step_of((128, 128), BF16, "cpu")
+    before = cases.copied(step)
+    target = cases.QUANTIZERS["mxfp8"](step.master.to(BF16)).with_usage("rowwise")
+    for context in (emulated(), contextlib.nullcontext()):
+        with context, pytest.raises(RuntimeError, match="read-only"):
+            write_updated(target, adamw(step, BF16))
+    del before
+
+
+def test_launchers_refuse_tensors_of_other_shapes() -> None:
+    step = cases.step_of((8, 16), BF16, "cpu")
+    wrong = step._replace(exp_avg=step.exp_avg[:4])
+    with emulated(), pytest.raises(InputError, match="exp_avg contiguous"):
+        launchers.adamw(wrong, BF16)
+    with emulated(), pytest.raises(InputError, match="constants"):
+        launchers.producer(step._replace(constants=step.constants[:3]), BF16)
