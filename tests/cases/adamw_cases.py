@@ -111,6 +111,7 @@ def check_write(
     ours, theirs = of_device(quantizer, device), of_device(quantizer, "cpu")
     start = step_of(shape, of_gradient, device, offset)
     target = ours(start.master.to(dtype))
+    theirs(start.master.cpu().to(dtype))
     target._quantizer = ours  # as that of a weight, which records amaxes
     addresses = [b.data_ptr() for b in target.buffers().values() if b is not None]
     for seed in range(3):

@@ -64,18 +64,15 @@ MODELS: dict[str, Callable[[Any], Any]] = {
 def test_a_captured_step_writes_what_quantizing_the_master_writes(name: str, model: str) -> None:
     """Five steps, the last two in a graph, beside torch's AdamW, whose values are quantized."""
     recipe = formats.deterministic(formats.RECIPES[name])
-    if (name, model) == ("delayed", "one weight"):
-        pytest.skip("delayed scaling has no weight of all groups")
+    if model == "one weight" and name in ("delayed", "rowwise"):
+        pytest.skip(f"{name} scaling has no weight of all groups")
     torch.manual_seed(0)
     layer = MODELS[model](recipe)
     optimizer = fused.FusedAdam(
         layer.parameters(), 1e-2, weight_decay=0.1, capturable=True, master_weights=True
     )
-    plain = [torch.nn.Parameter(p.detach().float()) for p in layer.parameters()]
-    plain = [p.dequantize() if hasattr(p, "dequantize") else p for p in plain]
-    reference = torch.optim.AdamW(
-        [torch.nn.Parameter(p.detach().clone()) for p in plain], 1e-2, weight_decay=0.1
-    )
+    masters = [torch.nn.Parameter(p.detach().float().clone()) for p in layer.parameters()]
+    reference = torch.optim.AdamW(masters, 1e-2, weight_decay=0.1)
     theirs = reference.param_groups[0]["params"]
     gradients = [torch.randn(p.shape, device="cuda", dtype=BF16) for p in layer.parameters()]
     for p, q, g in zip(layer.parameters(), theirs, gradients, strict=True):

@@ -73,7 +73,7 @@ class _Fused(torch.optim.Optimizer):
                 parameter.clear_high_precision_init_val()
             source = parameter.detach() if first is None else first.to(parameter.device)
             if isinstance(source, QuantizedTensor):
-                source = source.dequantize()
+                source = source.dequantize(dtype=torch.float32)
             master = source.float().contiguous()
             if self.master_weights and (
                 parameter.dtype is not torch.float32 or isinstance(parameter, QuantizedTensor)
@@ -242,7 +242,7 @@ class FusedAdam(_Fused):
             values = [self._values(p) for p in parameters]
             for parameter, value in zip(parameters, values, strict=True):
                 self._make_moments(parameter, value)
-            constants: torch.Tensor | None = None
+            constants: dict[torch.device, torch.Tensor] = {}
             of_torch = []
             for parameter, value in zip(parameters, values, strict=True):
                 is_quantized = isinstance(parameter, QuantizedTensor)
@@ -250,9 +250,9 @@ class FusedAdam(_Fused):
                 if is_fp32 or type(value) is not torch.Tensor:
                     of_torch.append((parameter, value))
                     continue
-                if constants is None:
-                    constants = self._constants(group, value.device)
-                self._step_once(parameter, value, constants)
+                if value.device not in constants:
+                    constants[value.device] = self._constants(group, value.device)
+                self._step_once(parameter, value, constants[value.device])
             self._step_by_torch(group, of_torch)
         return loss
 
@@ -277,8 +277,15 @@ class FusedAdam(_Fused):
     def _constants(self, group: dict[str, Any], device: torch.device) -> torch.Tensor:
         lr, step = group["lr"], group["step"]
         is_on_device = isinstance(lr, torch.Tensor) or isinstance(step, torch.Tensor)
-        where = device if is_on_device else torch.device("cpu")
-        step, lr = (torch.as_tensor(one).to(where, torch.float64).reshape(()) for one in (step, lr))
+        options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+        if is_on_device:
+            options["device"] = device
+        step, lr = (
+            one.to(**options).reshape(())
+            if isinstance(one, torch.Tensor)
+            else torch.full((), one, **options)  # no copy, which a CUDA graph cannot hold
+            for one in (step, lr)
+        )
         constants = constants_of(
             step,
             lr,
