@@ -201,7 +201,7 @@ def step_rows(kind: str, name: str, device: str, rounds: int) -> list[dict[str, 
     ]
 
 
-def loss_row(name: str, way: str, seed: int, device: str, steps: int) -> dict[str, Any]:
+def loss_rows(name: str, way: str, seed: int, device: str, steps: int) -> list[dict[str, Any]]:
     """The mean loss of the last steps of a training of quantized weights."""
     sizes = SMALL if device == "cuda" else llama_layers.SIZES["cpu"]
     recipe = RECIPES[name]()
@@ -224,7 +224,8 @@ def loss_row(name: str, way: str, seed: int, device: str, steps: int) -> dict[st
     recent = statistics.fmean(torch.stack(losses[-min(LAST, steps) :]).tolist())
     row: dict[str, Any] = {"part": f"losses, {steps} steps", "what": f"seed {seed}"}
     row |= {"recipe": name, "variant": way, "million weights": "", "ms": "", "/ first": ""}
-    return row | {"loss": round(recent, 4), "failure": "" if math.isfinite(recent) else "diverged"}
+    failure = "" if math.isfinite(recent) else "diverged"
+    return [row | {"loss": round(recent, 4), "failure": failure}]
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -254,8 +255,8 @@ def main(argv: list[str] | None = None) -> None:
                 work.append(functools.partial(step_rows, kind, name, device, given.rounds))
         for seed in range(given.seeds or 0):
             for way in (*list(OPTIMIZERS)[:1], "FusedAdam"):
-                of_loss = functools.partial(loss_row, name, way, seed, device, given.losses or 300)
-                work.append(lambda of_loss=of_loss: [of_loss()])
+                count = given.losses or 300
+                work.append(functools.partial(loss_rows, name, way, seed, device, count))
     for rows_of in progress(work, "measurements"):
         rows = rows_of()
         say("\n".join(map(shown, rows)))

@@ -41,19 +41,21 @@ def adamw(
         reference.adamw(*step)
         rounded = step.master.to(dtype)
         return rounded if values is None else values.copy_(rounded)
-    updated = _Updated(step, dtype, values)
+    updated = _Updated(step, dtype)
+    updated.values = values
     return updated if kernels.are_aligned(updated.step) else updated.tensor()
 
 
 class _Updated(LazyTensor):
     """The weights after a step; what is in memory last is the master weight."""
 
-    def __init__(self, step: Step, dtype: torch.dtype, values: torch.Tensor | None) -> None:
+    values: torch.Tensor | None = None  # memory for them, if they are not quantized
+
+    def __init__(self, step: Step, dtype: torch.dtype) -> None:
         self.shape, self.dtype, self.device = step.master.shape, dtype, step.master.device
         k = self.shape[-1] if self.shape else 1
-        *states, constants = step
-        self.step = Step(*(one.view(-1 if k else 0, k) for one in states), constants)
-        self.values = values
+        tensors = (one.view(-1 if k else 0, k) for one in step[:4])
+        self.step = Step(*tensors, constants=step.constants)
         self.is_taken = False  # the step
 
     def _from_kernel(self) -> torch.Tensor:
@@ -90,8 +92,7 @@ class _Updated(LazyTensor):
         return kernels.producer(self.step, self.dtype)
 
     def launch_key(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
-        buffers = () if self.buffers is None else self.buffers.values()
-        return ("adamw", self.dtype, self.buffers is None), (*self.step, *buffers)
+        return ("adamw", self.dtype), tuple(self.step)
 
     def finish(self) -> None:
         self.is_taken = True

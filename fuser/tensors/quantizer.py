@@ -204,6 +204,8 @@ class Quantizer:
         if isinstance(rows, LazyTensor):
             values_key, tensors = rows.launch_key()
             key = None if values_key is None else self.launch_key
+            if rows.buffers is not None:
+                values_key, tensors = (values_key, "into"), (*tensors, *rows.buffers.values())
             launch = functools.partial(rows.written_by, self.from_kernel)
         elif kernels_support(rows):
             values_key, key, tensors = None, self.launch_key, (rows,)

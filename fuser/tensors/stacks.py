@@ -17,6 +17,7 @@ from fuser.cuda.launch import kernels_support
 from fuser.errors import InputError
 from fuser.formats import GROUP_TILE
 from fuser.functional.grouped import padded_groups, padded_rows
+from fuser.functional.lazy import LazyTensor, materialize, matrix_of
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer
 from fuser.tensors.group_formats import Float8GroupsTensor, NVFP4GroupsTensor, groups_quantizer
@@ -29,7 +30,7 @@ class _StackQuantizer(Quantizer):
     """Base of the quantizers of stacks; the other base is the quantizer of one matrix."""
 
     of_one: ClassVar[type[Quantizer]]
-    accepts_lazy = False
+    accepts_lazy = True
     reduces_scales = False
     amaxes_of = Quantizer.amaxes_of  # None: a rank has whole matrices
 
@@ -55,6 +56,8 @@ class _StackQuantizer(Quantizer):
         InputError
             If the number of rows is not a multiple of 128.
         """
+        into = rows.buffers if isinstance(rows, LazyTensor) else None
+        rows = materialize(rows).view(matrix_of(rows))
         count, size = rows.shape[0], self.stacked_rows
         if count % GROUP_TILE:
             raise InputError(
@@ -67,7 +70,10 @@ class _StackQuantizer(Quantizer):
             return join(parts, self.tensor_class, self).buffers()
         groups = padded_groups(size, count // size, count, rows.device)
         usages = {"rowwise": self.rowwise, "columnwise": self.columnwise}
-        return groups_quantizer([alone], groups, **usages).buffers_of(padded_rows(rows, groups))
+        padded = padded_rows(rows, groups)
+        if isinstance(padded, LazyTensor):
+            padded.buffers = into
+        return groups_quantizer([alone], groups, **usages).buffers_of(padded)
 
 
 @dataclass(frozen=True)

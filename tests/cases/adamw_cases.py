@@ -10,6 +10,7 @@ import every_format as formats
 import pytest
 import torch
 
+from fuser.formats import ceil_div
 from fuser.functional.adamw import Step, adamw
 from fuser.functional.lazy import LazyTensor
 from fuser.reference import adamw as reference
@@ -20,6 +21,7 @@ from fuser.tensors import (
     NVFP4Quantizer,
     Quantizer,
 )
+from fuser.tensors.stacks import Float8StackQuantizer, NVFP4StackQuantizer
 from fuser.tensors.writes import write_updated
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -30,6 +32,8 @@ QUANTIZERS: dict[str, Any] = {
     "mxfp8 squares": MXFP8Quantizer(with_2d_quantization=True),
     "nvfp4 squares": NVFP4Quantizer(with_2d_quantization=True),
     "nvfp4 hadamard": NVFP4Quantizer(with_rht=True),
+    "stack": Float8StackQuantizer(stacked_rows=128),
+    "nvfp4 stack": NVFP4StackQuantizer(stacked_rows=128),
     "rowwise alone": MXFP8Quantizer(columnwise=False),
 }
 EVERY_QUANTIZER = pytest.mark.parametrize("name", QUANTIZERS)
@@ -108,6 +112,8 @@ def check_write(
     Three steps, the last of which repeats recorded launches where the quantizer has any.
     """
     quantizer: Quantizer = QUANTIZERS[name]
+    if "stack" in name:
+        shape = (ceil_div(shape[0], 128) * 128, ceil_div(shape[1], 16) * 16)
     ours, theirs = of_device(quantizer, device), of_device(quantizer, "cpu")
     start = step_of(shape, of_gradient, device, offset)
     target = ours(start.master.to(dtype))

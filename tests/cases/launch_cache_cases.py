@@ -22,7 +22,7 @@ from pointwise_cases import SCALARS
 import fuser.tensors
 from fuser.chain import STAGES, Stage
 from fuser.formats import DType
-from fuser.functional import grouped, normalization, permutation, pointwise
+from fuser.functional import adamw, grouped, normalization, permutation, pointwise
 from fuser.functional.lazy import LazyTensor
 from fuser.reference.permutation import sort_by_expert
 from fuser.tensors import Float8CurrentScalingQuantizer, MXFP8Quantizer, Quantizer
@@ -179,6 +179,13 @@ def maps(seed: int, choices: int) -> Options:
     return {"row_map": row_map, "inverse_map": inverse_map}
 
 
+def step_of(seed: int, dtype: torch.dtype = BF16) -> adamw.Step:
+    """A step of AdamW on ROWS rows."""
+    master, average, squares = (drawn(3 * seed + k, dtype=F32) for k in range(3))
+    constants = torch.linspace(0.1, 0.9, 9)
+    return adamw.Step(master, drawn(seed, dtype=dtype), average, squares.abs(), constants)
+
+
 GELU, SWIGLU = Stage("gelu"), Stage("swiglu")
 
 BASES: dict[type[LazyTensor], Options] = {
@@ -205,6 +212,7 @@ BASES: dict[type[LazyTensor], Options] = {
     },
     grouped._PaddedRows: {"rows": drawn(1), "groups": padded(20, 12), "is_padded": False},
     permutation._GatheredRows: {"x": drawn(1), **maps(1, 1)},
+    adamw._Updated: {"step": step_of(1), "dtype": BF16},
 }
 # Where a tensor with one scale does not fit: rows after the last group are undefined, and rows by
 # index have an amax in groups alone.
@@ -291,6 +299,10 @@ OF_PRODUCERS: dict[type[LazyTensor], dict[str, tuple[Options, Options]]] = {
         "row_map": ({}, maps(2, 1)),
         "inverse_map": ({}, maps(1, 2)),
     },
+    adamw._Updated: {
+        "step": ({}, {"step": step_of(2, F32)}),
+        "dtype": ({"step": step_of(1, F32)}, {"step": step_of(1, F32), "dtype": F16}),
+    },
 }
 
 
@@ -356,7 +368,7 @@ def _producing(cls: type[LazyTensor], options: Options) -> Callable[[str], Resul
     """What is written plainly and quantized, and what is written beside it."""
 
     def on(device: str, value: Any) -> Any:
-        if isinstance(value, grouped.PaddedGroups):
+        if isinstance(value, (grouped.PaddedGroups, adamw.Step)):
             return type(value)._make(on(device, item) for item in value)
         if isinstance(value, tuple):
             return tuple(on(device, item) for item in value)

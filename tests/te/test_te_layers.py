@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import every_format as formats
 import pytest
 import torch
 from torch.nn import functional as F
@@ -545,6 +546,45 @@ def test_a_quantized_parameter_is_written_from_its_master(scaling: recipe.Recipe
     master = optimizer.state[weight]["master_param"]
     torch.testing.assert_close(master, plain.detach(), atol=1e-7, rtol=1e-6)
     assert torch.equal(weight.dequantize(), weight._quantizer(master).dequantize())
+
+
+@pytest.mark.parametrize("name", formats.RECIPES)
+@pytest.mark.parametrize("experts", [False, True])
+def test_every_format_has_the_bytes_of_the_quantized_master(name: str, experts: bool) -> None:
+    scaling = formats.deterministic(formats.RECIPES[name])
+    with fuser.quantized_model_init(recipe=scaling):
+        net: Any = fuser.GroupedLinear(3, 64, 32, dtype=BF16) if experts else fuser.Linear(64, 32)
+    optimizer = fused.FusedAdam(net.parameters(), 1e-2, weight_decay=0.1, master_weights=True)
+    weights = [p for p in net.parameters() if isinstance(p, fuser.QuantizedTensor)]
+    assert len(weights) == (3 if experts else 1)
+    before = [p.dequantize() for p in weights]
+    for parameter in net.parameters():
+        parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype)
+    optimizer.step()
+    for weight, old in zip(weights, before, strict=True):
+        master = optimizer.state[weight]["master_param"]
+        torch.testing.assert_close(
+            master,
+            old.float() * (1 - 1e-3) - 1e-2 * weight.grad.float().sign(),
+            atol=1e-3 * float(old.abs().max()) + 1e-5,  # the first values are not rounded to bf16
+            rtol=2**-8,
+        )
+        again = weight.detach().clone()
+        again.quantize_(master.to(weight.dtype))
+        for buffer, found in weight.buffers().items():
+            assert found is None or torch.equal(found, again.buffers()[buffer])
+
+
+def test_an_optimizer_begins_with_the_values_that_were_loaded() -> None:
+    scaling = recipe.Float8CurrentScaling()
+    with fuser.quantized_model_init(recipe=scaling, preserve_high_precision_init_val=True):
+        net, other = (fuser.Linear(32, 32, bias=False) for _ in range(2))
+    net.load_state_dict(other.state_dict())
+    optimizer = fused.FusedAdam(net.parameters(), 0.0, master_weights=True)
+    net.weight.grad = torch.ones(32, 32)
+    optimizer.step()
+    master = optimizer.state[net.weight]["master_param"]
+    assert torch.equal(master, other.weight.dequantize(dtype=torch.float32))
 
 
 def test_a_state_is_saved_and_loaded_in_fp32() -> None:

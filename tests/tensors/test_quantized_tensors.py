@@ -326,6 +326,28 @@ def test_initial_values_can_be_kept() -> None:
     assert weight.get_high_precision_init_val() is None
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.copy_(torch.ones(32, 64)),
+        lambda w: w.detach()[:1].zero_(),
+        lambda w: w.data.mul_(2.0),
+        lambda w: w.quantize_(torch.ones(32, 64)),
+        lambda w: setattr(w, "data", torch.ones(32, 64)),
+        lambda w: torch.nn.init.normal_(w),
+    ],
+)
+def test_a_write_ends_the_initial_values(write: Any) -> None:
+    """They are no longer those of the parameter, with which an optimizer would begin."""
+    layer = quantized_linear(recipes.MXFP8BlockScaling, preserve_high_precision_init_val=True)
+    weight = layer[0].weight
+    layer(torch.ones(1, 64)).sum().backward()
+    assert weight.get_high_precision_init_val() is not None
+    with torch.no_grad():
+        write(weight)
+    assert weight.get_high_precision_init_val() is None
+
+
 def test_a_quantized_parameter_without_autocast_computes_with_its_values() -> None:
     model = quantized_linear(recipes.MXFP8BlockScaling)
     x = oracles.random_tensor((3, 64), torch.float32, 1).requires_grad_()
