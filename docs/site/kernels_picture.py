@@ -19,6 +19,8 @@ PRODUCERS = (
     ("NormProducer", "RMSNorm or LayerNorm", "fuser_norm"),
     ("NormBackwardProducer", "the gradient of a norm", "fuser_norm_backward"),
     ("GatheredProducer", "tokens, sorted by their experts", "fuser_permute"),
+    ("AdamWProducer", "weights after a step of AdamW", "fuser_adamw"),
+    ("RoundedProducer", "fp32 in memory, rounded", ""),
     ("BlockProducer", "decoded FP8", ""),
     ("Mxfp8Producer", "decoded MXFP8", ""),
     ("Nvfp4Producer", "decoded NVFP4", ""),

@@ -107,8 +107,9 @@ def quantize(
     amax_value
         Read; fp32 ``[1]``: the amax from which the scale follows, as in current scaling.
     scale
-        Read; fp32 ``[1]``, as in delayed scaling. If neither is given, and ``x`` is one tile
-        (:func:`is_one_tile`), the kernel computes the amax.
+        Read; fp32 ``[1]``, as in delayed scaling. With both, the smaller of it and the format's
+        largest value over ``amax_value``, if that is finite. If neither is given, and ``x`` is one
+        tile (:func:`is_one_tile`), the kernel computes the amax.
     pow2, eps
         As in the reference of current scaling.
     recorded

@@ -54,8 +54,8 @@ class _Updated(LazyTensor):
     def __init__(self, step: Step, dtype: torch.dtype) -> None:
         self.shape, self.dtype, self.device = step.master.shape, dtype, step.master.device
         k = self.shape[-1] if self.shape else 1
-        tensors = (one.view(-1 if k else 0, k) for one in step[:4])
-        self.step = Step(*tensors, constants=step.constants)
+        rows = [one.view(-1 if k else 0, k) for one in step[:4]]
+        self.step = Step(rows[0], rows[1], rows[2], rows[3], step.constants)
         self.is_taken = False  # the step
 
     def _from_kernel(self) -> torch.Tensor:

@@ -18,7 +18,8 @@ _NOT_HERE = {
     "moe_permute": "it is fuser.moe.permute, and in a pipeline the op fuser.MoeDispatch",
     "moe_unpermute": "it is fuser.moe.unpermute, and in a pipeline the op fuser.MoeCombine",
     **dict.fromkeys(
-        ("FusedAdam", "FusedSGD"), "torch.optim has optimizers that take this library's parameters"
+        ("FusedAdam", "FusedSGD"),
+        "it is in fuser.te.pytorch.optimizers; torch.optim takes this library's parameters too",
     ),
     "FusedLayerNorm": "it is fuser.LayerNorm",
     "FusedRMSNorm": "it is fuser.RMSNorm",

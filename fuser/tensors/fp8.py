@@ -296,13 +296,18 @@ class Float8Quantizer(Quantizer):
         return amax(rows)
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        buffers, scale = self.new_buffers(x), self._scale_for(x)
-        kernels.quantize(self.format, source_of(x), buffers, scale=scale, recorded=self.amax)
+        buffers, found = self.new_buffers(x), None
+        if not self.saturates:
+            found = torch.zeros(1, dtype=torch.float32, device=x.device)
+            raise_amax(x, found)
+        scaling: dict[str, Any] = {"scale": self.scale, "amax_value": found}
+        kernels.quantize(self.format, source_of(x), buffers, **scaling, recorded=self.amax)
         return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         usages = {"rowwise": self.rowwise, "columnwise": self.columnwise}
-        *made, found = reference.quantize_delayed(x, self._scale_for(x), self.fp8_dtype, **usages)
+        scale = self.scale if self.saturates else self._scale_for_amax(amax(x))
+        *made, found = reference.quantize_delayed(x, scale, self.fp8_dtype, **usages)
         self._record(found)
         return dict(zip(Float8Tensor.buffer_names, made, strict=True))
 
@@ -310,21 +315,16 @@ class Float8Quantizer(Quantizer):
         if self.amax is not None:
             self.amax.copy_(torch.maximum(self.amax, found))
 
-    def _scale_for(self, x: torch.Tensor | LazyTensor) -> torch.Tensor:
-        """The scale; if ``saturates`` is False, a scale that holds every finite value of ``x``."""
-        if self.saturates:
-            return self.scale
-        return self._scale_for_amax(amax(x))
-
     def _scale_for_amax(self, found: torch.Tensor) -> torch.Tensor:
+        """The scale, or a smaller one that holds every finite value up to ``found``."""
         largest = self.fp8_dtype.max / found
         return torch.where((found < math.inf) & (largest < self.scale), largest, self.scale)
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
-        if self.reduced_amaxes is not None or not self.saturates:
+        if self.reduced_amaxes is not None:
             return None  # computes more than its launches do
-        return "delayed", self.fp8_dtype, self.rowwise, self.columnwise
+        return "delayed", self.fp8_dtype, self.rowwise, self.columnwise, self.saturates
 
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self.scale, self.amax

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import every_format as formats
@@ -28,6 +29,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 QUANTIZERS: dict[str, Any] = {
     **formats.QUANTIZERS,
     "delayed": Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1)),
+    "delayed parameter": Float8Quantizer(torch.full((1,), 1024.0), torch.zeros(1), saturates=False),
     "squares": Float8BlockQuantizer(block_scaling_dim=2),
     "mxfp8 squares": MXFP8Quantizer(with_2d_quantization=True),
     "nvfp4 squares": NVFP4Quantizer(with_2d_quantization=True),
@@ -148,4 +150,4 @@ def of_device(quantizer: Quantizer, device: str) -> Quantizer:
         return quantizer
     assert quantizer.amax is not None
     scale, amax = (one.clone().to(device) for one in (quantizer.scale, quantizer.amax))
-    return Float8Quantizer(scale, amax, quantizer.fp8_dtype)
+    return replace(quantizer, scale=scale, amax=amax)

@@ -584,7 +584,8 @@ def test_an_optimizer_begins_with_the_values_that_were_loaded() -> None:
     net.weight.grad = torch.ones(32, 32)
     optimizer.step()
     master = optimizer.state[net.weight]["master_param"]
-    assert torch.equal(master, other.weight.dequantize(dtype=torch.float32))
+    weight: Any = other.weight
+    assert torch.equal(master, weight.dequantize(dtype=torch.float32))
 
 
 def test_a_state_is_saved_and_loaded_in_fp32() -> None:

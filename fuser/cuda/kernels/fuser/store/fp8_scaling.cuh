@@ -6,10 +6,11 @@
 
 namespace fuser {
 
-// The scale of a tensor under current or delayed scaling.
+// The scale of a tensor under current or delayed scaling. With neither amax nor scale, that of the
+// amax of the tile; with both, the scale unless that of the amax is smaller.
 struct TensorScale {
     const float* amax;  // current scaling: the scale follows from it
-    const float* scale;  // delayed scaling, if amax is null; if both are null, the amax of the tile
+    const float* scale;  // delayed scaling
     float* scale_inv;  // 1 / scale; may be null
     unsigned eps;  // bits of a float: a smaller amax counts as eps
     int pow2;
@@ -21,7 +22,16 @@ struct TensorScale {
     // The scale, in every thread. The first thread of the block that is first writes scale_inv.
     template <class E>
     __device__ __forceinline__ float load(bool is_first) const {
-        const float found = amax == nullptr ? *scale : of_amax<E>(__float_as_uint(*amax));
+        float found;
+        if (amax == nullptr) {
+            found = *scale;
+        } else if (scale == nullptr) {
+            found = of_amax<E>(__float_as_uint(*amax));
+        } else {  // with the bits of `max / amax` in torch
+            const float largest = mul_rn(reciprocal_rn(*amax), E::kMax);
+            const bool is_finite = __float_as_uint(*amax) < kInfinity;
+            found = is_finite && largest < *scale ? largest : *scale;
+        }
         return store_inverse(found, is_first);
     }
     // The same for a matrix of one tile, from the amax of each thread's patch.
