@@ -296,11 +296,11 @@ class Float8Quantizer(Quantizer):
         return amax(rows)
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        buffers, found = self.new_buffers(x), None
+        buffers, own_amax = self.new_buffers(x), None
         if not self.saturates:
-            found = torch.zeros(1, dtype=torch.float32, device=x.device)
-            raise_amax(x, found)
-        scaling: dict[str, Any] = {"scale": self.scale, "amax_value": found}
+            own_amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+            raise_amax(x, own_amax)
+        scaling: dict[str, Any] = {"scale": self.scale, "amax_value": own_amax}
         kernels.quantize(self.format, source_of(x), buffers, **scaling, recorded=self.amax)
         return buffers
 
