@@ -306,17 +306,30 @@ NVFP4 = _layout(
 ``[K, M / 16]``; the amax of each copy."""
 
 
+NVFP4_ROWS = Layout(
+    {
+        **NVFP4.buffers,
+        "_amax_rowwise": Buffer("rowwise", (_M,), torch.float32),
+        "_amax_columnwise": Buffer("columnwise", (_K,), torch.float32),
+    },
+    NVFP4_BLOCK,
+)
+"""As NVFP4, with an amax for each row of a copy: ``[M]`` and ``[K]``."""
+
+
 class NumberFormat(NamedTuple):
     """The format of a quantized tensor: its elements, where they and their scales are stored.
 
     ``name`` is the name of the format, with its block geometry if there are several.
     ``block_size`` is the number of elements that share a scale; 0 if ``layout`` alone says so.
+    If ``has_kernel`` is False, torch quantizes to it on every device.
     """
 
     name: str
     element: DType
     layout: Layout = FP8
     block_size: int = 0
+    has_kernel: bool = True
 
     def __str__(self) -> str:
         return f"{self.name} {self.element.label}"

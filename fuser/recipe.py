@@ -502,14 +502,15 @@ class NVFP4BlockScaling(Recipe):
     ``fp4_quant_fwd_inp``, ``fp4_quant_fwd_weight`` and ``fp4_quant_bwd_grad``
     are the :class:`QParams` of inputs, weights and output gradients. Their
     defaults follow from the three ``disable_`` fields.
-    ``row_scaled_activation`` must be False and ``nvfp4_4over6`` ``"none"``:
-    there are no kernels for other values.
+    With ``row_scaled_activation`` inputs have one fp32 scale a row, in each copy;
+    ``fp4_quant_fwd_inp`` then has no blocks of 16x16.
+    ``nvfp4_4over6`` must be ``"none"``: there are no kernels for other values.
     """
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
-    row_scaled_activation: bool = field(default=False, kw_only=True, repr=False, compare=False)
+    row_scaled_activation: bool = field(default=False, kw_only=True)
     nvfp4_4over6: Literal["none"] = field(default="none", kw_only=True, repr=False, compare=False)
     nvfp4_4over6_e4m3_use_256: FourOverSixScope = field(
         default="all", kw_only=True, repr=False, compare=False
@@ -524,7 +525,6 @@ class NVFP4BlockScaling(Recipe):
     fp4_quant_bwd_grad: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     absent: ClassVar[dict[str, str]] = {
-        "row_scaled_activation": "NVFP4 here has one fp32 scale a tensor, not one a row",
         "nvfp4_4over6": "blocks are scaled to 6 here, and not tried with 4",
     }
     # The scopes and the error of 4over6 have no effect while it is off.
@@ -535,6 +535,15 @@ class NVFP4BlockScaling(Recipe):
         "fp8_format": (Format.E4M3,),
     }
     taken_params: ClassVar[tuple[str, ...]] = NVFP4_PARAMS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.row_scaled_activation and self.fp4_quant_fwd_inp.fp4_2d_quantization:
+            raise InputError(
+                "NVFP4BlockScaling got row_scaled_activation=True and fp4_quant_fwd_inp with "
+                "fp4_2d_quantization=True; a row has no scale of its own if 16 of them share the "
+                "scales of blocks. Leave one out."
+            )
 
     def default_params(self) -> dict[str, QParams]:
         rht = not self.disable_rht

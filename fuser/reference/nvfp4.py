@@ -42,6 +42,7 @@ def quantize(
     rowwise: bool = True,
     columnwise: bool = True,
     two_dimensional: bool = False,
+    row_scaled: bool = False,
     hadamard: bool = False,
     random_signs: bool = True,
     stochastic: bool = False,
@@ -55,6 +56,8 @@ def quantize(
     ----------
     two_dimensional
         Blocks of 16x16 share a scale, so that both copies dequantize to the same values.
+    row_scaled
+        Each row of a copy, ``[M]`` of one and ``[K]`` of the other, has an amax of its own.
     hadamard, random_signs
         Transform the columnwise copy along M (:func:`hadamard_transform`), before its amax is
         taken.
@@ -62,13 +65,14 @@ def quantize(
         Round stochastically. Element ``i`` of a copy, counted in the order it is stored in, uses
         word ``offset + i`` of the copy's stream (:func:`random_words`).
     amax_value
-        fp32 ``[1]``, or ``[2]`` (rowwise, columnwise): the amax, if a group has reduced it.
+        fp32 ``[1]``, or ``[2]`` (rowwise, columnwise): the amax, if a group has reduced it. With
+        ``row_scaled`` fp32 ``[K]``: those of the rows of the columnwise copy.
 
     Returns
     -------
     row, row_scale, amax_row, col, col_scale, amax_col
-        Data ``[M, K / 2]`` and ``[K, M / 2]``, scales in their padded shapes, amaxes fp32 ``[1]``;
-        None if not requested.
+        Data ``[M, K / 2]`` and ``[K, M / 2]``, scales in their padded shapes, amaxes fp32 ``[1]``,
+        or of rows ``[M]`` and ``[K]``; None if not requested.
 
     Raises
     ------
@@ -83,13 +87,19 @@ def quantize(
     if rowwise:
         if stochastic:
             words = random_words(seed, offset, x.shape, _ROWWISE_STREAM, x.device)
-        amax_row = None if given is None else given[:1].clone()
+        if row_scaled:
+            amax_row = amaxes_of_rows(x)
+        elif given is not None:
+            amax_row = given[:1].clone()
         row, row_scale, amax_row = _quantize_rows(x, rows, amax_row, words)
     if columnwise:
         turned = hadamard_transform(x.t(), random_signs) if hadamard else x.t()
         if stochastic:
             words = random_words(seed, offset, turned.shape, _COLUMNWISE_STREAM, x.device)
-        amax_col = None if given is None else given[-1:].clone()
+        if given is not None:
+            amax_col = given.clone() if row_scaled else given[-1:].clone()
+        elif row_scaled:
+            amax_col = amaxes_of_rows(turned)
         col, col_scale, amax_col = _quantize_rows(turned, rows, amax_col, words)
     return row, row_scale, amax_row, col, col_scale, amax_col
 
@@ -165,7 +175,7 @@ def dequantize(
     """``q * (scale * amax / (6 * 448))`` in fp32, rounded once to ``out_dtype``; ``[M, K]``.
 
     ``amax`` is fp32 ``[1]``; or of each 128 rows of groups, ``[M / 128]``; or broadcasts to the
-    blocks of ``data``.
+    blocks of ``data``, as ``[rows, 1]`` does.
 
     Columnwise ``data`` is ``[K, M / 2]``, and is transposed back; a Hadamard transform remains.
     """
@@ -260,10 +270,18 @@ def random_words(
     return torch.stack((c0, c1, c2, c3), -1).flatten()[skip : skip + n].view(shape)
 
 
+def amaxes_of_rows(x: torch.Tensor) -> torch.Tensor:
+    """The amax of each row of ``x [R, C]``, fp32 ``[R]``."""
+    return x.abs().amax(1).float() if x.shape[1] else x.new_zeros(x.shape[0]).float()
+
+
 def _quantize_rows(
     x: torch.Tensor, block_rows: int, amax: torch.Tensor | None, words: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Data ``[R, C / 2]``, padded scales and amax of an fp32 ``x [R, C]``, blocks along C."""
+    """Data ``[R, C / 2]``, padded scales and amax of an fp32 ``x [R, C]``, blocks along C.
+
+    ``amax`` is ``[1]``, or ``[R]`` for one in each row; without it that of ``x``.
+    """
     rows, cols = x.shape
     blocks = x.view(rows, cols // NVFP4_BLOCK, NVFP4_BLOCK)
     buffer = largest = blocks.abs()
@@ -277,6 +295,7 @@ def _quantize_rows(
 
     encode = torch.full_like(amax, E4M3_MAX * E2M1_MAX).div_(amax).clamp_(max=FLOAT32_MAX)
     encode = encode.masked_fill_(amax == 0, 1.0)
+    encode = encode[:, None]  # [1, 1], or [R, 1]
     product = (largest * (encode * (1.0 / E2M1_MAX))).clamp_(max=E4M3_MAX)
     scale = product.nan_to_num_(nan=math.nan).to(torch.float8_e4m3fn)
     per_block = (scale.float() * encode.reciprocal()).reciprocal_().clamp_(max=FLOAT32_MAX)

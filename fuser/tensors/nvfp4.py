@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fuser.cuda import nvfp4 as kernels
-from fuser.errors import InputError
-from fuser.formats import NVFP4, NVFP4_BLOCK, DType, NumberFormat
+from fuser.errors import InputError, KernelUnavailable
+from fuser.formats import NVFP4, NVFP4_BLOCK, NVFP4_ROWS, DType, NumberFormat
 from fuser.functional.amax import amax, raise_amax
 from fuser.functional.lazy import (
     LazyTensor,
@@ -37,7 +37,7 @@ class NVFP4Tensor(BlockScaledTensor, layout=NVFP4):
     uint8, low nibble first, M and K rounded up to multiples of 16;
     ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, E4M3 bytes in the shapes of
     ``formats.NVFP4``; ``_amax_rowwise`` and ``_amax_columnwise`` [1]
-    fp32.
+    fp32, or [M] and [K] if rows have scales of their own.
     """
 
     _amax_rowwise: torch.Tensor | None
@@ -69,6 +69,9 @@ class NVFP4Tensor(BlockScaledTensor, layout=NVFP4):
         data, scale, columnwise = self._one_copy()
         amax_value = self._amax_columnwise if columnwise else self._amax_rowwise
         assert amax_value is not None
+        if self._quantizer.row_scaled_nvfp4:
+            amaxes = amax_value[:, None]
+            return reference.dequantize(data, scale, amaxes, dtype, columnwise=columnwise)
         rows, pairs = data.shape
         shape = (2 * pairs, rows) if columnwise else (rows, 2 * pairs)
         out = torch.empty(shape, dtype=dtype, device=data.device)
@@ -97,13 +100,17 @@ class NVFP4Quantizer(Quantizer):
         Seed of the stochastic rounding; None draws one from torch's generator at every call.
     with_post_rht_amax
         Has no effect: the amax of a transformed copy is always that of its transformed values.
-    row_scaled_activation, nvfp4_4over6
+    row_scaled_nvfp4
+        One fp32 scale for each row of a copy, ``[M]`` of one and ``[K]`` of the other, in place of
+        one for the tensor; torch computes it on every device.
+    nvfp4_4over6
         Only False is supported.
 
     Raises
     ------
     InputError
-        If ``fp4_dtype`` is not E2M1, or one of the last two is True.
+        If ``fp4_dtype`` is not E2M1, rows with scales of their own have blocks of 16x16, or the
+        last one is True.
     """
 
     fp4_dtype: InitVar[DType] = DType.kFloat4E2M1
@@ -115,7 +122,7 @@ class NVFP4Quantizer(Quantizer):
     stochastic_rounding: bool = field(default=False, kw_only=True)
     seed: int | None = field(default=None, kw_only=True)
     with_post_rht_amax: InitVar[bool] = field(default=False, kw_only=True)
-    row_scaled_activation: InitVar[bool] = field(default=False, kw_only=True)
+    row_scaled_nvfp4: bool = field(default=False, kw_only=True)
     nvfp4_4over6: InitVar[bool] = field(default=False, kw_only=True)
 
     tensor_class = NVFP4Tensor
@@ -127,18 +134,16 @@ class NVFP4Quantizer(Quantizer):
         self,
         fp4_dtype: DType,
         with_post_rht_amax: bool,
-        row_scaled_activation: bool,
         nvfp4_4over6: bool,
     ) -> None:
         if fp4_dtype is not DType.kFloat4E2M1:
             raise InputError(
                 f"NVFP4 got fp4_dtype {fp4_dtype}; the only element type is {DType.kFloat4E2M1}."
             )
-        if row_scaled_activation:
+        if self.row_scaled_nvfp4 and self.with_2d_quantization:
             raise InputError(
-                "NVFP4 got row_scaled_activation=True; in this version a tensor has one fp32 "
-                "scale, and rows do not have separate scales."
-                " Leave it out."
+                "NVFP4 got row_scaled_nvfp4=True and with_2d_quantization=True; a row has no scale "
+                "of its own if 16 of them share the scales of blocks. Leave one out."
             )
         if nvfp4_4over6:
             raise InputError(
@@ -154,12 +159,15 @@ class NVFP4Quantizer(Quantizer):
             with_2d_quantization=params.fp4_2d_quantization,
             with_rht=params.random_hadamard_transform,
             stochastic_rounding=params.stochastic_rounding,
+            row_scaled_nvfp4=recipe.row_scaled_activation and role == "input",
         )
 
     @functools.cached_property
     def format(self) -> NumberFormat:
-        side = NVFP4_BLOCK if self.with_2d_quantization else 1
-        return NumberFormat("NVFP4", DType.kFloat4E2M1, NVFP4, side * NVFP4_BLOCK)
+        size = NVFP4_BLOCK * (NVFP4_BLOCK if self.with_2d_quantization else 1)
+        if self.row_scaled_nvfp4:
+            return NumberFormat("NVFP4 rowwise", DType.kFloat4E2M1, NVFP4_ROWS, size, False)
+        return NumberFormat("NVFP4", DType.kFloat4E2M1, NVFP4, size)
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
@@ -167,14 +175,23 @@ class NVFP4Quantizer(Quantizer):
         return None if draws_seed else fields_key(self)
 
     def encoding(self) -> tuple[Any, ...]:
-        return (self.with_2d_quantization, self.with_rht, self.with_random_sign_mask)
+        transform = (self.with_rht, self.with_random_sign_mask)
+        return (self.with_2d_quantization, *transform, self.row_scaled_nvfp4)
 
     def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """The amax, and with a Hadamard transform that of the transformed values."""
+        """The amax, and with a Hadamard transform that of the transformed values.
+
+        If rows have scales of their own, those of columns, for their copy.
+        """
         x = whole_blocks(rows, self.multiple)
+        if self.row_scaled_nvfp4:
+            assert isinstance(x, torch.Tensor)
+            return self._amaxes_of_columns(x) if self.columnwise else None
         return kernel_or_torch(x, self._amaxes_from_kernel, self._amaxes_from_reference)
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+        if not self.format.has_kernel:
+            raise KernelUnavailable(f"No kernel quantizes to {self.format}.")
         if isinstance(x, torch.Tensor):
             x = rows_of(x)
         buffers, amaxes = self.new_buffers(x), self.reduced_amaxes
@@ -201,20 +218,28 @@ class NVFP4Quantizer(Quantizer):
         turned = reference.hadamard_transform(x.t().float(), self.with_random_sign_mask)
         return torch.cat([amax(x), amax(turned)])
 
+    def _amaxes_of_columns(self, x: torch.Tensor) -> torch.Tensor:
+        turned = x.t()
+        if self.with_rht:
+            turned = reference.hadamard_transform(turned, self.with_random_sign_mask)
+        return reference.amaxes_of_rows(turned)
+
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         amaxes = self.reduced_amaxes
-        amaxes = self._amaxes_from_reference(x) if amaxes is None else amaxes
+        if amaxes is None:
+            amaxes = self.amaxes_of(x) if self.row_scaled_nvfp4 else self._amaxes_from_reference(x)
         copies = self.copies(
             *reference.quantize(
                 x,
                 rowwise=self.rowwise,
                 columnwise=self.columnwise,
                 two_dimensional=self.with_2d_quantization,
+                row_scaled=self.row_scaled_nvfp4,
                 **self._options(),
                 amax_value=amaxes,
             )
         )
-        return {**copies, AMAXES: amaxes}
+        return copies if amaxes is None else {**copies, AMAXES: amaxes}
 
     def _options(self) -> dict[str, Any]:
         """The options of kernels and reference; draws the seed of this call."""

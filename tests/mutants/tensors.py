@@ -199,9 +199,39 @@ QUANTIZED_TENSORS = (
     Mutant(
         "NVFP4 bytes are exchanged under other signs of the transform",
         "tensors/nvfp4.py",
-        "return (self.with_2d_quantization, self.with_rht, self.with_random_sign_mask)",
-        "return (self.with_2d_quantization, self.with_rht)",
+        "transform = (self.with_rht, self.with_random_sign_mask)",
+        "transform = (self.with_rht,)",
         "test_nvfp4_quantizer.py::test_bytes_under_other_signs_are_not_exchanged",
+    ),
+    Mutant(
+        "NVFP4 bytes with scales of rows are exchanged with bytes under one scale",
+        "tensors/nvfp4.py",
+        "*transform, self.row_scaled_nvfp4)",
+        "*transform)",
+        "test_nvfp4_quantizer.py::"
+        "test_row_scaled_tensors_exchange_no_bytes_with_those_of_one_scale",
+    ),
+    Mutant(
+        "a kernel quantizes to a format that it does not know",
+        "tensors/nvfp4.py",
+        "        if not self.format.has_kernel:\n",
+        "        if False:\n",
+        "test_nvfp4_options.py::test_no_fusion_writes_nvfp4_of_the_option_by_a_kernel "
+        "test_nvfp4_options.py::test_kernels_write_the_bytes_of_torch_where_there_is_none",
+    ),
+    Mutant(
+        "a kernel quantizes groups to a format that it does not know",
+        "tensors/group_formats.py",
+        "    if not first.format.has_kernel:\n        return False\n",
+        "",
+        "test_nvfp4_options.py::test_experts_quantize_their_groups_alone",
+    ),
+    Mutant(
+        "a plan quantizes in the kernel before to a format without a kernel",
+        "op/output.py",
+        "    if read is not None and not read.format.has_kernel:\n        return False\n",
+        "",
+        "test_nvfp4_options.py::test_a_plan_counts_a_pass_that_quantizes_after_the_kernel",
     ),
     Mutant(
         "bytes of 1x128 blocks are exchanged with those of 128x128",

@@ -91,7 +91,6 @@ def test_arguments_of_what_is_not_here_are_accepted_off() -> None:
         DType.kFloat4E2M1,
         with_rht=True,
         with_post_rht_amax=True,
-        row_scaled_activation=False,
         nvfp4_4over6=False,
     )
     assert quantizer == fuser.NVFP4Quantizer(with_rht=True)
@@ -106,7 +105,10 @@ def test_arguments_of_what_is_not_here_are_accepted_off() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"row_scaled_activation": True}, "row_scaled_activation=True; .* one fp32 scale"),
+        (
+            {"row_scaled_nvfp4": True, "with_2d_quantization": True},
+            "row_scaled_nvfp4=True and with_2d_quantization=True",
+        ),
         ({"nvfp4_4over6": True}, "nvfp4_4over6=True; .* never to 4"),
         ({"fp4_dtype": DType.kFloat8E4M3}, "fp4_dtype .*kFloat8E4M3.*kFloat4E2M1"),
     ],
@@ -116,3 +118,78 @@ def test_arguments_of_what_is_not_here_are_refused_on(
 ) -> None:
     with pytest.raises(fuser.InputError, match=words):
         fuser.NVFP4Quantizer(**arguments)
+
+
+# -- one fp32 scale for each row -------------------------------------------------------
+
+ROW_SCALED = fuser.NVFP4Quantizer(row_scaled_nvfp4=True)
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("dtype", oracles.DTYPES)
+def test_row_scaled_bytes_follow_from_the_amax_of_each_row_of_a_copy(
+    dtype: torch.dtype, hadamard: bool
+) -> None:
+    x = oracles.random_tensor((48, 64), dtype, 1) * torch.logspace(-6, 4, 48)[:, None].to(dtype)
+    x[5] = 0.0
+    made = fuser.NVFP4Quantizer(row_scaled_nvfp4=True, with_rht=hadamard)(x)
+    rows = x.float().numpy()
+    columns = np.ascontiguousarray(rows.T)
+    columns = ref.hadamard(columns, MASKS[True]) if hadamard else columns
+    for values, name in ((rows, "rowwise"), (columns, "columnwise")):
+        amax = np.abs(values).max(1)
+        data, scale, _ = ref.nvfp4_copy(values, amax=amax[:, None])
+        assert np.array_equal(getattr(made, f"_{name}_data").numpy(), data)
+        assert np.array_equal(getattr(made, f"_{name}_scale_inv").numpy(), scale)
+        assert np.array_equal(getattr(made, f"_amax_{name}").numpy(), amax)
+
+
+def test_row_scaled_values_of_each_row_are_those_of_the_row_alone() -> None:
+    x = oracles.random_tensor((32, 64), torch.float32, 1) * torch.logspace(-8, 8, 32)[:, None]
+    made = ROW_SCALED.with_usage(rowwise=True, columnwise=False)(x)
+    one = fuser.NVFP4Quantizer(columnwise=False)
+    alone = torch.cat([one(row[None]).dequantize() for row in x])
+    assert torch.equal(made.dequantize(), alone)
+    assert not torch.equal(one(x).dequantize(), alone)  # the small rows are lost in one scale
+    columns = ROW_SCALED.with_usage(rowwise=False, columnwise=True)(x.t().contiguous())
+    assert torch.equal(columns.dequantize(), made.dequantize().t())
+
+
+def test_row_scaled_tensors_of_any_shape_are_cut_written_saved_and_pickled() -> None:
+    x = oracles.random_tensor((3, 17, 40), torch.bfloat16, 1)
+    made = ROW_SCALED(x)
+    assert made._amax_rowwise.shape == (64,)
+    assert made._amax_columnwise.shape == (48,)
+    rows = x.view(51, 40)
+    expected = torch.cat([ROW_SCALED(row[None]).dequantize() for row in rows]).view(x.shape)
+    assert torch.equal(made.dequantize(), expected)
+    assert torch.equal(made[1].dequantize(), expected[1])
+    assert torch.equal(ROW_SCALED(x[:, :0]).dequantize(), x[:, :0])
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert other._quantizer == ROW_SCALED
+        assert torch.equal(other.dequantize(), expected)
+    made.mul_(2)
+    assert torch.equal(made.dequantize(), ROW_SCALED(2 * expected).dequantize())
+    assert "row_scaled_nvfp4=True" in repr(made)
+
+
+def test_row_scaled_tensors_exchange_no_bytes_with_those_of_one_scale() -> None:
+    x = oracles.random_tensor((32, 32), torch.float32, 1)
+    plain, row_scaled = fuser.NVFP4Quantizer()(x), ROW_SCALED(2 * x)
+    expected = fuser.NVFP4Quantizer()(row_scaled.dequantize()).dequantize()
+    plain.copy_(row_scaled)
+    assert torch.equal(plain.dequantize(), expected)
+    assert fuser.NVFP4Quantizer() != ROW_SCALED
+    assert ROW_SCALED.launch_key != fuser.NVFP4Quantizer().launch_key
+    assert ROW_SCALED.format != fuser.NVFP4Quantizer().format
+
+
+def test_ranks_reduce_the_amaxes_of_the_columns_of_row_scaled_rows() -> None:
+    x = oracles.random_tensor((64, 32), torch.float32, 1)
+    whole = ROW_SCALED(x)
+    parts = [ROW_SCALED.with_amaxes(ROW_SCALED.amaxes_of(x))(part) for part in x.chunk(2)]
+    columns = torch.cat([part._columnwise_data for part in parts], 1)
+    assert torch.equal(columns, whole._columnwise_data)
+    assert torch.equal(parts[0]._amax_columnwise, whole._amax_columnwise)
+    assert torch.equal(torch.cat([p._rowwise_data for p in parts]), whole._rowwise_data)
+    assert ROW_SCALED.with_usage(rowwise=True, columnwise=False).amaxes_of(x) is None
