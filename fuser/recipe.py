@@ -504,31 +504,28 @@ class NVFP4BlockScaling(Recipe):
     defaults follow from the three ``disable_`` fields.
     With ``row_scaled_activation`` inputs have one fp32 scale a row, in each copy;
     ``fp4_quant_fwd_inp`` then has no blocks of 16x16.
-    ``nvfp4_4over6`` must be ``"none"``: there are no kernels for other values.
+    With ``nvfp4_4over6`` the largest value of each block of ``"weights"``, of ``"activations"``,
+    which are inputs, or of ``"all"`` of them is scaled to 6 or to 4, whichever has the smaller
+    ``nvfp4_4over6_err_mode``: ``"MAE"``, the sum of absolute errors, or ``"MSE"``, of squares.
+    Their largest block scale is 256 where ``nvfp4_4over6_e4m3_use_256`` says so, else 448. These
+    tensors have neither a Hadamard transform nor rounding at random.
     """
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
     row_scaled_activation: bool = field(default=False, kw_only=True)
-    nvfp4_4over6: Literal["none"] = field(default="none", kw_only=True, repr=False, compare=False)
-    nvfp4_4over6_e4m3_use_256: FourOverSixScope = field(
-        default="all", kw_only=True, repr=False, compare=False
-    )
-    nvfp4_4over6_err_mode: FourOverSixError = field(
-        default="MAE", kw_only=True, repr=False, compare=False
-    )
+    nvfp4_4over6: FourOverSixScope = field(default="none", kw_only=True)
+    nvfp4_4over6_e4m3_use_256: FourOverSixScope = field(default="all", kw_only=True)
+    nvfp4_4over6_err_mode: FourOverSixError = field(default="MAE", kw_only=True)
     fp4_format: Format = field(default=Format.E2M1, kw_only=True, repr=False, compare=False)
     fp8_format: Format = field(default=Format.E4M3, kw_only=True, repr=False, compare=False)
     fp4_quant_fwd_inp: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
     fp4_quant_fwd_weight: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
     fp4_quant_bwd_grad: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
 
-    absent: ClassVar[dict[str, str]] = {
-        "nvfp4_4over6": "blocks are scaled to 6 here, and not tried with 4",
-    }
-    # The scopes and the error of 4over6 have no effect while it is off.
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "nvfp4_4over6": get_args(FourOverSixScope),
         "nvfp4_4over6_e4m3_use_256": get_args(FourOverSixScope),
         "nvfp4_4over6_err_mode": get_args(FourOverSixError),
         "fp4_format": (Format.E2M1,),
@@ -544,6 +541,35 @@ class NVFP4BlockScaling(Recipe):
                 "fp4_2d_quantization=True; a row has no scale of its own if 16 of them share the "
                 "scales of blocks. Leave one out."
             )
+        for role, field_name in (
+            ("input", "fp4_quant_fwd_inp"),
+            ("weight", "fp4_quant_fwd_weight"),
+        ):
+            params: QParams = getattr(self, field_name)
+            refused = [
+                name
+                for name in ("random_hadamard_transform", "stochastic_rounding")
+                if getattr(params, name)
+            ]
+            if refused and self.four_over_six(role):
+                raise InputError(
+                    f"NVFP4BlockScaling got nvfp4_4over6={self.nvfp4_4over6!r} and {field_name} "
+                    f"with {refused[0]}=True; a block that chooses its scale by its error is "
+                    "neither transformed nor rounded at random. Leave one out: disable_rht=True "
+                    "does for inputs."
+                )
+
+    def four_over_six(self, role: str) -> dict[str, Any]:
+        """The options of the quantizer of that role that differ from their defaults."""
+        of_role = {"weight": ("weights", "all"), "input": ("activations", "all")}.get(role, ())
+        if self.nvfp4_4over6 not in of_role:
+            return {}
+        is_256 = self.nvfp4_4over6_e4m3_use_256 in of_role
+        return {
+            "nvfp4_use_4over6": True,
+            "nvfp4_e4m3_max": 256 if is_256 else 448,
+            "nvfp4_4over6_err_mode": self.nvfp4_4over6_err_mode,
+        }
 
     def default_params(self) -> dict[str, QParams]:
         rht = not self.disable_rht

@@ -108,9 +108,10 @@ def _master(weight: torch.nn.Parameter, recipe: Recipe, path: str, name: str) ->
         if stacked is None:
             raise InputError(
                 f"gather_quantized got {full_name} of shape {tuple(weight.shape)}, one parameter "
-                f"for all experts, and {type(recipe).__name__}; it takes such a parameter under "
+                f"for all experts, and {recipe}; it takes such a parameter under "
                 "Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling and "
-                f"NVFP4BlockScaling, with out_features that are a multiple of {GROUP_TILE}. Make "
+                "NVFP4BlockScaling without nvfp4_4over6, with out_features that are a multiple of "
+                f"{GROUP_TILE}. Make "
                 "GroupedLinear with single_grouped_weight=False."
             )
         quantizer = stacked

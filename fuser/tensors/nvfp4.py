@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Hashable
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -23,7 +23,7 @@ from fuser.functional.lazy import (
     source_of,
 )
 from fuser.functional.random_seeds import rounding_seed
-from fuser.recipe import NVFP4BlockScaling, role_params
+from fuser.recipe import FourOverSixError, NVFP4BlockScaling, role_params
 from fuser.reference import nvfp4 as reference
 from fuser.reference.nvfp4 import inverse_hadamard_transform
 from fuser.tensors.base import BlockScaledTensor
@@ -46,6 +46,8 @@ class NVFP4Tensor(BlockScaledTensor, layout=NVFP4):
 
     def _is_transposable(self) -> bool:
         how = self._quantizer
+        if how.nvfp4_use_4over6:  # the sums of errors of a block and of its transpose are rounded
+            return False
         return how.with_2d_quantization and not (how.with_rht or how.stochastic_rounding)
 
     @property
@@ -69,9 +71,12 @@ class NVFP4Tensor(BlockScaledTensor, layout=NVFP4):
         data, scale, columnwise = self._one_copy()
         amax_value = self._amax_columnwise if columnwise else self._amax_rowwise
         assert amax_value is not None
-        if self._quantizer.row_scaled_nvfp4:
-            amaxes = amax_value[:, None]
-            return reference.dequantize(data, scale, amaxes, dtype, columnwise=columnwise)
+        how = self._quantizer
+        if not how.format.has_kernel:
+            if how.row_scaled_nvfp4:
+                amax_value = amax_value[:, None]
+            options: dict[str, Any] = {"columnwise": columnwise, "e4m3_max": how.nvfp4_e4m3_max}
+            return reference.dequantize(data, scale, amax_value, dtype, **options)
         rows, pairs = data.shape
         shape = (2 * pairs, rows) if columnwise else (rows, 2 * pairs)
         out = torch.empty(shape, dtype=dtype, device=data.device)
@@ -103,14 +108,18 @@ class NVFP4Quantizer(Quantizer):
     row_scaled_nvfp4
         One fp32 scale for each row of a copy, ``[M]`` of one and ``[K]`` of the other, in place of
         one for the tensor; torch computes it on every device.
-    nvfp4_4over6
-        Only False is supported.
+    nvfp4_use_4over6
+        Scale the largest value of each block to 6 or to 4, whichever has the smaller error; torch
+        computes it on every device.
+    nvfp4_e4m3_max
+        The largest block scale: 448, or with ``nvfp4_use_4over6`` 256.
+    nvfp4_4over6_err_mode
+        The error of a block: ``"MAE"``, the sum of absolute errors, or ``"MSE"``, of squares.
 
     Raises
     ------
     InputError
-        If ``fp4_dtype`` is not E2M1, rows with scales of their own have blocks of 16x16, or the
-        last one is True.
+        If ``fp4_dtype`` is not E2M1, or an option has another value or does not go with another.
     """
 
     fp4_dtype: InitVar[DType] = DType.kFloat4E2M1
@@ -123,19 +132,16 @@ class NVFP4Quantizer(Quantizer):
     seed: int | None = field(default=None, kw_only=True)
     with_post_rht_amax: InitVar[bool] = field(default=False, kw_only=True)
     row_scaled_nvfp4: bool = field(default=False, kw_only=True)
-    nvfp4_4over6: InitVar[bool] = field(default=False, kw_only=True)
+    nvfp4_use_4over6: bool = field(default=False, kw_only=True)
+    nvfp4_e4m3_max: Literal[448, 256] = field(default=448, kw_only=True)
+    nvfp4_4over6_err_mode: FourOverSixError = field(default="MAE", kw_only=True)
 
     tensor_class = NVFP4Tensor
     recipe_class = NVFP4BlockScaling
     accepts_lazy = True
     reduces_scales = True
 
-    def __post_init__(
-        self,
-        fp4_dtype: DType,
-        with_post_rht_amax: bool,
-        nvfp4_4over6: bool,
-    ) -> None:
+    def __post_init__(self, fp4_dtype: DType, with_post_rht_amax: bool) -> None:
         if fp4_dtype is not DType.kFloat4E2M1:
             raise InputError(
                 f"NVFP4 got fp4_dtype {fp4_dtype}; the only element type is {DType.kFloat4E2M1}."
@@ -145,11 +151,22 @@ class NVFP4Quantizer(Quantizer):
                 "NVFP4 got row_scaled_nvfp4=True and with_2d_quantization=True; a row has no scale "
                 "of its own if 16 of them share the scales of blocks. Leave one out."
             )
-        if nvfp4_4over6:
+        if self.nvfp4_4over6_err_mode not in get_args(FourOverSixError):
             raise InputError(
-                "NVFP4 got nvfp4_4over6=True; in this version the largest value of a block is "
-                "always scaled to 6, never to 4."
-                " Leave it out."
+                f"NVFP4 got nvfp4_4over6_err_mode={self.nvfp4_4over6_err_mode!r}; it is "
+                f"{' or '.join(map(repr, get_args(FourOverSixError)))}."
+            )
+        if self.nvfp4_e4m3_max not in ((448, 256) if self.nvfp4_use_4over6 else (448,)):
+            raise InputError(
+                f"NVFP4 got nvfp4_e4m3_max={self.nvfp4_e4m3_max} and nvfp4_use_4over6="
+                f"{self.nvfp4_use_4over6}; the largest block scale is 448, or with four over six "
+                "256."
+            )
+        if self.nvfp4_use_4over6 and (self.with_rht or self.stochastic_rounding):
+            refused = "with_rht" if self.with_rht else "stochastic_rounding"
+            raise InputError(
+                f"NVFP4 got nvfp4_use_4over6=True and {refused}=True; a block that chooses its "
+                "scale by its error is neither transformed nor rounded at random. Leave one out."
             )
 
     @classmethod
@@ -160,14 +177,21 @@ class NVFP4Quantizer(Quantizer):
             with_rht=params.random_hadamard_transform,
             stochastic_rounding=params.stochastic_rounding,
             row_scaled_nvfp4=recipe.row_scaled_activation and role == "input",
+            **recipe.four_over_six(role),
         )
 
     @functools.cached_property
     def format(self) -> NumberFormat:
         size = NVFP4_BLOCK * (NVFP4_BLOCK if self.with_2d_quantization else 1)
-        if self.row_scaled_nvfp4:
-            return NumberFormat("NVFP4 rowwise", DType.kFloat4E2M1, NVFP4_ROWS, size, False)
-        return NumberFormat("NVFP4", DType.kFloat4E2M1, NVFP4, size)
+        names = {
+            "rowwise": self.row_scaled_nvfp4,
+            "4over6": self.nvfp4_use_4over6,
+            "256": self.nvfp4_e4m3_max == 256,
+        }
+        options = [name for name, is_on in names.items() if is_on]
+        layout = NVFP4_ROWS if self.row_scaled_nvfp4 else NVFP4
+        name = " ".join(["NVFP4", *options])
+        return NumberFormat(name, DType.kFloat4E2M1, layout, size, has_kernel=not options)
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
@@ -176,7 +200,8 @@ class NVFP4Quantizer(Quantizer):
 
     def encoding(self) -> tuple[Any, ...]:
         transform = (self.with_rht, self.with_random_sign_mask)
-        return (self.with_2d_quantization, *transform, self.row_scaled_nvfp4)
+        scales = (self.row_scaled_nvfp4, self.nvfp4_e4m3_max)
+        return (self.with_2d_quantization, *transform, *scales)
 
     def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor | None:
         """The amax, and with a Hadamard transform that of the transformed values.
@@ -235,6 +260,8 @@ class NVFP4Quantizer(Quantizer):
                 columnwise=self.columnwise,
                 two_dimensional=self.with_2d_quantization,
                 row_scaled=self.row_scaled_nvfp4,
+                four_over_six=self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else None,
+                e4m3_max=self.nvfp4_e4m3_max,
                 **self._options(),
                 amax_value=amaxes,
             )

@@ -206,10 +206,26 @@ QUANTIZED_TENSORS = (
     Mutant(
         "NVFP4 bytes with scales of rows are exchanged with bytes under one scale",
         "tensors/nvfp4.py",
-        "*transform, self.row_scaled_nvfp4)",
-        "*transform)",
+        "scales = (self.row_scaled_nvfp4, self.nvfp4_e4m3_max)",
+        "scales = (self.nvfp4_e4m3_max,)",
         "test_nvfp4_quantizer.py::"
         "test_row_scaled_tensors_exchange_no_bytes_with_those_of_one_scale",
+    ),
+    Mutant(
+        "NVFP4 bytes are exchanged under another largest scale of blocks",
+        "tensors/nvfp4.py",
+        "scales = (self.row_scaled_nvfp4, self.nvfp4_e4m3_max)",
+        "scales = (self.row_scaled_nvfp4,)",
+        "test_nvfp4_quantizer.py::"
+        "test_four_over_six_tensors_are_written_pickled_and_compared_by_their_options",
+    ),
+    Mutant(
+        "four over six keeps of each block the scale of more error",
+        "reference/nvfp4.py",
+        "is_four = errors[1] < errors[0]",
+        "is_four = errors[1] > errors[0]",
+        "test_nvfp4_quantizer.py::"
+        "test_four_over_six_keeps_of_each_block_the_scale_of_less_error",
     ),
     Mutant(
         "a kernel quantizes to a format that it does not know",
@@ -394,8 +410,8 @@ NUMBER_FORMATS = (
     Mutant(
         "the columnwise copy has the amax that was reduced for the rowwise one",
         "reference/nvfp4.py",
-        "amax_col = None if given is None else given[-1:].clone()",
-        "amax_col = None if given is None else given[:1].clone()",
+        "amax_col = given.clone() if row_scaled else given[-1:].clone()",
+        "amax_col = given.clone() if row_scaled else given[:1].clone()",
         "test_quantize_definitions.py::test_each_copy_of_nvfp4_takes_the_amax_that_was_reduced_for_it",
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from typing import Any
 
@@ -17,7 +18,11 @@ from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import NVFP4BlockScaling, QParams
 
 ROWS = {"row_scaled_activation": True}
-OPTIONS = [ROWS]
+WEIGHTS = {"nvfp4_4over6": "weights"}
+INPUTS = {"nvfp4_4over6": "activations", "nvfp4_4over6_err_mode": "MSE"}
+ALL = {"nvfp4_4over6": "all", "nvfp4_4over6_e4m3_use_256": "none", **ROWS}
+OPTIONS = [ROWS, WEIGHTS, INPUTS, ALL]
+of_inputs = pytest.mark.parametrize("options", [ROWS, INPUTS, ALL], ids=str)
 every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
 F32 = torch.float32
 
@@ -40,6 +45,72 @@ def test_row_scaled_inputs_have_no_square_blocks() -> None:
         NVFP4BlockScaling(
             row_scaled_activation=True, fp4_quant_fwd_inp=QParams(fp4_2d_quantization=True)
         )
+
+
+@pytest.mark.parametrize(
+    ("scope", "of_256", "expected"),
+    [
+        ("none", "all", {"input": None, "weight": None}),
+        ("weights", "all", {"input": None, "weight": 256}),
+        ("weights", "activations", {"input": None, "weight": 448}),
+        ("activations", "activations", {"input": 256, "weight": None}),
+        ("all", "weights", {"input": 448, "weight": 256}),
+        ("all", "none", {"input": 448, "weight": 448}),
+        ("all", "all", {"input": 256, "weight": 256}),
+    ],
+)
+def test_scopes_say_which_tensors_choose_scales_and_which_have_256(
+    scope: Any, of_256: Any, expected: dict[str, int | None]
+) -> None:
+    recipe = NVFP4BlockScaling(
+        disable_rht=True,
+        nvfp4_4over6=scope,
+        nvfp4_4over6_e4m3_use_256=of_256,
+        nvfp4_4over6_err_mode="MSE",
+    )
+    for role, largest in {**expected, "grad_output": None}.items():
+        quantizer: Any = make_quantizer(recipe, role)
+        assert quantizer.nvfp4_use_4over6 is (largest is not None)
+        assert quantizer.nvfp4_e4m3_max == (largest or 448)
+        assert quantizer.nvfp4_4over6_err_mode == ("MAE" if largest is None else "MSE")
+
+
+def test_four_over_six_of_inputs_needs_no_hadamard_transform() -> None:
+    NVFP4BlockScaling(nvfp4_4over6="weights")
+    for scope in ("activations", "all"):
+        with pytest.raises(fuser.InputError, match=f"{scope}'.*random_hadamard_transform=True"):
+            NVFP4BlockScaling(nvfp4_4over6=scope)
+    params = QParams(stochastic_rounding=True)
+    with pytest.raises(fuser.InputError, match="fp4_quant_fwd_weight with stochastic_rounding"):
+        NVFP4BlockScaling(nvfp4_4over6="weights", fp4_quant_fwd_weight=params)
+
+
+def test_four_over_six_weights_are_parameters_that_train() -> None:
+    recipe = recipe_of(WEIGHTS)
+    with fuser.quantized_model_init(recipe=recipe):
+        model = fuser.Linear(32, 32, bias=False)
+    values = oracles.random_tensor((32, 32), F32, 1)
+    quantizer = make_quantizer(recipe, "weight")
+    with torch.no_grad():
+        model.weight.copy_(values)
+    assert torch.equal(model.weight.dequantize(), quantizer(values).dequantize())
+    before = model.weight.detach().clone()
+    x = oracles.random_tensor((32, 32), F32, 2)
+    with fuser.autocast(recipe=recipe):
+        model(x).square().sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    stepped = before.dequantize() - 0.01 * model.weight.grad
+    assert torch.equal(model.weight.dequantize(), quantizer(stepped).dequantize())
+
+
+@every_option
+def test_stacked_experts_of_the_option_are_refused(options: dict[str, Any]) -> None:
+    recipe = recipe_of(options)
+    is_refused = make_quantizer(recipe, "weight").format.has_kernel is False
+    refusal = pytest.raises(fuser.InputError, match="single_grouped_weight=True and")
+    with refusal if is_refused else contextlib.nullcontext():  # noqa: SIM117
+        with fuser.quantized_model_init(recipe=recipe):
+            fuser.GroupedLinear(2, 32, 128, bias=False, single_grouped_weight=True)
 
 
 @every_option
@@ -129,7 +200,7 @@ def _nvfp4_symbols(launched: list[str]) -> set[str]:
     return {symbol for symbol in launched if "Nvfp4" in symbol or "Hadamard" in symbol}
 
 
-@every_option
+@of_inputs
 @pytest.mark.parametrize("window", ONE_OF_EACH, ids=str)
 def test_no_fusion_writes_nvfp4_of_the_option_by_a_kernel(
     window: Window, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -174,7 +245,7 @@ def test_no_fusion_writes_nvfp4_of_the_option_by_a_kernel(
     assert (found - expected).norm() <= 0.2 * expected.norm()
 
 
-@every_option
+@of_inputs
 def test_a_plan_counts_a_pass_that_quantizes_after_the_kernel(options: dict[str, Any]) -> None:
     model = fuser.Sequential(fuser.RMSNorm(64), fuser.BasicLinear(64, 64))
     x = torch.randn(32, 64)
@@ -223,6 +294,6 @@ def test_experts_quantize_their_groups_alone(options: dict[str, Any]) -> None:
         assert not torch.equal(op(x, sizes), y)
     with on_kernels(), fuser.autocast(recipe=recipe):
         assert torch.equal(op(x, sizes), y)
-    quantizer = make_quantizer(recipe, "input")
+    quantizer = make_quantizer(recipe, "weight" if options is WEIGHTS else "input")
     with pytest.raises(fuser.InputError, match="quantizes no groups in one launch"):
         fuser.GroupedTensor.quantize(x, sizes, quantizer)
