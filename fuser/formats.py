@@ -316,13 +316,47 @@ NVFP4_ROWS = Layout(
 )
 """As NVFP4, with an amax for each row of a copy: ``[M]`` and ``[K]``."""
 
+UNQUANTIZED = Layout(
+    {
+        "_rowwise_data": Buffer("rowwise", (_M, _K), torch.float32),
+        "_columnwise_data": Buffer("columnwise", (_M, _K), torch.float32),
+    }
+)
+"""Values as they are, for both copies; their dtype may be another one."""
+
+HYBRID = Layout(dict(NVFP4.buffers))
+"""The names of the buffers of copies in two formats; which there are, and their shapes, depend on
+the formats (:func:`hybrid_layout`)."""
+
+
+def names_of_copy(layout: Layout, usage: str) -> tuple[str, ...]:
+    """The buffers that the ``"rowwise"`` or the ``"columnwise"`` copy consists of, data first."""
+    own = layout.rowwise if usage == "rowwise" else layout.columnwise
+    return own + layout.shared
+
+
+@functools.lru_cache(maxsize=256)
+def hybrid_layout(rowwise: Layout, columnwise: Layout) -> Layout:
+    """The layout of a rowwise copy of one layout, and a columnwise copy of another."""
+    buffers: dict[str, Buffer] = {}
+    copies: tuple[tuple[Literal["rowwise", "columnwise"], Layout], ...]
+    copies = (("rowwise", rowwise), ("columnwise", columnwise))
+    for usage, layout in copies:
+        for slot, name in zip(
+            names_of_copy(HYBRID, usage), names_of_copy(layout, usage), strict=False
+        ):
+            buffers[slot] = layout.buffers[name]._replace(usage=usage)
+    multiple = max(rowwise.multiple, columnwise.multiple)  # powers of two
+    return _known(tuple(buffers.items()), multiple, "tensor")
+
 
 class NumberFormat(NamedTuple):
     """The format of a quantized tensor: its elements, where they and their scales are stored.
 
     ``name`` is the name of the format, with its block geometry if there are several.
     ``block_size`` is the number of elements that share a scale; 0 if ``layout`` alone says so.
-    If ``has_kernel`` is False, torch quantizes to it on every device.
+    If ``has_kernel`` is False, torch quantizes to it on every device. The ``element`` of values
+    that are not quantized, and of copies in two formats, is a plain type.
     """
 
     name: str
@@ -332,7 +366,8 @@ class NumberFormat(NamedTuple):
     has_kernel: bool = True
 
     def __str__(self) -> str:
-        return f"{self.name} {self.element.label}"
+        is_plain = self.element.torch_dtype is torch.float32
+        return self.name if is_plain else f"{self.name} {self.element.label}"
 
     @property
     def multiple(self) -> int:
@@ -349,20 +384,15 @@ class NumberFormat(NamedTuple):
 
         ``copies`` has ``"rowwise"``, ``"columnwise"`` or both.
         """
-        bits = 4 if self.element is DType.kFloat4E2M1 else 8
-        data = ceil_div(math.prod(shape) * bits, 8)
-        return sum(data + self._scale_bytes(shape, copy) for copy in copies)
-
-    def _scale_bytes(self, shape: tuple[int, ...], copy: str) -> int:
-        layout = self.layout
-        name = (layout.shared or (layout.rowwise if copy == "rowwise" else layout.columnwise)[1:])[
-            0
-        ]
-        scales = layout.buffers[name]
         m, k = math.prod(shape[:-1]), shape[-1]
-        # Square blocks of MXFP8 and NVFP4 store their scale once for each row.
-        counts = (ceil_div(m if of == "M" else k, unit) for of, unit, _ in scales.sizes)
-        return math.prod(counts) * scales.dtype.itemsize
+        total = 0
+        for copy in copies:
+            # Square blocks of MXFP8 and NVFP4 store their scale once for each row.
+            for name in names_of_copy(self.layout, copy)[:2]:
+                buffer = self.layout.buffers[name]
+                counts = (ceil_div(m if of == "M" else k, unit) for of, unit, _ in buffer.sizes)
+                total += math.prod(counts) * buffer.dtype.itemsize
+        return total
 
     def pads(self, shape: tuple[int, ...]) -> bool:
         """Whether quantizing pads a tensor ``[..., K]`` of this shape."""

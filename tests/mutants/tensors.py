@@ -224,8 +224,7 @@ QUANTIZED_TENSORS = (
         "reference/nvfp4.py",
         "is_four = errors[1] < errors[0]",
         "is_four = errors[1] > errors[0]",
-        "test_nvfp4_quantizer.py::"
-        "test_four_over_six_keeps_of_each_block_the_scale_of_less_error",
+        "test_nvfp4_quantizer.py::test_four_over_six_keeps_of_each_block_the_scale_of_less_error",
     ),
     Mutant(
         "a kernel quantizes to a format that it does not know",
