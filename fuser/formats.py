@@ -335,6 +335,12 @@ def names_of_copy(layout: Layout, usage: str) -> tuple[str, ...]:
     return own + layout.shared
 
 
+def unquantized_format(dtype: torch.dtype | None = None) -> NumberFormat:
+    """The format of values as they are, or rounded to a dtype."""
+    name = "unquantized" if dtype is None else f"unquantized {dtype}"
+    return NumberFormat(name, DType.kFloat32, UNQUANTIZED, has_kernel=False)
+
+
 @functools.lru_cache(maxsize=256)
 def hybrid_layout(rowwise: Layout, columnwise: Layout) -> Layout:
     """The layout of a rowwise copy of one layout, and a columnwise copy of another."""
@@ -350,13 +356,25 @@ def hybrid_layout(rowwise: Layout, columnwise: Layout) -> Layout:
     return _known(tuple(buffers.items()), multiple, "tensor")
 
 
+def hybrid_format(rowwise: NumberFormat, columnwise: NumberFormat) -> NumberFormat:
+    """The format of tensors whose copies are in two formats."""
+    return NumberFormat(
+        f"{rowwise} / {columnwise}",
+        DType.kFloat32,
+        hybrid_layout(rowwise.layout, columnwise.layout),
+        has_kernel=False,
+        parts=(rowwise, columnwise),
+    )
+
+
 class NumberFormat(NamedTuple):
     """The format of a quantized tensor: its elements, where they and their scales are stored.
 
     ``name`` is the name of the format, with its block geometry if there are several.
     ``block_size`` is the number of elements that share a scale; 0 if ``layout`` alone says so.
     If ``has_kernel`` is False, torch quantizes to it on every device. The ``element`` of values
-    that are not quantized, and of copies in two formats, is a plain type.
+    that are not quantized, and of copies in two formats, is a plain type; ``parts`` are the formats
+    of a rowwise and a columnwise copy in two.
     """
 
     name: str
@@ -364,10 +382,20 @@ class NumberFormat(NamedTuple):
     layout: Layout = FP8
     block_size: int = 0
     has_kernel: bool = True
+    parts: tuple[NumberFormat, NumberFormat] | None = None
 
     def __str__(self) -> str:
-        is_plain = self.element.torch_dtype is torch.float32
+        is_plain = self.is_unquantized or self.parts is not None
         return self.name if is_plain else f"{self.name} {self.element.label}"
+
+    @property
+    def is_unquantized(self) -> bool:
+        """Whether these are values as they are."""
+        return self.layout is UNQUANTIZED
+
+    def of(self, usage: str) -> NumberFormat:
+        """The format of the ``"rowwise"`` or the ``"columnwise"`` copy."""
+        return self if self.parts is None else self.parts[usage == "columnwise"]
 
     @property
     def multiple(self) -> int:

@@ -347,6 +347,9 @@ class DelayedScaling(Recipe):
 
     The environment variable for the override is ignored here, not refused: it is
     set for a whole job, which may use other recipes too.
+
+    ``override_linear_precision`` says of forward, dgrad and wgrad whether the product reads
+    unquantized operands: ``(False, False, True)`` for exact weight gradients, or all False.
     """
 
     margin: int = 0
@@ -359,19 +362,22 @@ class DelayedScaling(Recipe):
     )
     backward_override: BackwardOverride | None = field(default=None, kw_only=True)
     override_linear_precision: tuple[bool, bool, bool] = field(
-        default=(False, False, False), kw_only=True, repr=False, compare=False
+        default=(False, False, False), kw_only=True
     )
 
     accepts_backward_override: ClassVar[bool] = False
     absent: ClassVar[dict[str, str]] = {
         "scaling_factor_compute_algo": "scales are set by the one formula for all tensors at once",
-        "override_linear_precision": "the products of one linear have one precision; other recipes "
-        "have a backward_override",
     }
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
         "fp8_format": FP8_FORMATS,
         "amax_compute_algo": get_args(AmaxAlgorithm),
+        "override_linear_precision": ((False, False, False), (False, False, True)),
     }
+
+    def keeps_columns(self, role: str) -> bool:
+        """Whether the weight gradient reads the values of tensors in that role, unquantized."""
+        return self.override_linear_precision[2] and role != "weight"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,9 +12,8 @@ import torch
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.formats import (
     HYBRID,
-    DType,
     NumberFormat,
-    hybrid_layout,
+    hybrid_format,
     names_of_copy,
     padded_shape,
 )
@@ -73,12 +72,12 @@ class HybridQuantizedTensor(QuantizedTensor, layout=HYBRID):
 class HybridQuantizer(Quantizer):
     """The rowwise copy by one quantizer, and the columnwise copy by another.
 
-    Products of such tensors are emulated.
+    A product reads the copies as tensors in their own formats.
 
     Parameters
     ----------
     rowwise_quantizer, columnwise_quantizer
-        Quantizers without a state. Only one usage of each is taken.
+        Only one usage of each is taken.
     columnwise_source
         Quantize the columnwise copy from the tensor, ``"original"``, or from the values of its
         rowwise copy, ``"rowwise_dequantized"``.
@@ -88,8 +87,7 @@ class HybridQuantizer(Quantizer):
     InputTypeError
         If one of the two is no quantizer.
     InputError
-        If one of the two is hybrid itself or has a state, as in delayed scaling, or if
-        ``columnwise_source`` has another value.
+        If one of the two is hybrid itself, or ``columnwise_source`` has another value.
     """
 
     rowwise_quantizer: Quantizer = field(kw_only=True)
@@ -110,10 +108,10 @@ class HybridQuantizer(Quantizer):
                 )
             own = given.value()
             slots, names = (names_of_copy(layout, usage) for layout in (HYBRID, own.format.layout))
-            if isinstance(own, HybridQuantizer) or own.state_tensors() or len(names) > len(slots):
+            if isinstance(own, HybridQuantizer) or len(names) > len(slots):
                 raise InputError(
-                    f"HybridQuantizer got {name}={given!r}; it takes a quantizer of one format "
-                    "without a state, which neither a hybrid one nor one of delayed scaling is."
+                    f"HybridQuantizer got {name}={given!r}; it takes a quantizer of one format, "
+                    "which a hybrid one is not."
                 )
             usages = {each: each == usage for each in ("rowwise", "columnwise")}
             object.__setattr__(self, name, own.with_usage(**usages))
@@ -129,13 +127,36 @@ class HybridQuantizer(Quantizer):
 
     @functools.cached_property
     def format(self) -> NumberFormat:
-        row, column = self.rowwise_quantizer.format, self.columnwise_quantizer.format
-        layout = hybrid_layout(row.layout, column.layout)
-        return NumberFormat(f"{row} / {column}", DType.kFloat32, layout, has_kernel=False)
+        return hybrid_format(self.rowwise_quantizer.format, self.columnwise_quantizer.format)
 
     def encoding(self) -> tuple[Any, ...]:
         parts = (self.rowwise_quantizer, self.columnwise_quantizer)
         return tuple((part.format, part.encoding()) for part in parts)
+
+    def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return (*self.rowwise_quantizer.state_tensors(), *self.columnwise_quantizer.state_tensors())
+
+    def unbound(self) -> Quantizer:
+        return self._of_parts(self.rowwise_quantizer.unbound(), self.columnwise_quantizer.unbound())
+
+    def without_state(self) -> Quantizer:
+        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
+        return self._of_parts(*(part.without_state() for part in parts))
+
+    def to_repeat(self, made: QuantizedTensor) -> torch.Tensor | None:
+        """What the rowwise copy needs; the columnwise one is measured again."""
+        assert isinstance(made, HybridQuantizedTensor)
+        return self.rowwise_quantizer.to_repeat(made.part("rowwise"))
+
+    def repeating(self, kept: torch.Tensor | None) -> Quantizer:
+        if kept is None:
+            return self
+        return self._of_parts(self.rowwise_quantizer.repeating(kept), self.columnwise_quantizer)
+
+    def _of_parts(self, rowwise: Quantizer, columnwise: Quantizer) -> Quantizer:
+        if rowwise is self.rowwise_quantizer and columnwise is self.columnwise_quantizer:
+            return self
+        return replace(self, rowwise_quantizer=rowwise, columnwise_quantizer=columnwise)
 
     def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
         source = materialize(whole_blocks(rows, self.format.multiple))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fuser.errors import InputError, StateError
-from fuser.formats import UNQUANTIZED, DType, NumberFormat
+from fuser.formats import UNQUANTIZED, NumberFormat, unquantized_format
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.quantizer import QUANTIZABLE, Quantizer
 
@@ -81,8 +81,7 @@ class IdentityQuantizer(Quantizer):
 
     @functools.cached_property
     def format(self) -> NumberFormat:
-        name = "unquantized" if self.dtype is None else f"unquantized {self.dtype}"
-        return NumberFormat(name, DType.kFloat32, UNQUANTIZED, has_kernel=False)
+        return unquantized_format(self.dtype)
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         values = x.detach().to(self.dtype or x.dtype).contiguous()

@@ -227,6 +227,27 @@ QUANTIZED_TENSORS = (
         "test_nvfp4_quantizer.py::test_four_over_six_keeps_of_each_block_the_scale_of_less_error",
     ),
     Mutant(
+        "a product of copies in two formats reads the format of the other copy",
+        "formats.py",
+        'self.parts[usage == "columnwise"]',
+        'self.parts[usage == "rowwise"]',
+        "test_exact_weight_gradients.py::test_on_a_gpu_forward_and_dgrad_are_native",
+    ),
+    Mutant(
+        "the columnwise copy of a hybrid tensor is always of the original values",
+        "tensors/hybrid.py",
+        "                source = made.dequantize(dtype=source.dtype)\n",
+        "                pass\n",
+        "test_hybrid_quantizer.py::test_each_copy_is_the_copy_of_its_own_quantizer",
+    ),
+    Mutant(
+        "exact weight gradients read quantized operands",
+        "op/basic.py",
+        "    if recipe.keeps_columns(role) and isinstance(quantizer, Float8Quantizer):\n",
+        "    if False:\n",
+        "test_exact_weight_gradients.py::test_forward_and_dgrad_read_fp8_and_wgrad_the_values",
+    ),
+    Mutant(
         "a kernel quantizes to a format that it does not know",
         "tensors/nvfp4.py",
         "        if not self.format.has_kernel:\n",
@@ -370,8 +391,8 @@ NUMBER_FORMATS = (
     Mutant(
         "an element of 4 bits counts as a byte",
         "formats.py",
-        "bits = 4 if self.element is DType.kFloat4E2M1 else 8",
-        "bits = 8",
+        'counts = (ceil_div(m if of == "M" else k, unit) for of, unit, _ in buffer.sizes)',
+        'counts = (m if of == "M" else k for of, _, _ in buffer.sizes)',
         "test_format_sizes.py::"
         "test_the_bytes_of_a_format_are_those_of_elements_and_scales_in_every_copy",
     ),

@@ -290,15 +290,6 @@ def test_scripts_make_and_change_hybrid_quantizers() -> None:
             "rowwise_quantizer=torch",
         ),
         ({"columnwise_quantizer": hybrid("mxfp8", "nvfp4")}, fuser.InputError, "hybrid one"),
-        (
-            {
-                "rowwise_quantizer": tensors.Float8Quantizer(
-                    torch.ones(1), torch.zeros(1), fuser.DType.kFloat8E4M3
-                )
-            },
-            fuser.InputError,
-            "without a state",
-        ),
         ({"columnwise_source": "rows"}, fuser.InputError, "columnwise_source='rows'; it is"),
     ],
 )
