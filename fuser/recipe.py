@@ -659,7 +659,9 @@ def name_of(recipe: type[Recipe]) -> str:
     return (name.removesuffix("Block") or name).lower()
 
 
-def _made_by_new(init: Callable[..., None]) -> Callable[..., None]:
+def made_by_new(init: Callable[..., None]) -> Callable[..., None]:
+    """``__init__`` of a recipe, which a graph leaves out: the value that it got is made already."""
+
     @functools.wraps(init)
     def once(self: object, *args: Any, **kwargs: Any) -> None:
         if not is_dynamo_compiling():
@@ -669,7 +671,7 @@ def _made_by_new(init: Callable[..., None]) -> Callable[..., None]:
 
 
 for _cls in (MMParams, QParams, Recipe, *RECIPES, CustomRecipe):  # dataclass has made __init__
-    type.__setattr__(_cls, "__init__", _made_by_new(explains_arguments(_cls.__dict__["__init__"])))
+    type.__setattr__(_cls, "__init__", made_by_new(explains_arguments(_cls.__dict__["__init__"])))
 
 if not TYPE_CHECKING:  # a type checker would accept every name of this module
     __getattr__ = explains_names(__name__)
