@@ -470,8 +470,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             self.__dict__["_last_recipe"] = recipe  # torch's own setting takes 1 us
         if isinstance(recipe, DelayedScaling):
             state, dtypes, device = self._delayed_state(mode, recipe, device)
-            made = state.quantizer(recipe, dtypes, index, device)
-            return _of_role(made, recipe, self.quantizer_roles(mode)[index])
+            own = state.quantizer(recipe, dtypes, index, device)
+            return _of_role(own, recipe, self.quantizer_roles(mode)[index])
         return self._made_quantizer(recipe, mode, index)
 
     def _made_quantizer(self, recipe: Recipe, mode: str, index: int) -> Quantizer:

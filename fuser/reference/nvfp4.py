@@ -317,12 +317,14 @@ def _quantize_rows(
     encode = encode.masked_fill_(amax == 0, 1.0)
     encode = encode[:, None]  # [1, 1], or [R, 1]
     if four_over_six is None:
-        wanted = largest * (encode * (1.0 / E2M1_MAX))
-        codes, scale = _quantize_blocks(blocks, wanted, encode, words)
+        unrounded = largest * (encode * (1.0 / E2M1_MAX))
+        codes, scale = _quantize_blocks(blocks, unrounded, encode, words)
     else:
-        wanted = largest / E2M1_MAX * encode
-        codes, scale = _quantize_blocks(blocks, wanted, encode, None)
-        codes_of_4, scale_of_4 = _quantize_blocks(blocks, wanted * (E2M1_MAX / 4.0), encode, None)
+        unrounded = largest / E2M1_MAX * encode
+        codes, scale = _quantize_blocks(blocks, unrounded, encode, None)
+        codes_of_4, scale_of_4 = _quantize_blocks(
+            blocks, unrounded * (E2M1_MAX / 4.0), encode, None
+        )
         errors: list[torch.Tensor] = []
         for tried, its_scale in ((codes, scale), (codes_of_4, scale_of_4)):
             values = _decode(tried) * its_scale.float()[..., None] * amax[:, None, None]
@@ -340,15 +342,15 @@ def _quantize_rows(
 
 
 def _quantize_blocks(
-    blocks: torch.Tensor, wanted: torch.Tensor, encode: torch.Tensor, words: torch.Tensor | None
+    blocks: torch.Tensor, unrounded: torch.Tensor, encode: torch.Tensor, words: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """E2M1 codes ``[R, B, 16]`` and E4M3 scales ``[R, B]`` of ``blocks``.
 
-    ``wanted``, scales that are not rounded yet, has a row for each row, or for each 16; values of a
-    block with scale 1 are multiplied by ``encode``, ``[1, 1]`` or ``[R, 1]``.
+    ``unrounded`` scales have a row for each row, or for each 16; values of a block with scale 1 are
+    multiplied by ``encode``, ``[1, 1]`` or ``[R, 1]``.
     """
-    wanted = wanted.clamp(max=E4M3_MAX)
-    scale = wanted.nan_to_num_(nan=math.nan).to(torch.float8_e4m3fn)
+    unrounded = unrounded.clamp(max=E4M3_MAX)
+    scale = unrounded.nan_to_num_(nan=math.nan).to(torch.float8_e4m3fn)
     per_block = (scale.float() * encode.reciprocal()).reciprocal_().clamp_(max=FLOAT32_MAX)
     if len(scale) != len(blocks):
         block_rows = len(blocks) // len(scale)

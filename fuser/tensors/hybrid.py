@@ -143,10 +143,10 @@ class HybridQuantizer(Quantizer):
         parts = (self.rowwise_quantizer, self.columnwise_quantizer)
         return self._of_parts(*(part.without_state() for part in parts))
 
-    def to_repeat(self, made: QuantizedTensor) -> torch.Tensor | None:
+    def to_repeat(self, tensor: QuantizedTensor) -> torch.Tensor | None:
         """What the rowwise copy needs; the columnwise one is measured again."""
-        assert isinstance(made, HybridQuantizedTensor)
-        return self.rowwise_quantizer.to_repeat(made.part("rowwise"))
+        assert isinstance(tensor, HybridQuantizedTensor)
+        return self.rowwise_quantizer.to_repeat(tensor.part("rowwise"))
 
     def repeating(self, kept: torch.Tensor | None) -> Quantizer:
         if kept is None:
@@ -163,17 +163,17 @@ class HybridQuantizer(Quantizer):
         buffers: dict[str, torch.Tensor | None] = dict.fromkeys(HYBRID.buffers)
         reads_rows = self.columnwise and self.columnwise_source == "rowwise_dequantized"
         if self.rowwise or reads_rows:
-            made = self.rowwise_quantizer(source)
+            quantized = self.rowwise_quantizer(source)
             if self.rowwise:
-                buffers |= _in_slots(made, "rowwise")
+                buffers |= _in_slots(quantized, "rowwise")
             if reads_rows:
-                source = made.dequantize(dtype=source.dtype)
+                source = quantized.dequantize(dtype=source.dtype)
         if self.columnwise:
             buffers |= _in_slots(self.columnwise_quantizer(source), "columnwise")
         return buffers
 
 
-def _in_slots(made: QuantizedTensor, usage: str) -> dict[str, torch.Tensor | None]:
+def _in_slots(tensor: QuantizedTensor, usage: str) -> dict[str, torch.Tensor | None]:
     """The buffers of a copy by their names in a hybrid tensor."""
-    slots, names = names_of_copy(HYBRID, usage), names_of_copy(made.format.layout, usage)
-    return {slot: getattr(made, name) for slot, name in zip(slots, names, strict=False)}
+    slots, names = names_of_copy(HYBRID, usage), names_of_copy(tensor.format.layout, usage)
+    return {slot: getattr(tensor, name) for slot, name in zip(slots, names, strict=False)}

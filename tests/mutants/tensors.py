@@ -236,7 +236,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "the columnwise copy of a hybrid tensor is always of the original values",
         "tensors/hybrid.py",
-        "                source = made.dequantize(dtype=source.dtype)\n",
+        "                source = quantized.dequantize(dtype=source.dtype)\n",
         "                pass\n",
         "test_hybrid_quantizer.py::test_each_copy_is_the_copy_of_its_own_quantizer",
     ),

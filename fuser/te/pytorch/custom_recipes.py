@@ -70,28 +70,28 @@ def high_precision_factory(role: Any) -> Quantizer:
 
 
 def current_scaling_factory(role: Any) -> Quantizer:
-    """As ``Float8CurrentScaling()``: gradients E5M2, all other tensors E4M3."""
+    """The quantizers of ``Float8CurrentScaling()``: gradients E5M2, all other tensors E4M3."""
     is_gradient = role is not None and role.tensor_type == "grad_output"
     return _of_recipe(Float8CurrentScaling(), "grad_output" if is_gradient else "input")
 
 
 def float8_block_scaling_factory(role: Any) -> Quantizer:
-    """As ``Float8BlockScaling()``: weights in blocks of 128x128, all other tensors of 1x128."""
+    """The quantizers of ``Float8BlockScaling()``: weights in blocks of 128x128, others of 1x128."""
     return _of_recipe(Float8BlockScaling(), _tensor(role))
 
 
 def mxfp8_factory(role: Any) -> Quantizer:
-    """As ``MXFP8BlockScaling()``: E4M3."""
+    """The quantizers of ``MXFP8BlockScaling()``: E4M3."""
     return _of_recipe(MXFP8BlockScaling(), _tensor(role))
 
 
 def nvfp4_factory(role: Any) -> Quantizer:
-    """As ``NVFP4BlockScaling()``."""
+    """The quantizers of ``NVFP4BlockScaling()``."""
     return _of_recipe(NVFP4BlockScaling(), _tensor(role))
 
 
 def current_scaling_ref_factory(role: Any) -> Quantizer:
-    """As :func:`current_scaling_factory`."""
+    """The quantizers of :func:`current_scaling_factory`."""
     return current_scaling_factory(role)
 
 
@@ -148,7 +148,7 @@ def mxfp8_fwd_nvfp4_bwd_factory(role: Any) -> Quantizer:
 
 
 def nvfp4_1d_weight_factory(role: Any) -> Quantizer:
-    """As :func:`nvfp4_factory`, with weights in blocks of 16: those of backward rounded twice."""
+    """NVFP4 with weights in blocks of 16 values, which backward reads rounded twice."""
     if _tensor(role) == "weight":
         return _from_rows(NVFP4Quantizer(), NVFP4Quantizer())
     return nvfp4_factory(role)
