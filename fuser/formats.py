@@ -306,20 +306,96 @@ NVFP4 = _layout(
 ``[K, M / 16]``; the amax of each copy."""
 
 
+NVFP4_ROWS = Layout(
+    {
+        **NVFP4.buffers,
+        "_amax_rowwise": Buffer("rowwise", (_M,), torch.float32),
+        "_amax_columnwise": Buffer("columnwise", (_K,), torch.float32),
+    },
+    NVFP4_BLOCK,
+)
+"""As NVFP4, with an amax for each row of a copy: ``[M]`` and ``[K]``."""
+
+UNQUANTIZED = Layout(
+    {
+        "_rowwise_data": Buffer("rowwise", (_M, _K), torch.float32),
+        "_columnwise_data": Buffer("columnwise", (_M, _K), torch.float32),
+    }
+)
+"""Values as they are, for both copies; their dtype may be another one."""
+
+HYBRID = Layout(dict(NVFP4.buffers))
+"""The names of the buffers of copies in two formats; which there are, and their shapes, depend on
+the formats (:func:`hybrid_layout`)."""
+
+
+def names_of_copy(layout: Layout, usage: str) -> tuple[str, ...]:
+    """The buffers that the ``"rowwise"`` or the ``"columnwise"`` copy consists of, data first."""
+    own = layout.rowwise if usage == "rowwise" else layout.columnwise
+    return own + layout.shared
+
+
+def unquantized_format(dtype: torch.dtype | None = None) -> NumberFormat:
+    """The format of values as they are, or rounded to a dtype."""
+    name = "unquantized" if dtype is None else f"unquantized {dtype}"
+    return NumberFormat(name, DType.kFloat32, UNQUANTIZED, has_kernel=False)
+
+
+@functools.lru_cache(maxsize=256)
+def hybrid_layout(rowwise: Layout, columnwise: Layout) -> Layout:
+    """The layout of a rowwise copy of one layout, and a columnwise copy of another."""
+    buffers: dict[str, Buffer] = {}
+    copies: tuple[tuple[Literal["rowwise", "columnwise"], Layout], ...]
+    copies = (("rowwise", rowwise), ("columnwise", columnwise))
+    for usage, layout in copies:
+        for slot, name in zip(
+            names_of_copy(HYBRID, usage), names_of_copy(layout, usage), strict=False
+        ):
+            buffers[slot] = layout.buffers[name]._replace(usage=usage)
+    multiple = max(rowwise.multiple, columnwise.multiple)  # powers of two
+    return _known(tuple(buffers.items()), multiple, "tensor")
+
+
+def hybrid_format(rowwise: NumberFormat, columnwise: NumberFormat) -> NumberFormat:
+    """The format of tensors whose copies are in two formats."""
+    return NumberFormat(
+        f"{rowwise} / {columnwise}",
+        DType.kFloat32,
+        hybrid_layout(rowwise.layout, columnwise.layout),
+        has_kernel=False,
+        parts=(rowwise, columnwise),
+    )
+
+
 class NumberFormat(NamedTuple):
     """The format of a quantized tensor: its elements, where they and their scales are stored.
 
     ``name`` is the name of the format, with its block geometry if there are several.
     ``block_size`` is the number of elements that share a scale; 0 if ``layout`` alone says so.
+    If ``has_kernel`` is False, torch quantizes to it on every device. The ``element`` of values
+    that are not quantized, and of copies in two formats, is a plain type; ``parts`` are the formats
+    of a rowwise and a columnwise copy in two.
     """
 
     name: str
     element: DType
     layout: Layout = FP8
     block_size: int = 0
+    has_kernel: bool = True
+    parts: tuple[NumberFormat, NumberFormat] | None = None
 
     def __str__(self) -> str:
-        return f"{self.name} {self.element.label}"
+        is_plain = self.is_unquantized or self.parts is not None
+        return self.name if is_plain else f"{self.name} {self.element.label}"
+
+    @property
+    def is_unquantized(self) -> bool:
+        """Whether these are values as they are."""
+        return self.layout is UNQUANTIZED
+
+    def of(self, usage: str) -> NumberFormat:
+        """The format of the ``"rowwise"`` or the ``"columnwise"`` copy."""
+        return self if self.parts is None else self.parts[usage == "columnwise"]
 
     @property
     def multiple(self) -> int:
@@ -336,20 +412,15 @@ class NumberFormat(NamedTuple):
 
         ``copies`` has ``"rowwise"``, ``"columnwise"`` or both.
         """
-        bits = 4 if self.element is DType.kFloat4E2M1 else 8
-        data = ceil_div(math.prod(shape) * bits, 8)
-        return sum(data + self._scale_bytes(shape, copy) for copy in copies)
-
-    def _scale_bytes(self, shape: tuple[int, ...], copy: str) -> int:
-        layout = self.layout
-        name = (layout.shared or (layout.rowwise if copy == "rowwise" else layout.columnwise)[1:])[
-            0
-        ]
-        scales = layout.buffers[name]
         m, k = math.prod(shape[:-1]), shape[-1]
-        # Square blocks of MXFP8 and NVFP4 store their scale once for each row.
-        counts = (ceil_div(m if of == "M" else k, unit) for of, unit, _ in scales.sizes)
-        return math.prod(counts) * scales.dtype.itemsize
+        total = 0
+        for copy in copies:
+            # Square blocks of MXFP8 and NVFP4 store their scale once for each row.
+            for name in names_of_copy(self.layout, copy)[:2]:
+                buffer = self.layout.buffers[name]
+                counts = (ceil_div(m if of == "M" else k, unit) for of, unit, _ in buffer.sizes)
+                total += math.prod(counts) * buffer.dtype.itemsize
+        return total
 
     def pads(self, shape: tuple[int, ...]) -> bool:
         """Whether quantizing pads a tensor ``[..., K]`` of this shape."""

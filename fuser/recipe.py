@@ -347,6 +347,9 @@ class DelayedScaling(Recipe):
 
     The environment variable for the override is ignored here, not refused: it is
     set for a whole job, which may use other recipes too.
+
+    ``override_linear_precision`` says of forward, dgrad and wgrad whether the product reads
+    unquantized operands: ``(False, False, True)`` for exact weight gradients, or all False.
     """
 
     margin: int = 0
@@ -359,19 +362,22 @@ class DelayedScaling(Recipe):
     )
     backward_override: BackwardOverride | None = field(default=None, kw_only=True)
     override_linear_precision: tuple[bool, bool, bool] = field(
-        default=(False, False, False), kw_only=True, repr=False, compare=False
+        default=(False, False, False), kw_only=True
     )
 
     accepts_backward_override: ClassVar[bool] = False
     absent: ClassVar[dict[str, str]] = {
         "scaling_factor_compute_algo": "scales are set by the one formula for all tensors at once",
-        "override_linear_precision": "the products of one linear have one precision; other recipes "
-        "have a backward_override",
     }
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
         "fp8_format": FP8_FORMATS,
         "amax_compute_algo": get_args(AmaxAlgorithm),
+        "override_linear_precision": ((False, False, False), (False, False, True)),
     }
+
+    def keeps_columns(self, role: str) -> bool:
+        """Whether the weight gradient reads the values of tensors in that role, unquantized."""
+        return self.override_linear_precision[2] and role != "weight"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -502,39 +508,74 @@ class NVFP4BlockScaling(Recipe):
     ``fp4_quant_fwd_inp``, ``fp4_quant_fwd_weight`` and ``fp4_quant_bwd_grad``
     are the :class:`QParams` of inputs, weights and output gradients. Their
     defaults follow from the three ``disable_`` fields.
-    ``row_scaled_activation`` must be False and ``nvfp4_4over6`` ``"none"``:
-    there are no kernels for other values.
+    With ``row_scaled_activation`` inputs have one fp32 scale a row, in each copy;
+    ``fp4_quant_fwd_inp`` then has no blocks of 16x16.
+    With ``nvfp4_4over6`` the largest value of each block of ``"weights"``, of ``"activations"``,
+    which are inputs, or of ``"all"`` of them is scaled to 6 or to 4, whichever has the smaller
+    ``nvfp4_4over6_err_mode``: ``"MAE"``, the sum of absolute errors, or ``"MSE"``, of squares.
+    Their largest block scale is 256 where ``nvfp4_4over6_e4m3_use_256`` says so, else 448. These
+    tensors have neither a Hadamard transform nor rounding at random.
     """
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
-    row_scaled_activation: bool = field(default=False, kw_only=True, repr=False, compare=False)
-    nvfp4_4over6: Literal["none"] = field(default="none", kw_only=True, repr=False, compare=False)
-    nvfp4_4over6_e4m3_use_256: FourOverSixScope = field(
-        default="all", kw_only=True, repr=False, compare=False
-    )
-    nvfp4_4over6_err_mode: FourOverSixError = field(
-        default="MAE", kw_only=True, repr=False, compare=False
-    )
+    row_scaled_activation: bool = field(default=False, kw_only=True)
+    nvfp4_4over6: FourOverSixScope = field(default="none", kw_only=True)
+    nvfp4_4over6_e4m3_use_256: FourOverSixScope = field(default="all", kw_only=True)
+    nvfp4_4over6_err_mode: FourOverSixError = field(default="MAE", kw_only=True)
     fp4_format: Format = field(default=Format.E2M1, kw_only=True, repr=False, compare=False)
     fp8_format: Format = field(default=Format.E4M3, kw_only=True, repr=False, compare=False)
     fp4_quant_fwd_inp: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
     fp4_quant_fwd_weight: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
     fp4_quant_bwd_grad: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
 
-    absent: ClassVar[dict[str, str]] = {
-        "row_scaled_activation": "NVFP4 here has one fp32 scale a tensor, not one a row",
-        "nvfp4_4over6": "blocks are scaled to 6 here, and not tried with 4",
-    }
-    # The scopes and the error of 4over6 have no effect while it is off.
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "nvfp4_4over6": get_args(FourOverSixScope),
         "nvfp4_4over6_e4m3_use_256": get_args(FourOverSixScope),
         "nvfp4_4over6_err_mode": get_args(FourOverSixError),
         "fp4_format": (Format.E2M1,),
         "fp8_format": (Format.E4M3,),
     }
     taken_params: ClassVar[tuple[str, ...]] = NVFP4_PARAMS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.row_scaled_activation and self.fp4_quant_fwd_inp.fp4_2d_quantization:
+            raise InputError(
+                "NVFP4BlockScaling got row_scaled_activation=True and fp4_quant_fwd_inp with "
+                "fp4_2d_quantization=True; a row has no scale of its own if 16 of them share the "
+                "scales of blocks. Leave one out."
+            )
+        for role, field_name in (
+            ("input", "fp4_quant_fwd_inp"),
+            ("weight", "fp4_quant_fwd_weight"),
+        ):
+            params: QParams = getattr(self, field_name)
+            refused = [
+                name
+                for name in ("random_hadamard_transform", "stochastic_rounding")
+                if getattr(params, name)
+            ]
+            if refused and self.four_over_six(role):
+                raise InputError(
+                    f"NVFP4BlockScaling got nvfp4_4over6={self.nvfp4_4over6!r} and {field_name} "
+                    f"with {refused[0]}=True; a block that chooses its scale by its error is "
+                    "neither transformed nor rounded at random. Leave one out: disable_rht=True "
+                    "does for inputs."
+                )
+
+    def four_over_six(self, role: str) -> dict[str, Any]:
+        """The options of the quantizer of that role that differ from their defaults."""
+        of_role = {"weight": ("weights", "all"), "input": ("activations", "all")}.get(role, ())
+        if self.nvfp4_4over6 not in of_role:
+            return {}
+        is_256 = self.nvfp4_4over6_e4m3_use_256 in of_role
+        return {
+            "nvfp4_use_4over6": True,
+            "nvfp4_e4m3_max": 256 if is_256 else 448,
+            "nvfp4_4over6_err_mode": self.nvfp4_4over6_err_mode,
+        }
 
     def default_params(self) -> dict[str, QParams]:
         rht = not self.disable_rht
@@ -618,7 +659,9 @@ def name_of(recipe: type[Recipe]) -> str:
     return (name.removesuffix("Block") or name).lower()
 
 
-def _made_by_new(init: Callable[..., None]) -> Callable[..., None]:
+def made_by_new(init: Callable[..., None]) -> Callable[..., None]:
+    """``__init__`` of a recipe, which a graph leaves out: the value that it got is made already."""
+
     @functools.wraps(init)
     def once(self: object, *args: Any, **kwargs: Any) -> None:
         if not is_dynamo_compiling():
@@ -628,7 +671,7 @@ def _made_by_new(init: Callable[..., None]) -> Callable[..., None]:
 
 
 for _cls in (MMParams, QParams, Recipe, *RECIPES, CustomRecipe):  # dataclass has made __init__
-    type.__setattr__(_cls, "__init__", _made_by_new(explains_arguments(_cls.__dict__["__init__"])))
+    type.__setattr__(_cls, "__init__", made_by_new(explains_arguments(_cls.__dict__["__init__"])))
 
 if not TYPE_CHECKING:  # a type checker would accept every name of this module
     __getattr__ = explains_names(__name__)

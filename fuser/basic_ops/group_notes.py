@@ -71,4 +71,6 @@ def _rows_of_a_scale(recipe: Recipe, role: str) -> str:
     if isinstance(recipe, Float8BlockScaling):
         dims = {"input": recipe.x_block_scaling_dim, "grad_output": recipe.grad_block_scaling_dim}
         return "127 rows" if dims[role] == 2 else ""
-    return "all rows" if recipe.nvfp4() or role_format(recipe, role).has_one_scale else ""
+    form = role_format(recipe, role)
+    has_own_scales = all(name in form.layout.rows for name in form.layout.rowwise)
+    return "all rows" if form.has_one_scale or not has_own_scales else ""

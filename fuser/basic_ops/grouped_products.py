@@ -34,7 +34,7 @@ from fuser.gemm.grouped import Groups, Places
 from fuser.gemm.quantized_groups import reads_columns
 from fuser.op import BasicOperation, OperationContext, cast
 from fuser.precision.contexts import current_recipe
-from fuser.precision.quantizer_for import make_quantizer
+from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import Recipe
 from fuser.reference import grouped as reference
 from fuser.tensors import (
@@ -75,8 +75,10 @@ class GroupsQuantizers(NamedTuple):
 
 def quantizes_groups_of(recipe: Recipe | None) -> bool:
     """Whether a grouped linear quantizes all groups in one launch under a recipe; for plans."""
-    if recipe is None or recipe.delayed():
+    if recipe is None:
         return True
+    if recipe.delayed():
+        return role_format(recipe, "input").has_kernel
     if recipe.custom():
         return False
     roles = ("input", "weight", "grad_output")

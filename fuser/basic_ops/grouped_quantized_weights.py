@@ -55,8 +55,9 @@ class QuantizedGroupWeights(BasicOperation):
         if isinstance(recipe, DelayedScaling) or self._stack_quantizer(recipe) is None:
             raise InputError(
                 f"{op} was made inside quantized_model_init with single_grouped_weight=True and "
-                f"{type(recipe).__name__}. One quantized parameter for all groups takes "
-                "Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling or NVFP4BlockScaling, "
+                f"{recipe}. One quantized parameter for all groups takes "
+                "Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling or NVFP4BlockScaling "
+                "without nvfp4_4over6, "
                 f"and out_features that are a multiple of {GROUP_TILE}: leave that argument out, "
                 "and each group has a parameter of its own."
             )

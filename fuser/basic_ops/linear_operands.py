@@ -19,6 +19,13 @@ from fuser.tensors.gathering import note_backward_read
 
 # -- planning ---------------------------------------------------------------------
 
+USAGES = {
+    ("input", "weight"): ("rowwise", "rowwise"),
+    ("grad_output", "weight"): ("rowwise", "columnwise"),
+    ("grad_output", "input"): ("columnwise", "columnwise"),
+}
+"""The copies that the product of the tensors of two roles reads."""
+
 FormatOf = Callable[[Recipe, str], NumberFormat]
 """The format of the tensor with a role, such as ``"weight"``, under a recipe."""
 
@@ -98,14 +105,21 @@ def native_row(a: str, b: str, key: PlanKey, format_of: FormatOf) -> NativeGemm 
         "weight": op.params[0].format,
         "grad_output": None if op.grad_output is None else op.grad_output.format,
     }
-    formats = [arrives[role] or format_of(key.recipe, role) for role in (a, b)]
-    return native_gemm(formats[0], formats[1], key.arch)
+    first, second = (arrives[role] or format_of(key.recipe, role) for role in (a, b))
+    if first.multiple != second.multiple:
+        return None
+    usages = USAGES[a, b]
+    return native_gemm(first.of(usages[0]), second.of(usages[1]), key.arch)
 
 
 def gemm_name(name: str, a: str, b: str, key: PlanKey, format_of: FormatOf) -> str:
     """``name``, such as ``"dgrad mm"``, with the GEMM that multiplies the tensors of two roles."""
     row = native_row(a, b, key, format_of)
     if row is None:
+        assert key.recipe is not None
+        reads = zip((a, b), USAGES[a, b], strict=True)
+        if all(format_of(key.recipe, role).of(usage).is_unquantized for role, usage in reads):
+            return name
         return f"{name} (emulated)"
     return f"{name.removesuffix('mm')}{row.name} (native)"
 

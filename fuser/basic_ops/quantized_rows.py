@@ -47,6 +47,8 @@ def travelling(recipe: Recipe | None, spec: QuantSpec | None) -> QuantSpec | Non
         return None
     if isinstance(recipe, DelayedScaling) and not recipe.reduce_amax:
         return None
+    if spec.format.parts is not None:
+        return None
     if spec.format.name == "FP8":  # the columnwise copy is made from the rowwise one
         return replace(spec, rowwise=True, columnwise=False)
     return spec

@@ -13,7 +13,7 @@ from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, stack_quantizer
 from fuser.tensors.master_weight import MasterWeight
-from fuser.tensors.sharding import is_distributed
+from fuser.tensors.sharding import check_is_of_one_format, is_distributed
 
 
 def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
@@ -44,7 +44,8 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
     InputError
         If the recipe is ``DelayedScaling`` or has ``backward_override="high_precision"``, if a
         weight is quantized, gathered quantized or sharded already, if the recipe cannot quantize
-        one parameter for all experts, or if the module has no linear.
+        one parameter for all experts or makes weights in two formats, or if the module has no
+        linear.
     InputTypeError
         If the recipe is not an object of one of ``fuser.recipe``'s classes.
     """
@@ -103,14 +104,16 @@ def _master(weight: torch.nn.Parameter, recipe: Recipe, path: str, name: str) ->
         ParameterInit(recipe, preserve_high_precision_init_val=False),
         make_quantizer(recipe, "weight", name=path),
     )
+    check_is_of_one_format(quantizer, f"{full_name} of shape {tuple(weight.shape)}")
     if weight.dim() == 3:
         stacked = stack_quantizer(quantizer, weight.shape[1])
         if stacked is None:
             raise InputError(
                 f"gather_quantized got {full_name} of shape {tuple(weight.shape)}, one parameter "
-                f"for all experts, and {type(recipe).__name__}; it takes such a parameter under "
+                f"for all experts, and {recipe}; it takes such a parameter under "
                 "Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling and "
-                f"NVFP4BlockScaling, with out_features that are a multiple of {GROUP_TILE}. Make "
+                "NVFP4BlockScaling without nvfp4_4over6, with out_features that are a multiple of "
+                f"{GROUP_TILE}. Make "
                 "GroupedLinear with single_grouped_weight=False."
             )
         quantizer = stacked

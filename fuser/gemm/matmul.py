@@ -140,7 +140,7 @@ def quantized_dgrad(
 
     Reads the rowwise copy of dy and the columnwise copy of the weight.
     """
-    row = _native(dy, weight)
+    row = _native(dy, weight, "rowwise", "columnwise")
     if row is None:
         dx = dgrad(_values(dy, "rowwise", dtype), _values(weight, "columnwise", dtype), scale)
         return dx if addend is None else dx + addend
@@ -159,7 +159,7 @@ def quantized_wgrad(
     scale: float = 1.0,
 ) -> torch.Tensor:
     """``scale * dy.T @ x``, ``[N, K]`` in ``dtype``, from the columnwise copies."""
-    row = _native(dy, x)
+    row = _native(dy, x, "columnwise", "columnwise")
     if row is None:
         return wgrad(*column_values(dy, x, dtype), scale)
     return _product(row, dy, "columnwise", x, "columnwise", dtype, is_split, scale=scale)
@@ -175,7 +175,7 @@ def quantized_wgrad_accumulate(
     scale: float = 1.0,
 ) -> None:
     """Add :func:`quantized_wgrad` to ``main_grad`` in place, in the precision of ``main_grad``."""
-    if _native(dy, x) is None:
+    if _native(dy, x, "columnwise", "columnwise") is None:
         wgrad_accumulate(main_grad, *column_values(dy, x, dtype), scale)
         return
     a, b = dy.operand("columnwise"), x.operand("columnwise")
@@ -242,10 +242,15 @@ def _product(
     return result if addend is None else result + _rows(addend)
 
 
-def _native(a: QuantizedTensor, b: QuantizedTensor) -> NativeGemm | None:
+def _native(
+    a: QuantizedTensor, b: QuantizedTensor, a_copy: str = "rowwise", b_copy: str = "rowwise"
+) -> NativeGemm | None:
     if a.has_scales_of_rows or b.has_scales_of_rows:
         return None  # such a GEMM reads one scale of a tensor
-    return native_gemm(a._quantizer.format, b._quantizer.format, architecture(a.device))
+    if a.format.multiple != b.format.multiple:
+        return None  # one of them is padded for its other copy
+    formats = a._quantizer.format.of(a_copy), b._quantizer.format.of(b_copy)
+    return native_gemm(*formats, architecture(a.device))
 
 
 def _add_product(

@@ -27,7 +27,7 @@ from fuser.precision.numbered_calls import number_call
 from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe, fp8_dtype
 from fuser.specs import Collective, PlanKey, Product, QuantSpec, TensorSpec
-from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 from fuser.torch_private import gradient_hooks
 
 # An op keeps the quantizers of this many recipes; a pipeline keeps as many plans.
@@ -410,7 +410,11 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             return [self.quantizer_value(mode, index) for index in range(count)]
         self.__dict__["_last_recipe"] = recipe
         state, dtypes, device = self._delayed_state(mode, recipe)
-        return [state.quantizer(recipe, dtypes, index, device) for index in range(count)]
+        roles = self.quantizer_roles(mode)
+        return [
+            _of_role(state.quantizer(recipe, dtypes, index, device), recipe, roles[index])
+            for index in range(count)
+        ]
 
     def constant_quantizer(self, recipe: Recipe, mode: str, index: int) -> Quantizer | None:
         """:meth:`quantizer_value` if it is the same at every call, so that a plan can hold it.
@@ -466,7 +470,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             self.__dict__["_last_recipe"] = recipe  # torch's own setting takes 1 us
         if isinstance(recipe, DelayedScaling):
             state, dtypes, device = self._delayed_state(mode, recipe, device)
-            return state.quantizer(recipe, dtypes, index, device)
+            own = state.quantizer(recipe, dtypes, index, device)
+            return _of_role(own, recipe, self.quantizer_roles(mode)[index])
         return self._made_quantizer(recipe, mode, index)
 
     def _made_quantizer(self, recipe: Recipe, mode: str, index: int) -> Quantizer:
@@ -506,7 +511,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             return None
         if isinstance(recipe, DelayedScaling):
             state = self._delayed.get(mode)
-            return None if state is None else state.last_quantizer(index)
+            last = None if state is None else state.last_quantizer(index)
+            return last and _of_role(last, recipe, self.quantizer_roles(mode)[index])
         return self._made_quantizer(recipe, mode, index)
 
     def get_input_quantizer(self) -> Quantizer | None:
@@ -704,3 +710,10 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             "_quantizer_views": {},
             "_next_call": None,
         }
+
+
+def _of_role(quantizer: Quantizer, recipe: DelayedScaling, role: str) -> Quantizer:
+    """A quantizer of delayed scaling; with the values for products that read no quantized ones."""
+    if recipe.keeps_columns(role) and isinstance(quantizer, Float8Quantizer):
+        return quantizer.with_exact_columns
+    return quantizer

@@ -49,9 +49,12 @@ def write_grad_input(grad_input: torch.Tensor | LazyTensor, ctx: OperationContex
 def quantizes_values(side: str, key: PlanKey) -> bool:
     """Whether kernels run here that quantize their own output for the op that reads it.
 
-    False for a user's quantizers, which may not take lazy tensors, and for a
-    gradient that must be cast first.
+    False for a user's quantizers, which may not take lazy tensors, for a format without a
+    kernel, and for a gradient that must be cast first.
     """
     if key.no_kernels is not None or isinstance(key.recipe, CustomRecipe):
+        return False
+    read = key.ops[-1].output if side == "forward" else key.ops[0].grad_input
+    if read is not None and not read.format.has_kernel:
         return False
     return side == "forward" or key.autocast_dtype in (None, key.ops[0].input_dtype)

@@ -22,6 +22,8 @@ from fuser.torch_private import users_level
 
 # The roles of the two operands of forward, dgrad and wgrad.
 GEMMS = (("input", "weight"), ("grad_output", "weight"), ("grad_output", "input"))
+# The copies of them that are read.
+USAGES = (("rowwise", "rowwise"), ("rowwise", "columnwise"), ("columnwise", "columnwise"))
 
 
 def runs_natively(recipe: Recipe, arch: tuple[int, int] | None) -> bool:
@@ -29,8 +31,14 @@ def runs_natively(recipe: Recipe, arch: tuple[int, int] | None) -> bool:
 
     ``arch`` is a CUDA device's compute capability, None for another device.
     """
-    formats = [[role_format(recipe, role) for role in roles] for roles in GEMMS]
-    return all(native_gemm(a, b, arch) is not None for a, b in formats)
+    formats = [
+        [role_format(recipe, role).of(usage) for role, usage in zip(roles, usages, strict=True)]
+        for roles, usages in zip(GEMMS, USAGES, strict=True)
+    ]
+    return all(
+        native_gemm(a, b, arch) is not None or (a.is_unquantized and b.is_unquantized)
+        for a, b in formats
+    )
 
 
 def emulation(recipe: Recipe, arch: tuple[int, int] | None) -> str | None:

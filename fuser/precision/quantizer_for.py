@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from fuser.errors import InputError
-from fuser.formats import NumberFormat
+from fuser.formats import NumberFormat, hybrid_format, unquantized_format
 from fuser.recipe import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, fp8_dtype
 from fuser.tensors import Quantizer
 from fuser.tensors.quantizer import quantizer_class
@@ -51,5 +51,6 @@ def _make_quantizer(recipe: Recipe, role: str) -> Quantizer:
 def role_format(recipe: Recipe, role: str) -> NumberFormat:
     """The format of tensors with this role under ``recipe``, which is not custom."""
     if isinstance(recipe, DelayedScaling):
-        return NumberFormat("FP8", fp8_dtype(recipe.fp8_format, role))
+        own = NumberFormat("FP8", fp8_dtype(recipe.fp8_format, role))
+        return hybrid_format(own, unquantized_format()) if recipe.keeps_columns(role) else own
     return _make_quantizer(recipe, role).format

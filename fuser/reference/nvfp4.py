@@ -4,7 +4,9 @@ Data is uint8, two values a byte, the low nibble first. Columnwise data is store
 ``[K, M / 2]``, with blocks along M. Scales are uint8 and hold E4M3, padded with zeros to whole
 tiles (``formats.nvfp4_scale_shape``). The scheme is that of NVIDIA, "Pretraining Large Language
 Models with NVFP4" (2025): two levels of scales, 16x16 blocks for weights, stochastic rounding for
-gradients and a random Hadamard transform of the operands of wgrad.
+gradients and a random Hadamard transform of the operands of wgrad. Four over six, in which blocks
+choose between two scales, is that of Cook et al., "Four Over Six: More Accurate NVFP4 Quantization
+with Adaptive Block Scaling" (2025).
 
 A NaN is E2M1's +6 (the format has none; the GPU's conversion does the same) in a block whose
 scale is NaN; since the tensor's amax is NaN too, all of the tensor dequantizes to NaN.
@@ -42,12 +44,15 @@ def quantize(
     rowwise: bool = True,
     columnwise: bool = True,
     two_dimensional: bool = False,
+    row_scaled: bool = False,
     hadamard: bool = False,
     random_signs: bool = True,
     stochastic: bool = False,
     seed: int = 0,
     offset: int = 0,
     amax_value: torch.Tensor | None = None,
+    four_over_six: str | None = None,
+    e4m3_max: float = E4M3_MAX,
 ) -> tuple[Wanted, Wanted, Wanted, Wanted, Wanted, Wanted]:
     """Quantize ``x [M, K]``.
 
@@ -55,6 +60,8 @@ def quantize(
     ----------
     two_dimensional
         Blocks of 16x16 share a scale, so that both copies dequantize to the same values.
+    row_scaled
+        Each row of a copy, ``[M]`` of one and ``[K]`` of the other, has an amax of its own.
     hadamard, random_signs
         Transform the columnwise copy along M (:func:`hadamard_transform`), before its amax is
         taken.
@@ -62,13 +69,20 @@ def quantize(
         Round stochastically. Element ``i`` of a copy, counted in the order it is stored in, uses
         word ``offset + i`` of the copy's stream (:func:`random_words`).
     amax_value
-        fp32 ``[1]``, or ``[2]`` (rowwise, columnwise): the amax, if a group has reduced it.
+        fp32 ``[1]``, or ``[2]`` (rowwise, columnwise): the amax, if a group has reduced it. With
+        ``row_scaled`` fp32 ``[K]``: those of the rows of the columnwise copy.
+    four_over_six
+        ``"MAE"`` or ``"MSE"``: of each block keep the one of two quantizations with the smaller sum
+        of absolute errors, or of their squares: with its largest value at 6, or at 4 (on equal
+        sums at 6). Not with ``stochastic``.
+    e4m3_max
+        The largest block scale, where the largest value is at 6: 448, or 256.
 
     Returns
     -------
     row, row_scale, amax_row, col, col_scale, amax_col
-        Data ``[M, K / 2]`` and ``[K, M / 2]``, scales in their padded shapes, amaxes fp32 ``[1]``;
-        None if not requested.
+        Data ``[M, K / 2]`` and ``[K, M / 2]``, scales in their padded shapes, amaxes fp32 ``[1]``,
+        or of rows ``[M]`` and ``[K]``; None if not requested.
 
     Raises
     ------
@@ -83,14 +97,22 @@ def quantize(
     if rowwise:
         if stochastic:
             words = random_words(seed, offset, x.shape, _ROWWISE_STREAM, x.device)
-        amax_row = None if given is None else given[:1].clone()
-        row, row_scale, amax_row = _quantize_rows(x, rows, amax_row, words)
+        if row_scaled:
+            amax_row = amaxes_of_rows(x)
+        elif given is not None:
+            amax_row = given[:1].clone()
+        row, row_scale, amax_row = _quantize_rows(x, rows, amax_row, words, four_over_six, e4m3_max)
     if columnwise:
         turned = hadamard_transform(x.t(), random_signs) if hadamard else x.t()
         if stochastic:
             words = random_words(seed, offset, turned.shape, _COLUMNWISE_STREAM, x.device)
-        amax_col = None if given is None else given[-1:].clone()
-        col, col_scale, amax_col = _quantize_rows(turned, rows, amax_col, words)
+        if given is not None:
+            amax_col = given.clone() if row_scaled else given[-1:].clone()
+        elif row_scaled:
+            amax_col = amaxes_of_rows(turned)
+        col, col_scale, amax_col = _quantize_rows(
+            turned, rows, amax_col, words, four_over_six, e4m3_max
+        )
     return row, row_scale, amax_row, col, col_scale, amax_col
 
 
@@ -161,11 +183,14 @@ def dequantize(
     out_dtype: torch.dtype,
     *,
     columnwise: bool,
+    e4m3_max: float = E4M3_MAX,
 ) -> torch.Tensor:
     """``q * (scale * amax / (6 * 448))`` in fp32, rounded once to ``out_dtype``; ``[M, K]``.
 
+    ``e4m3_max`` stands for the 448.
+
     ``amax`` is fp32 ``[1]``; or of each 128 rows of groups, ``[M / 128]``; or broadcasts to the
-    blocks of ``data``.
+    blocks of ``data``, as ``[rows, 1]`` does.
 
     Columnwise ``data`` is ``[K, M / 2]``, and is transposed back; a Hadamard transform remains.
     """
@@ -178,7 +203,7 @@ def dequantize(
     if amax.dim() == 1 and len(amax) != 1:
         of_rows = amax.repeat_interleave(GROUP_TILE)
         amax = of_rows[None, ::NVFP4_BLOCK] if columnwise else of_rows[:, None]
-    factor = scale.float() * amax * (1.0 / (E2M1_MAX * E4M3_MAX))
+    factor = scale.float() * amax * (1.0 / (E2M1_MAX * e4m3_max))
     out = values.view(rows, cols // NVFP4_BLOCK, NVFP4_BLOCK) * factor[..., None]
     out = out.view(rows, cols).to(out_dtype)
     return out.t().clone(memory_format=torch.contiguous_format) if columnwise else out
@@ -260,13 +285,26 @@ def random_words(
     return torch.stack((c0, c1, c2, c3), -1).flatten()[skip : skip + n].view(shape)
 
 
+def amaxes_of_rows(x: torch.Tensor) -> torch.Tensor:
+    """The amax of each row of ``x [R, C]``, fp32 ``[R]``."""
+    return x.abs().amax(1).float() if x.shape[1] else x.new_zeros(x.shape[0]).float()
+
+
 def _quantize_rows(
-    x: torch.Tensor, block_rows: int, amax: torch.Tensor | None, words: torch.Tensor | None
+    x: torch.Tensor,
+    block_rows: int,
+    amax: torch.Tensor | None,
+    words: torch.Tensor | None,
+    four_over_six: str | None = None,
+    e4m3_max: float = E4M3_MAX,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Data ``[R, C / 2]``, padded scales and amax of an fp32 ``x [R, C]``, blocks along C."""
+    """Data ``[R, C / 2]``, padded scales and amax of an fp32 ``x [R, C]``, blocks along C.
+
+    ``amax`` is ``[1]``, or ``[R]`` for one in each row; without it that of ``x``.
+    """
     rows, cols = x.shape
     blocks = x.view(rows, cols // NVFP4_BLOCK, NVFP4_BLOCK)
-    buffer = largest = blocks.abs()
+    largest = blocks.abs()
     for half in (8, 4, 2, 1):  # twice as fast on a CPU as one amax over 16 neighbours
         largest = torch.maximum(largest[..., :half], largest[..., half:])
     largest = largest.squeeze(-1)
@@ -275,21 +313,76 @@ def _quantize_rows(
     if amax is None:
         amax = largest.amax().reshape(1) if x.numel() else x.new_zeros(1)
 
-    encode = torch.full_like(amax, E4M3_MAX * E2M1_MAX).div_(amax).clamp_(max=FLOAT32_MAX)
+    encode = torch.full_like(amax, e4m3_max * E2M1_MAX).div_(amax).clamp_(max=FLOAT32_MAX)
     encode = encode.masked_fill_(amax == 0, 1.0)
-    product = (largest * (encode * (1.0 / E2M1_MAX))).clamp_(max=E4M3_MAX)
-    scale = product.nan_to_num_(nan=math.nan).to(torch.float8_e4m3fn)
-    per_block = (scale.float() * encode.reciprocal()).reciprocal_().clamp_(max=FLOAT32_MAX)
-    if block_rows > 1:
-        scale = scale.view(torch.uint8).repeat_interleave(block_rows, 0)
-        per_block = per_block.repeat_interleave(block_rows, 0)
-
-    scaled = buffer.copy_(blocks).mul_(per_block[..., None]).flatten(1)
-    codes = _encode_in(scaled, words).flatten().view(torch.int16)
-    data = (codes | codes >> 4).to(torch.uint8).view(rows, cols // 2)
+    encode = encode[:, None]  # [1, 1], or [R, 1]
+    if four_over_six is None:
+        unrounded = largest * (encode * (1.0 / E2M1_MAX))
+        codes, scale = _quantize_blocks(blocks, unrounded, encode, words)
+    else:
+        unrounded = largest / E2M1_MAX * encode
+        codes, scale = _quantize_blocks(blocks, unrounded, encode, None)
+        codes_of_4, scale_of_4 = _quantize_blocks(
+            blocks, unrounded * (E2M1_MAX / 4.0), encode, None
+        )
+        errors: list[torch.Tensor] = []
+        for tried, its_scale in ((codes, scale), (codes_of_4, scale_of_4)):
+            values = _decode(tried) * its_scale.float()[..., None] * amax[:, None, None]
+            error = values.div_(E2M1_MAX * e4m3_max).sub_(blocks)
+            error = error.square_() if four_over_six == "MSE" else error.abs_()
+            errors.append(_sums_of_blocks(error, block_rows))
+        is_four = errors[1] < errors[0]
+        codes = torch.where(is_four[..., None], codes_of_4, codes)
+        scale = torch.where(is_four, scale_of_4.view(torch.uint8), scale.view(torch.uint8))
+    pairs = codes.flatten().view(torch.int16)
+    data = (pairs | pairs >> 4).to(torch.uint8).view(rows, cols // 2)
     padded = data.new_zeros(nvfp4_scale_shape(rows, cols, columnwise=False))
     padded[:rows, : cols // NVFP4_BLOCK] = scale.view(torch.uint8)
     return data, padded, amax
+
+
+def _quantize_blocks(
+    blocks: torch.Tensor, unrounded: torch.Tensor, encode: torch.Tensor, words: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """E2M1 codes ``[R, B, 16]`` and E4M3 scales ``[R, B]`` of ``blocks``.
+
+    ``unrounded`` scales have a row for each row, or for each 16; values of a block with scale 1 are
+    multiplied by ``encode``, ``[1, 1]`` or ``[R, 1]``.
+    """
+    unrounded = unrounded.clamp(max=E4M3_MAX)
+    scale = unrounded.nan_to_num_(nan=math.nan).to(torch.float8_e4m3fn)
+    per_block = (scale.float() * encode.reciprocal()).reciprocal_().clamp_(max=FLOAT32_MAX)
+    if len(scale) != len(blocks):
+        block_rows = len(blocks) // len(scale)
+        repeated = scale.view(torch.uint8).repeat_interleave(block_rows, 0)
+        scale = repeated.view(torch.float8_e4m3fn)
+        per_block = per_block.repeat_interleave(block_rows, 0)
+    words = None if words is None else words.view(blocks.shape)
+    return _encode_in(blocks * per_block[..., None], words), scale
+
+
+def _decode(codes: torch.Tensor) -> torch.Tensor:
+    """The values of E2M1 codes, fp32."""
+    bits = codes.to(torch.int32)
+    bits = (bits & 0x07) << 9 | (bits & 0x08) << 12  # fp16, times 2^-14
+    return bits.to(torch.int16).view(torch.float16).float().mul_(2.0**14)
+
+
+def _sums_of_blocks(error: torch.Tensor, block_rows: int) -> torch.Tensor:
+    """Sums ``[R, B]`` over the blocks of ``error [R, B, 16]``, each in one order in fp32.
+
+    The 16 elements of a row in their order; of a block of 16 rows, halves of them to each other.
+    """
+    total = error[..., 0]
+    for place in range(1, NVFP4_BLOCK):
+        total = total + error[..., place]
+    if block_rows == 1:
+        return total
+    rows = total.view(-1, block_rows, total.shape[1])
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows.expand(-1, block_rows, -1).reshape(total.shape)
 
 
 def _signs(device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from fuser.errors import FuserError, FuserWarning, StateError
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.specs import TensorSpec
-from fuser.tensors import Float8Quantizer
+from fuser.tensors import Quantizer
 from fuser.torch_private import functorch_transform
 
 
@@ -277,7 +277,8 @@ def refuse_other_kinds(
     """
     for position, (before, after) in enumerate(zip(kept, returned, strict=True)):
         # Delayed scaling's quantizers hold a scale, which is always that of their forward.
-        is_delayed = isinstance(before, Float8Quantizer) and isinstance(after, Float8Quantizer)
+        both = (before, after)
+        is_delayed = all(isinstance(q, Quantizer) and q.state_tensors() for q in both)
         if before != after and not (is_delayed and before.format == after.format):
             index = next(i for i, end in zip(saving, ends, strict=True) if position < end)
             was, now = ("unquantized" if kind is None else str(kind) for kind in (before, after))

@@ -179,7 +179,10 @@ class CompiledPlan:
             return None
         if (recipe is not None and recipe.custom()) or not is_recordable([*self.ops, *steps]):
             return None
-        return RecordedPasses(self.ops, recipe if isinstance(recipe, DelayedScaling) else None)
+        delayed = recipe if isinstance(recipe, DelayedScaling) else None
+        if delayed is not None and delayed.keeps_columns("input"):
+            return None  # what is saved shares memory with inputs
+        return RecordedPasses(self.ops, delayed)
 
     def run(
         self,

@@ -18,6 +18,8 @@ from fuser.te.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
@@ -33,6 +35,8 @@ __all__ = [
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8TensorStorage",
+    "HybridQuantizer",
+    "IdentityQuantizer",
     "MXFP8Quantizer",
     "MXFP8TensorStorage",
     "NVFP4Quantizer",

@@ -26,6 +26,20 @@ VERSION = "2.11.0"
 that programs ask for up to it are here or raise."""
 
 _HERE = "fuser.te.pytorch"
+_FACTORIES = (
+    "quantization_current_scaling",
+    "quantization_factory_base",
+    "quantization_factory_zoo",
+    "quantization_nvfp4",
+    "quantization_recipes_base",
+    "quantization_ref_current_scaling",
+    "quantization_ref_nvfp4",
+    "quantizer_factories",
+    "quantizer_factory_zoo",
+    "reference_current_scaling",
+    "reference_nvfp4",
+)
+"""Modules of factories for custom recipes, in the names of several versions."""
 SOURCES: dict[str, tuple[str, ...]] = {
     "": (),
     "common": (),
@@ -36,12 +50,14 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "pytorch.attention.multi_head_attention": (f"{_HERE}.transformer",),
     "pytorch.attention.rope": (f"{_HERE}.rope",),
     "pytorch.cross_entropy": (f"{_HERE}.cross_entropy",),
+    "pytorch.custom_recipes": (),
+    **{f"pytorch.custom_recipes.{name}": (f"{_HERE}.custom_recipes",) for name in _FACTORIES},
     "pytorch.distributed": (f"{_HERE}.distributed",),
     "pytorch.float8_tensor": (f"{_HERE}.tensors",),
     "pytorch.fp8": (f"{_HERE}.state",),
     "pytorch.graph": (f"{_HERE}.graph",),
-    "pytorch.module": (f"{_HERE}.layers",),
-    "pytorch.module.base": (f"{_HERE}.layers",),
+    "pytorch.module": (f"{_HERE}.layers", f"{_HERE}.userbuffers"),
+    "pytorch.module.base": (f"{_HERE}.layers", f"{_HERE}.userbuffers"),
     "pytorch.ops": ("fuser.te.pytorch.operations", "fuser.ops"),
     "pytorch.ops.basic": ("fuser.te.pytorch.operations", "fuser.basic_ops"),
     "pytorch.ops.fused": ("fuser.fused_ops",),
@@ -56,6 +72,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "pytorch.tensor": (f"{_HERE}.tensors",),
     "pytorch.tensor.float8_blockwise_tensor": (f"{_HERE}.tensors",),
     "pytorch.tensor.float8_tensor": (f"{_HERE}.tensors",),
+    "pytorch.tensor.hybrid_tensor": (f"{_HERE}.tensors",),
+    "pytorch.tensor.identity_tensor": (f"{_HERE}.tensors",),
     "pytorch.tensor.mxfp8_tensor": (f"{_HERE}.tensors",),
     "pytorch.tensor.nvfp4_tensor": (f"{_HERE}.tensors",),
     "pytorch.transformer": (f"{_HERE}.transformer",),

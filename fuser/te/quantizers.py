@@ -336,6 +336,16 @@ class NVFP4Quantizer(ChangeableQuantizer, tensors.NVFP4Quantizer):
         )
 
 
+@_changeable(tensors.IdentityQuantizer)
+class IdentityQuantizer(ChangeableQuantizer, tensors.IdentityQuantizer):
+    dtype: torch.dtype | None = None  # type: ignore[assignment]
+
+
+@_changeable(tensors.HybridQuantizer)
+class HybridQuantizer(ChangeableQuantizer, tensors.HybridQuantizer):
+    pass
+
+
 # The other formats, which te.ops does not have: an op may be handed their quantizers too.
 for _value_class in Quantizer.__subclasses__():
     if _value_class.__module__.startswith("fuser.tensors.") and _value_class not in _CHANGEABLE:

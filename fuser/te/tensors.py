@@ -16,6 +16,8 @@ from fuser.formats import DType
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.block_scaling import Float8BlockQuantizer, Float8BlockwiseQTensor
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Tensor
+from fuser.tensors.hybrid import HybridQuantizedTensor
+from fuser.tensors.identity import IdentityTensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fuser.tensors.quantizer import Quantizer
 
@@ -63,10 +65,12 @@ def _from_keywords(
     Raises
     ------
     InputTypeError
-        If a keyword is unknown.
+        If a keyword is unknown, or the class is not made of buffers.
     InputError
         If no data is given, or a buffer does not fit the shape.
     """
+    if issubclass(cls, (HybridQuantizedTensor, IdentityTensor)):
+        raise InputTypeError(f"{cls.__name__} is not made of buffers here: call its quantizer.")
     keywords = _buffers_by_keyword(cls)
     for name, value in named.items():
         if name not in keywords and name not in _OPTIONS:
@@ -177,6 +181,8 @@ def get_metadata(self: QuantizedTensor) -> dict[str, Any]:
         return metadata | {"fp4_dtype": DType.kFloat4E2M1}
     if isinstance(self, Float8BlockwiseQTensor):
         metadata["is_2D_scaled"] = self._quantizer.block_scaling_dim == 2
+    if isinstance(self, (HybridQuantizedTensor, IdentityTensor)):
+        return metadata
     return metadata | {"fp8_dtype": self._quantizer.fp8_dtype}
 
 

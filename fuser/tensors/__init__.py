@@ -6,6 +6,8 @@ from fuser.tensors.block_scaling import Float8BlockQuantizer, Float8BlockwiseQTe
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from fuser.tensors.group_formats import Float8GroupsTensor, groups_quantizer, quantizes_groups
 from fuser.tensors.grouped import GroupedTensor
+from fuser.tensors.hybrid import HybridQuantizedTensor, HybridQuantizer
+from fuser.tensors.identity import IdentityQuantizer, IdentityTensor
 from fuser.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fuser.tensors.operand import Operand
@@ -23,6 +25,10 @@ __all__ = [
     "Float8RowwiseTensor",
     "Float8Tensor",
     "GroupedTensor",
+    "HybridQuantizedTensor",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "IdentityTensor",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "NVFP4Quantizer",

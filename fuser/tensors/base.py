@@ -302,7 +302,7 @@ class QuantizedTensor(WrapperTensor):
         if data is None:
             source = source.with_usage(usage)
             data = getattr(source, data_name)
-        return Operand(data, self._quantizer.format, getattr(source, scale_name))
+        return Operand(data, self._quantizer.format.of(usage), getattr(source, scale_name))
 
     def _operand_names(self, usage: str) -> tuple[str, ...]:
         """The names of the data buffer and the scale buffer."""

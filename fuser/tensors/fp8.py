@@ -19,6 +19,8 @@ from fuser.recipe import Float8CurrentScaling, fp8_dtype, role_params
 from fuser.reference import fp8
 from fuser.reference import fp8_scaling as reference
 from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.hybrid import HybridQuantizer
+from fuser.tensors.identity import IdentityQuantizer
 from fuser.tensors.quantizer import AMAXES, Quantizer, key_of_fields
 
 _OPERANDS = {
@@ -328,6 +330,11 @@ class Float8Quantizer(Quantizer):
 
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self.scale, self.amax
+
+    @functools.cached_property
+    def with_exact_columns(self) -> Quantizer:
+        """This quantizer for the rowwise copy, and the values themselves for the columnwise one."""
+        return HybridQuantizer(rowwise_quantizer=self, columnwise_quantizer=IdentityQuantizer())
 
     def to_repeat(self, made: QuantizedTensor) -> torch.Tensor | None:
         return self.scale.clone()  # a step may end before the tensor is quantized again

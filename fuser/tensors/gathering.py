@@ -22,7 +22,14 @@ import torch
 
 from fuser.errors import StateError
 from fuser.tensors.base import QuantizedTensor
-from fuser.tensors.sharding import USAGES, Gathered, Sharding, is_exact, size_of
+from fuser.tensors.sharding import (
+    USAGES,
+    Gathered,
+    Sharding,
+    check_is_of_one_format,
+    is_exact,
+    size_of,
+)
 from fuser.torch_private import (
     forwards_without_backward,
     fsdp_caller,
@@ -168,6 +175,7 @@ def fsdp_pre_all_gather(
     """
     param, group = calling_gatherer(self)
     if self._sharding is None:  # made by the user, or loaded in place of the parameter
+        check_is_of_one_format(self._quantizer, f"A parameter of shape {tuple(outer_size)}")
         ranks_group = getattr(param.mesh_info, "shard_process_group", None)
         is_whole = is_exact(self, self._quantizer, size_of(ranks_group), outer_size)
         self._sharding = Sharding(ranks_group, self._matrix()[0], is_whole)

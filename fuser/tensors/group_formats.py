@@ -275,6 +275,8 @@ def quantizes_groups(quantizers: Sequence[Quantizer], groups: int) -> bool:
     if not quantizers:
         return False
     first = quantizers[0]
+    if not first.format.has_kernel:
+        return False
     if isinstance(first, Float8Quantizer):
         is_whole = all(type(q) is Float8Quantizer and q.saturates for q in quantizers)
         return len(quantizers) == groups and is_whole

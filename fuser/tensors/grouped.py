@@ -30,9 +30,12 @@ _OF_GROUPS: dict[type[QuantizedTensor], type[QuantizedTensor]] = {
 def can_be_joined(members: Sequence[torch.Tensor]) -> bool:
     """Whether :func:`joined` takes these tensors."""
     kind = type(members[0])
-    if not all(type(member) is kind for member in members):
+    if not issubclass(kind, QuantizedTensor):
         return False
-    return kind in _OF_GROUPS or (issubclass(kind, QuantizedTensor) and kind.has_independent_blocks)
+    alike = [each for each in members if isinstance(each, QuantizedTensor) and type(each) is kind]
+    if len(alike) < len(members) or not all(each.format.has_kernel for each in alike):
+        return False
+    return kind in _OF_GROUPS or kind.has_independent_blocks
 
 
 def joined(members: Sequence[QuantizedTensor], usage: str) -> QuantizedTensor:
@@ -140,9 +143,9 @@ class GroupedTensor:
         groups = padded_groups(sizes, len(sizes), x.shape[0], x.device)
         if not quantizes_groups(each, len(sizes)):
             raise InputError(
-                f"{type(each[0]).__name__} quantizes no groups in one launch: current and delayed "
-                "scaling, FP8 in blocks of 128, MXFP8 and NVFP4 do; delayed scaling takes a "
-                f"quantizer for each of the {len(sizes)} groups."
+                f"{type(each[0]).__name__} quantizes no groups in one launch, in {each[0].format}: "
+                "current and delayed scaling, FP8 in blocks of 128, MXFP8 and NVFP4 with one scale "
+                f"do; delayed scaling takes a quantizer for each of the {len(sizes)} groups."
             )
         usages = {"rowwise": each[0].rowwise, "columnwise": each[0].columnwise}
         of_groups = groups_quantizer(each, groups, **usages)

@@ -6,13 +6,13 @@ import functools
 import math
 from collections.abc import Hashable
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
 from fuser.cuda import nvfp4 as kernels
-from fuser.errors import InputError
-from fuser.formats import NVFP4, NVFP4_BLOCK, DType, NumberFormat
+from fuser.errors import InputError, KernelUnavailable
+from fuser.formats import NVFP4, NVFP4_BLOCK, NVFP4_ROWS, DType, NumberFormat
 from fuser.functional.amax import amax, raise_amax
 from fuser.functional.lazy import (
     LazyTensor,
@@ -23,7 +23,7 @@ from fuser.functional.lazy import (
     source_of,
 )
 from fuser.functional.random_seeds import rounding_seed
-from fuser.recipe import NVFP4BlockScaling, role_params
+from fuser.recipe import FourOverSixError, NVFP4BlockScaling, role_params
 from fuser.reference import nvfp4 as reference
 from fuser.reference.nvfp4 import inverse_hadamard_transform
 from fuser.tensors.base import BlockScaledTensor
@@ -37,7 +37,7 @@ class NVFP4Tensor(BlockScaledTensor, layout=NVFP4):
     uint8, low nibble first, M and K rounded up to multiples of 16;
     ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, E4M3 bytes in the shapes of
     ``formats.NVFP4``; ``_amax_rowwise`` and ``_amax_columnwise`` [1]
-    fp32.
+    fp32, or [M] and [K] if rows have scales of their own.
     """
 
     _amax_rowwise: torch.Tensor | None
@@ -46,6 +46,8 @@ class NVFP4Tensor(BlockScaledTensor, layout=NVFP4):
 
     def _is_transposable(self) -> bool:
         how = self._quantizer
+        if how.nvfp4_use_4over6:  # the sums of errors of a block and of its transpose are rounded
+            return False
         return how.with_2d_quantization and not (how.with_rht or how.stochastic_rounding)
 
     @property
@@ -69,6 +71,12 @@ class NVFP4Tensor(BlockScaledTensor, layout=NVFP4):
         data, scale, columnwise = self._one_copy()
         amax_value = self._amax_columnwise if columnwise else self._amax_rowwise
         assert amax_value is not None
+        how = self._quantizer
+        if not how.format.has_kernel:
+            if how.row_scaled_nvfp4:
+                amax_value = amax_value[:, None]
+            options: dict[str, Any] = {"columnwise": columnwise, "e4m3_max": how.nvfp4_e4m3_max}
+            return reference.dequantize(data, scale, amax_value, dtype, **options)
         rows, pairs = data.shape
         shape = (2 * pairs, rows) if columnwise else (rows, 2 * pairs)
         out = torch.empty(shape, dtype=dtype, device=data.device)
@@ -97,13 +105,21 @@ class NVFP4Quantizer(Quantizer):
         Seed of the stochastic rounding; None draws one from torch's generator at every call.
     with_post_rht_amax
         Has no effect: the amax of a transformed copy is always that of its transformed values.
-    row_scaled_activation, nvfp4_4over6
-        Only False is supported.
+    row_scaled_nvfp4
+        One fp32 scale for each row of a copy, ``[M]`` of one and ``[K]`` of the other, in place of
+        one for the tensor; torch computes it on every device.
+    nvfp4_use_4over6
+        Scale the largest value of each block to 6 or to 4, whichever has the smaller error; torch
+        computes it on every device.
+    nvfp4_e4m3_max
+        The largest block scale: 448, or with ``nvfp4_use_4over6`` 256.
+    nvfp4_4over6_err_mode
+        The error of a block: ``"MAE"``, the sum of absolute errors, or ``"MSE"``, of squares.
 
     Raises
     ------
     InputError
-        If ``fp4_dtype`` is not E2M1, or one of the last two is True.
+        If ``fp4_dtype`` is not E2M1, or an option has another value or does not go with another.
     """
 
     fp4_dtype: InitVar[DType] = DType.kFloat4E2M1
@@ -115,36 +131,42 @@ class NVFP4Quantizer(Quantizer):
     stochastic_rounding: bool = field(default=False, kw_only=True)
     seed: int | None = field(default=None, kw_only=True)
     with_post_rht_amax: InitVar[bool] = field(default=False, kw_only=True)
-    row_scaled_activation: InitVar[bool] = field(default=False, kw_only=True)
-    nvfp4_4over6: InitVar[bool] = field(default=False, kw_only=True)
+    row_scaled_nvfp4: bool = field(default=False, kw_only=True)
+    nvfp4_use_4over6: bool = field(default=False, kw_only=True)
+    nvfp4_e4m3_max: Literal[448, 256] = field(default=448, kw_only=True)
+    nvfp4_4over6_err_mode: FourOverSixError = field(default="MAE", kw_only=True)
 
     tensor_class = NVFP4Tensor
     recipe_class = NVFP4BlockScaling
     accepts_lazy = True
     reduces_scales = True
 
-    def __post_init__(
-        self,
-        fp4_dtype: DType,
-        with_post_rht_amax: bool,
-        row_scaled_activation: bool,
-        nvfp4_4over6: bool,
-    ) -> None:
+    def __post_init__(self, fp4_dtype: DType, with_post_rht_amax: bool) -> None:
         if fp4_dtype is not DType.kFloat4E2M1:
             raise InputError(
                 f"NVFP4 got fp4_dtype {fp4_dtype}; the only element type is {DType.kFloat4E2M1}."
             )
-        if row_scaled_activation:
+        if self.row_scaled_nvfp4 and self.with_2d_quantization:
             raise InputError(
-                "NVFP4 got row_scaled_activation=True; in this version a tensor has one fp32 "
-                "scale, and rows do not have separate scales."
-                " Leave it out."
+                "NVFP4 got row_scaled_nvfp4=True and with_2d_quantization=True; a row has no scale "
+                "of its own if 16 of them share the scales of blocks. Leave one out."
             )
-        if nvfp4_4over6:
+        if self.nvfp4_4over6_err_mode not in get_args(FourOverSixError):
             raise InputError(
-                "NVFP4 got nvfp4_4over6=True; in this version the largest value of a block is "
-                "always scaled to 6, never to 4."
-                " Leave it out."
+                f"NVFP4 got nvfp4_4over6_err_mode={self.nvfp4_4over6_err_mode!r}; it is "
+                f"{' or '.join(map(repr, get_args(FourOverSixError)))}."
+            )
+        if self.nvfp4_e4m3_max not in ((448, 256) if self.nvfp4_use_4over6 else (448,)):
+            raise InputError(
+                f"NVFP4 got nvfp4_e4m3_max={self.nvfp4_e4m3_max} and nvfp4_use_4over6="
+                f"{self.nvfp4_use_4over6}; the largest block scale is 448, or with four over six "
+                "256."
+            )
+        if self.nvfp4_use_4over6 and (self.with_rht or self.stochastic_rounding):
+            refused = "with_rht" if self.with_rht else "stochastic_rounding"
+            raise InputError(
+                f"NVFP4 got nvfp4_use_4over6=True and {refused}=True; a block that chooses its "
+                "scale by its error is neither transformed nor rounded at random. Leave one out."
             )
 
     @classmethod
@@ -154,12 +176,22 @@ class NVFP4Quantizer(Quantizer):
             with_2d_quantization=params.fp4_2d_quantization,
             with_rht=params.random_hadamard_transform,
             stochastic_rounding=params.stochastic_rounding,
+            row_scaled_nvfp4=recipe.row_scaled_activation and role == "input",
+            **recipe.four_over_six(role),
         )
 
     @functools.cached_property
     def format(self) -> NumberFormat:
-        side = NVFP4_BLOCK if self.with_2d_quantization else 1
-        return NumberFormat("NVFP4", DType.kFloat4E2M1, NVFP4, side * NVFP4_BLOCK)
+        size = NVFP4_BLOCK * (NVFP4_BLOCK if self.with_2d_quantization else 1)
+        names = {
+            "rowwise": self.row_scaled_nvfp4,
+            "4over6": self.nvfp4_use_4over6,
+            "256": self.nvfp4_e4m3_max == 256,
+        }
+        options = [name for name, is_on in names.items() if is_on]
+        layout = NVFP4_ROWS if self.row_scaled_nvfp4 else NVFP4
+        name = " ".join(["NVFP4", *options])
+        return NumberFormat(name, DType.kFloat4E2M1, layout, size, has_kernel=not options)
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
@@ -167,14 +199,24 @@ class NVFP4Quantizer(Quantizer):
         return None if draws_seed else fields_key(self)
 
     def encoding(self) -> tuple[Any, ...]:
-        return (self.with_2d_quantization, self.with_rht, self.with_random_sign_mask)
+        transform = (self.with_rht, self.with_random_sign_mask)
+        scales = (self.row_scaled_nvfp4, self.nvfp4_e4m3_max)
+        return (self.with_2d_quantization, *transform, *scales)
 
     def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """The amax, and with a Hadamard transform that of the transformed values."""
+        """The amax, and with a Hadamard transform that of the transformed values.
+
+        If rows have scales of their own, those of columns, for their copy.
+        """
         x = whole_blocks(rows, self.multiple)
+        if self.row_scaled_nvfp4:
+            assert isinstance(x, torch.Tensor)
+            return self._amaxes_of_columns(x) if self.columnwise else None
         return kernel_or_torch(x, self._amaxes_from_kernel, self._amaxes_from_reference)
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+        if not self.format.has_kernel:
+            raise KernelUnavailable(f"No kernel quantizes to {self.format}.")
         if isinstance(x, torch.Tensor):
             x = rows_of(x)
         buffers, amaxes = self.new_buffers(x), self.reduced_amaxes
@@ -201,20 +243,30 @@ class NVFP4Quantizer(Quantizer):
         turned = reference.hadamard_transform(x.t().float(), self.with_random_sign_mask)
         return torch.cat([amax(x), amax(turned)])
 
+    def _amaxes_of_columns(self, x: torch.Tensor) -> torch.Tensor:
+        turned = x.t()
+        if self.with_rht:
+            turned = reference.hadamard_transform(turned, self.with_random_sign_mask)
+        return reference.amaxes_of_rows(turned)
+
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         amaxes = self.reduced_amaxes
-        amaxes = self._amaxes_from_reference(x) if amaxes is None else amaxes
+        if amaxes is None:
+            amaxes = self.amaxes_of(x) if self.row_scaled_nvfp4 else self._amaxes_from_reference(x)
         copies = self.copies(
             *reference.quantize(
                 x,
                 rowwise=self.rowwise,
                 columnwise=self.columnwise,
                 two_dimensional=self.with_2d_quantization,
+                row_scaled=self.row_scaled_nvfp4,
+                four_over_six=self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else None,
+                e4m3_max=self.nvfp4_e4m3_max,
                 **self._options(),
                 amax_value=amaxes,
             )
         )
-        return {**copies, AMAXES: amaxes}
+        return copies if amaxes is None else {**copies, AMAXES: amaxes}
 
     def _options(self) -> dict[str, Any]:
         """The options of kernels and reference; draws the seed of this call."""

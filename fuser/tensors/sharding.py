@@ -230,6 +230,7 @@ def _new_sharding(tensor: QuantizedTensor, param: Any) -> Sharding:
             f"fully_shard was asked to reshard {what} to {other.shard_mesh_size} ranks after "
             "forward; for a quantized parameter reshard_after_forward is True or False."
         )
+    check_is_of_one_format(tensor._quantizer, what)
     group = getattr(param.mesh_info, "shard_process_group", None)
     size = ceil_div(tensor.shape[0], size_of(group))
     start = min(size * (0 if group is None else group.rank()), tensor.shape[0])
@@ -239,6 +240,21 @@ def _new_sharding(tensor: QuantizedTensor, param: Any) -> Sharding:
         values = values[start:stop].clone()
     rows = (stop - start) * tensor.shape[1:-1].numel()
     return Sharding(group, rows, is_exact(tensor, tensor._usage(), size_of(group)), values)
+
+
+def check_is_of_one_format(quantizer: Any, what: str) -> None:
+    """Refuse to shard a parameter whose two copies are in two formats.
+
+    Raises
+    ------
+    InputError
+        If they are.
+    """
+    if quantizer.format.parts is not None:
+        raise InputError(
+            f"{what} has its copies in two formats, {quantizer.format}, and is not sharded: make "
+            "its module outside of quantized_model_init, and weights are sharded unquantized."
+        )
 
 
 def _usage_of_shard(whole: QuantizedTensor, quantizer: Any, ranks: int) -> dict[str, bool]:

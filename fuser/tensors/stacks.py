@@ -104,11 +104,12 @@ _STACKS: dict[type[Quantizer], Any] = {
 def stack_quantizer(alone: Quantizer, rows: int) -> Quantizer | None:
     """The quantizer of stacked matrices of ``rows`` rows, each quantized as ``alone`` does.
 
-    None if the format has none, as delayed scaling, or if ``rows`` is not a multiple of 128.
+    None if the format has none, as delayed scaling, or no kernel, or if ``rows`` is not a multiple
+    of 128.
     """
-    if rows % GROUP_TILE:
-        return None
     alone = alone.value()
+    if rows % GROUP_TILE or not alone.format.has_kernel:
+        return None
     if alone.is_of_blocks:
         return alone
     kind = _STACKS.get(type(alone))

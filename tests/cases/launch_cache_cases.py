@@ -109,7 +109,16 @@ OF_QUANTIZERS: dict[str, tuple[Any, Any]] = {
     "amax": (0.0, 100.0),
     "device": (None, "cpu"),
     "group": (None, None),
+    "nvfp4_e4m3_max": (448, 256),
+    "nvfp4_4over6_err_mode": ("MAE", "MSE"),
+    "dtype": (torch.float32, torch.float16),
+    "rowwise_quantizer": (fuser.tensors.MXFP8Quantizer(), fuser.tensors.NVFP4Quantizer()),
+    "columnwise_quantizer": (fuser.tensors.MXFP8Quantizer(), fuser.tensors.NVFP4Quantizer()),
+    "columnwise_source": ("original", "rowwise_dequantized"),
 }
+# What goes with no other flag is on alone, and is on for what has no effect without it.
+ALONE = ("row_scaled_nvfp4", "nvfp4_use_4over6")
+NEEDS = dict.fromkeys(("nvfp4_e4m3_max", "nvfp4_4over6_err_mode"), "nvfp4_use_4over6")
 STATE = ("scale", "amax")
 # A device is accepted and not looked at; with a group nothing is remembered.
 # Saturation makes a difference only beyond what the scale holds; without it nothing is cached.
@@ -133,7 +142,11 @@ def of_quantizers() -> Iterator[Pair]:
             values = (False, True) if name in flags else OF_QUANTIZERS[name]
             contexts = []
             for others in (False, True):
-                base = known | {flag: others or flag in ON for flag in flags}
+                alone = name if name in ALONE else NEEDS.get(name)
+                are_on = others and alone is None
+                base = known | {
+                    flag: (are_on and flag not in ALONE) or flag in (*ON, alone) for flag in flags
+                }
                 contexts.append(tuple(_quantizing(cls, {**base, name: v}) for v in values))
             has_effect = name not in WITHOUT_EFFECT
             yield Pair(f"{cls.__name__}.{name}", tuple(contexts), has_effect)

@@ -22,7 +22,13 @@ import fuser
 from fuser import gemm, modules
 from fuser.communication import collectives
 from fuser.plan.registered import RegisteredFusions
-from fuser.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from fuser.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from fuser.runtime import graphs, pipeline
 from fuser.runtime.recorded import is_recordable
 
@@ -569,7 +575,14 @@ LINEARS = {
     for mode in ("column", "row")
     for sequence in (False, True)
 }
-RECIPES = {name: every_format.deterministic(cls) for name, cls in every_format.RECIPES.items()}
+RECIPES = {
+    **{name: every_format.deterministic(cls) for name, cls in every_format.RECIPES.items()},
+    "nvfp4 of rows": every_format.deterministic(NVFP4BlockScaling, row_scaled_activation=True),
+    "nvfp4 4over6": every_format.deterministic(
+        NVFP4BlockScaling, disable_rht=True, nvfp4_4over6="all"
+    ),
+    "delayed exact": DelayedScaling(override_linear_precision=(False, False, True)),
+}
 MLPS = {"unquantized": None, "current": RECIPES["current"], "delayed": RECIPES["delayed"]}
 
 

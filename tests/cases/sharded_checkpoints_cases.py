@@ -43,7 +43,8 @@ from torch.distributed.tensor import Shard
 
 import fuser
 from fuser.errors import InputError, InputTypeError, StateError
-from fuser.recipe import MXFP8BlockScaling
+from fuser.recipe import CustomRecipe, MXFP8BlockScaling
+from fuser.tensors import HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
 
 
 @each(*[name for name in RECIPES if name != "delayed"])
@@ -131,6 +132,40 @@ def what_cannot_be_gathered_quantized_is_refused() -> None:
     assert "reads the unquantized weight, which is not gathered" in sentence
     sentence = said(InputTypeError, lambda: gather(plain_model(SMALL), MXFP8BlockScaling))
     assert "such as MXFP8BlockScaling()" in sentence
+
+
+@case
+def parameters_of_two_formats_are_not_sharded_and_unquantized_ones_are() -> None:
+    hybrid = HybridQuantizer(
+        rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=IdentityQuantizer()
+    )
+    recipe = CustomRecipe(qfactory=lambda role: hybrid)
+    with fuser.quantized_model_init(recipe=recipe):
+        layers = fuser.Linear(64, 64)
+    words = "has its copies in two formats, MXFP8 E4M3 / unquantized, and is not sharded"
+    assert words in said(InputError, lambda: fully_shard(layers))
+    torch.manual_seed(1)
+    plain = fuser.Linear(64, 64)
+    sentence = said(InputError, lambda: fuser.distributed.gather_quantized(plain, recipe))
+    assert "weight of shape (64, 64)" in sentence
+    assert words in sentence
+    exact = CustomRecipe(qfactory=lambda role: IdentityQuantizer())
+    with fuser.quantized_model_init(recipe=exact):
+        layers = fuser.Linear(64, 64)
+    layers.load_state_dict(plain.state_dict())
+    fully_shard(layers)
+    x = torch.randn(32, 64)
+    for _ in range(2):
+        losses = []
+        for module in (layers, plain):
+            with fuser.autocast(enabled=module is layers, recipe=exact):
+                loss = module(x).square().mean()
+            loss.backward()
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
+            for parameter in module.parameters():
+                parameter.grad = None
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-7)
 
 
 @case

@@ -24,6 +24,9 @@ RECIPES: dict[str, Callable[..., recipes.Recipe]] = {
     "blocks of 128x128": recipes.Float8BlockScaling,
     "blocks of 1x128": functools.partial(recipes.Float8BlockScaling, w_block_scaling_dim=1),
     "nvfp4": functools.partial(recipes.NVFP4BlockScaling, disable_stochastic_rounding=True),
+    "nvfp4 4over6": functools.partial(
+        recipes.NVFP4BlockScaling, disable_stochastic_rounding=True, nvfp4_4over6="weights"
+    ),
     "nvfp4 of 1x16": functools.partial(
         recipes.NVFP4BlockScaling, disable_stochastic_rounding=True, disable_2d_quantization=True
     ),

@@ -41,7 +41,7 @@ from fuser.gemm import grouped
 CASES: dict[str, Callable[[], None]] = {}
 each = functools.partial(each_of, into=CASES)
 
-STACKED = [name for name in EXACT if name != "rowwise"]
+STACKED = [name for name in EXACT if name not in ("rowwise", "nvfp4 4over6")]
 """Formats of one parameter for all experts."""
 
 
@@ -135,7 +135,7 @@ def unquantized_stacked_experts_are_gathered_quantized(name: str) -> None:
         assert all(("values" in names) == (count == 3) for names, _ in found)
 
 
-@each("rowwise", "mxfp8")
+@each("rowwise", "mxfp8", "nvfp4 4over6")
 def stacks_that_a_recipe_cannot_quantize_are_not_gathered_quantized(name: str) -> None:
     layers = experts(name, plain=True, size=96, count=4, single_grouped_weight=True)
     recipe = RECIPES[name]()

@@ -31,7 +31,7 @@ def choose(override: BackwardOverride | None) -> list[Recipe]:
     DelayedScaling(amax_compute_algo="min")  # refused: "amax_compute_algo"
     Float8BlockScaling(x_block_scaling_dim=3)  # refused: "x_block_scaling_dim"
     fuser.Float8BlockQuantizer(block_scaling_dim=3)  # refused: "block_scaling_dim"
-    NVFP4BlockScaling(nvfp4_4over6="all")  # refused: "nvfp4_4over6"
+    NVFP4BlockScaling(nvfp4_4over6="some")  # refused: "nvfp4_4over6"
     NVFP4BlockScaling(nvfp4_4over6_e4m3_use_256="some")  # refused: "nvfp4_4over6_e4m3_use_256"
     NVFP4BlockScaling(nvfp4_4over6_err_mode="RMS")  # refused: "nvfp4_4over6_err_mode"
     fuser.autocast(recipe="mxfp8")  # refused: "recipe"

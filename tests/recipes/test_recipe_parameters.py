@@ -157,9 +157,8 @@ def test_quantized_attention_is_accepted_off_and_refused_on(recipe: Any, name: s
 @pytest.mark.parametrize(
     ("recipe", "off", "on"),
     [
-        (NVFP4BlockScaling, {"row_scaled_activation": False}, {"row_scaled_activation": True}),
-        (NVFP4BlockScaling, {"nvfp4_4over6": "none"}, {"nvfp4_4over6": "weights"}),
-        (NVFP4BlockScaling, {"nvfp4_4over6_err_mode": "MSE"}, {"nvfp4_4over6_err_mode": "L1"}),
+        (NVFP4BlockScaling, {"nvfp4_4over6": "none"}, {"nvfp4_4over6": "some"}),
+        (NVFP4BlockScaling, {"nvfp4_4over6_err_mode": "MAE"}, {"nvfp4_4over6_err_mode": "L1"}),
         (NVFP4BlockScaling, {"fp4_format": Format.E2M1}, {"fp4_format": Format.E4M3}),
         (NVFP4BlockScaling, {"fp8_format": Format.E4M3}, {"fp8_format": Format.HYBRID}),
         (MXFP8BlockScaling, {"margin": 0}, {"margin": 1}),

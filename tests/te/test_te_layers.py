@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import every_format as formats
@@ -22,6 +23,7 @@ from fuser.te.pytorch import (
     rope,
     router,
     transformer,
+    userbuffers,
 )
 from fuser.te.pytorch import optimizers as fused
 from fuser.te.pytorch.operations import BasicLinear
@@ -92,6 +94,32 @@ def test_arguments_for_userbuffers_are_ignored_with_one_warning() -> None:
         op = BasicLinear(16, 16, userbuffers_options={"comm_name": "fc1"})
     plan = fuser.Sequential(op, fuser.Bias(16), fuser.GELU()).plan(torch.randn(4, 16))
     assert "ForwardLinearBiasActivation" in str(plan)  # fused as BasicLinear itself
+    options: dict[str, Any] = {"ub_overlap_ag": True, "device": "cpu"}
+    for make in (
+        lambda: layers.Linear(16, 16, ub_overlap_ag=True),  # the second of these layers
+        lambda: layers.Linear(16, 16, ub_overlap_ag=False, ub_bulk_wgrad=False),
+        lambda: layers.GroupedLinear(2, 16, 16, ub_overlap_ag=False),
+        userbuffers.destroy_ub,
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            make()
+    makers: dict[str, Any] = {
+        "LayerNormLinear ignores ub_overlap_ag": lambda: layers.LayerNormLinear(16, 16, **options),
+        "LayerNormMLP ignores ub_overlap_ag": lambda: layers.LayerNormMLP(16, 32, **options),
+        "TransformerLayer ignores ub_tp_comm_overlap": lambda: transformer.TransformerLayer(
+            16, 32, 2, ub_tp_comm_overlap=True, device="cpu"
+        ),
+        "initialize_ub ignores": lambda: userbuffers.initialize_ub(
+            [64, 16], 2, use_fp8=False, ub_cfgs={"qkv_fprop": {}}, bootstrap_backend="gloo"
+        ),
+    }
+    for words, make in makers.items():
+        with pytest.warns(fuser.FuserWarning, match=words):
+            make()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            make()
 
 
 @pytest.mark.parametrize("single", [False, True])

@@ -38,6 +38,7 @@ from fuser.te.pytorch.rope import RotaryPositionEmbedding
 from fuser.te.pytorch.tensors import *  # noqa: F403
 from fuser.te.pytorch.tensors import __all__ as _tensors
 from fuser.te.pytorch.transformer import MultiheadAttention, TransformerLayer
+from fuser.te.pytorch.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
 
 __all__ = [
     *_tensors,
@@ -54,11 +55,14 @@ __all__ = [
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
+    "UserBufferQuantizationMode",
     "autocast",
     "checkpoint",
+    "destroy_ub",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "initialize_ub",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",

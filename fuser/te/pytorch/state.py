@@ -12,11 +12,12 @@ from fuser.precision.contexts import (
     default_recipe,
     quantized_model_init,
 )
-from fuser.recipe import Recipe
+from fuser.recipe import QuantizerRole, Recipe
 from fuser.te.functions import fp8_autocast, fp8_model_init, get_default_recipe
 
 __all__ = [
     "FP8GlobalStateManager",
+    "QuantizerRole",
     "autocast",
     "check_fp8_block_scaling_support",
     "check_fp8_support",

@@ -4,12 +4,16 @@ from fuser.te.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
 from fuser.tensors import (
     Float8BlockwiseQTensor,
     Float8Tensor,
+    HybridQuantizedTensor,
+    IdentityTensor,
     MXFP8Tensor,
     NVFP4Tensor,
     QuantizedTensor,
@@ -18,6 +22,8 @@ from fuser.tensors import (
 
 Float8BlockwiseQTensorStorage = Float8BlockwiseQTensor
 Float8TensorStorage = Float8Tensor
+HybridQuantizedTensorStorage = HybridQuantizedTensor
+IdentityTensorStorage = IdentityTensor
 MXFP8TensorStorage = MXFP8Tensor
 NVFP4TensorStorage = NVFP4Tensor
 QuantizedTensorStorage = QuantizedTensor
@@ -30,6 +36,12 @@ __all__ = [
     "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",

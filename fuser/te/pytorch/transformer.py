@@ -11,14 +11,26 @@ from torch.nn import functional as F
 
 from fuser.errors import InputError
 from fuser.te.pytorch.attention import DotProductAttention
-from fuser.te.pytorch.layers import LayerNormLinear, LayerNormMLP, Linear, ranks_of
+from fuser.te.pytorch.layers import (
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    _warn_of_overlap,
+    ranks_of,
+)
 from fuser.te.pytorch.rope import TensorFormat, apply_rotary_pos_emb
 
 __all__ = ["MultiheadAttention", "TransformerLayer"]
 
 
 def _refuse(layer: str, options: dict[str, Any], off: dict[str, Any]) -> None:
-    """Refuse arguments of Transformer Engine's layer that are on, and unknown ones."""
+    """Refuse arguments of Transformer Engine's layer that are on, and unknown ones.
+
+    Those for userbuffers are ignored, with one warning if they are on.
+    """
+    overlaps = tuple(name for name in options if name.startswith("ub_") and options[name])
+    if overlaps:
+        _warn_of_overlap(layer, overlaps)
     for name, value in options.items():
         if name.startswith("ub_") or name in ("micro_batch_size", "seq_length", "name"):
             continue
