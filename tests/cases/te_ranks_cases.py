@@ -126,6 +126,26 @@ def layer(rank: int, *, has_shards: bool) -> dict[str, float]:
     return differences
 
 
+def alone(rank: int) -> dict[str, bool]:
+    """Whether layers with a parallel mode over one rank, or no group, are those of a rank."""
+    own = [dist.new_group([one]) for one in range(RANKS)][rank]
+    x = random(LENGTH, HIDDEN, seed=rank)
+    results = {}
+    for group in (None, own):
+        for mode in ("column", "row"):
+            shared = {"tp_size": 1, "tp_group": group, "device": device_type()}
+            for cls in (layers.Linear, layers.LayerNormLinear):
+                torch.manual_seed(0)
+                layer = cls(HIDDEN, HIDDEN, parallel_mode=mode, sequence_parallel=True, **shared)
+                y = x if cls is layers.Linear else torch.nn.functional.layer_norm(x, (HIDDEN,))
+                is_same = layer.weight.shape == (HIDDEN, HIDDEN) and torch.allclose(
+                    layer(x), y @ layer.weight.T, atol=1e-5
+                )
+                has_mode = layer.parallel_mode == mode and layer.tp_size == 1
+                results[f"{cls.__name__} {mode} {group is None}"] = is_same and has_mode
+    return results
+
+
 def rows(rank: int) -> dict[str, torch.Tensor]:
     x = random(4, 3, seed=rank)
     gathered, _ = distributed.gather_along_first_dim(x, dist.group.WORLD)
@@ -137,6 +157,7 @@ def cases() -> dict[str, Callable[[int], Any]]:
     return {
         "entropy": functools.partial(entropy, smoothing=0.0),
         "smoothed": functools.partial(entropy, smoothing=0.1),
+        "alone": alone,
         "row": functools.partial(row_parallel, has_shards=False),
         "row of shards": functools.partial(row_parallel, has_shards=True),
         "layer": functools.partial(layer, has_shards=False),

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import fuser.te
 
@@ -131,6 +132,7 @@ def te_layers(config: Any, *, op_fuser: bool = False) -> Any:
 
 
 op_fuser_layers = functools.partial(te_layers, op_fuser=True)
+KINDS = {"own": own_layers, "modules": te_layers, "op fuser": op_fuser_layers}
 
 
 def te_name(name: str) -> str:
@@ -311,6 +313,64 @@ def training(rank: int) -> list[tuple[float, float]]:
     return losses
 
 
+class _OnCpus(TorchFunctionMode):
+    """Tensors that Megatron-LM's optimizers ask a GPU for are on the CPU, and have the names of
+    types that these look for."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.type and len(args) == 1:
+            return func(*args).replace("torch.", "torch.cuda.")
+        options = dict(kwargs or {})
+        if options.get("device") == "cuda":
+            options["device"] = "cpu"
+        return func(*args, **options)
+
+
+def data_parallel(rank: int, *, ranks: int) -> dict[Any, Any]:
+    """Losses and norms of steps of Megatron-LM's DDP, with its two kinds of optimizers."""
+    options = DENSE["RMSNorm, SwiGLU"]
+    results = {}
+    with megatron(), _OnCpus():
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        start = model(own_layers, **options)
+        for name, layers in KINDS.items():
+            for is_distributed in (False, True):
+                gpt = model(layers, **options)
+                (copy_values if layers is not own_layers else _copy)(start, gpt)
+                net = DistributedDataParallel(
+                    gpt.config,
+                    DistributedDataParallelConfig(use_distributed_optimizer=is_distributed),
+                    gpt,
+                )
+                optimizer = get_megatron_optimizer(
+                    OptimizerConfig(
+                        lr=1e-2, clip_grad=1.0, use_distributed_optimizer=is_distributed
+                    ),
+                    [net],
+                )
+                steps = []
+                for seed in range(4):
+                    net.zero_grad_buffer()
+                    optimizer.zero_grad()
+                    tokens, positions, mask, labels = batch(seed * ranks + rank)
+                    loss = net(tokens, positions, mask, labels=labels).mean()
+                    loss.backward()
+                    net.finish_grad_sync()
+                    _, norm, _ = optimizer.step()
+                    steps.append((float(loss.detach()), float(norm)))
+                total = torch.cat([p.detach().flatten() for p in gpt.parameters()])
+                results[name, is_distributed] = steps, total
+    return results
+
+
+def _copy(source: Any, target: Any) -> None:
+    target.load_state_dict(source.state_dict())
+
+
 def checkpoints(rank: int, *, ranks: int) -> dict[str, bool]:
     """Whether a distributed checkpoint of either kind of layers gives the other the same values."""
     options = DENSE["RMSNorm, SwiGLU"]
@@ -359,6 +419,7 @@ def on_one_rank() -> dict[str, Callable[[int], Any]]:
         "experts": experts,
         "expert recipes": expert_recipes,
         "training": training,
+        "data parallel": functools.partial(data_parallel, ranks=1),
         "checkpoints": functools.partial(checkpoints, ranks=1),
         "missing": missing,
     }
@@ -368,5 +429,6 @@ def on_two_ranks() -> dict[str, Callable[[int], Any]]:
     return {
         "dense": functools.partial(dense, ranks=2),
         "recipes": functools.partial(recipes, ranks=2),
+        "data parallel": functools.partial(data_parallel, ranks=2),
         "checkpoints": functools.partial(checkpoints, ranks=2),
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 import megatron_models as models
 import pytest
+import torch
 from ranks import results_of
 
 if importlib.util.find_spec("megatron") is None:
@@ -85,6 +86,27 @@ def test_losses_of_a_training_are_those_of_its_own_layers(single: dict[str, Any]
     for own, here in losses:
         assert abs(own - here) < 1e-3
     assert losses[-1][0] < losses[0][0] - 0.5
+
+
+def test_its_data_parallel_training_computes_as_with_its_own_layers(
+    single: dict[str, Any], pair: dict[str, Any]
+) -> None:
+    for results in (single["data parallel"], *pair["data parallel"]):
+        assert isinstance(results, dict), results
+        expected, _ = results["own", False]
+        assert len(results) == 6
+        for name, (steps, _) in results.items():
+            for step, of_own in zip(steps, expected, strict=True):
+                assert step == pytest.approx(of_own, abs=1e-4), name
+        assert expected[0][0] != expected[-1][0]
+    first, second = pair["data parallel"]
+    for name, (_, values) in first.items():
+        assert torch.equal(values, second[name][1]), name
+    (loss, norm), (loss_of_second, norm_of_second) = (
+        results["own", False][0][0] for results in (first, second)
+    )
+    assert loss != loss_of_second  # other batches
+    assert norm == norm_of_second  # the mean of their gradients
 
 
 def test_checkpoints_load_both_ways(single: dict[str, Any], pair: dict[str, Any]) -> None:

@@ -123,8 +123,10 @@ def _options(layer: str, options: dict[str, Any]) -> dict[str, Any]:
         taken["get_rng_state_tracker"] = _NamedTracker(tracker, name) if name else tracker
     group, size = taken.pop("tp_group", None), taken.pop("tp_size", 1)
     ranks = 1 if taken.get("parallel_mode") is None else ranks_of(layer, size, group)
-    if ranks == 1:  # no sequence to gather, whatever the program's setting is
+    if ranks == 1:  # nothing to gather or add, whatever the program's settings are
         taken.pop("sequence_parallel", None)
+        if "parallel_mode" in taken:  # with a mode and no group it would be that of all ranks
+            taken["parallel_mode"] = None
         return taken
     return {**taken, "tp_size": ranks, "tp_group": group}
 
@@ -192,7 +194,7 @@ class Linear(TransformerEngineBaseModule, modules.Linear):
             params_dtype=params_dtype,
             **given,
         )
-        _finish(self, self.ops[0].members[0], bias, return_bias, given, options)
+        _finish(self, self.ops[0].members[0], bias, return_bias, parallel_mode, given, options)
 
     def forward(
         self,
@@ -252,7 +254,7 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
         )
         if normalization == "RMSNorm":
             self.layer_norm_bias = None
-        _finish(self, self.ops[1].members[0], bias, return_bias, given, options)
+        _finish(self, self.ops[1].members[0], bias, return_bias, parallel_mode, given, options)
 
     def forward(
         self,
@@ -415,11 +417,12 @@ def _finish(
     linear: basic_ops.BasicLinear,
     bias: bool,
     return_bias: bool,
+    mode: Any,
     given: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
     """Set the attributes that programs read of a layer of one linear, and its own bias."""
-    ranks, mode = given.get("tp_size", 1), given["parallel_mode"]
+    ranks = given.get("tp_size", 1)
     layer.in_features, layer.out_features = linear.local_in_features, linear.local_out_features
     layer.use_bias, layer.return_bias = bias, return_bias and bias
     layer.tp_size, layer.tp_group = ranks, given.get("tp_group")
