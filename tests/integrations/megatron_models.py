@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 import shutil
 import tempfile
 import warnings
@@ -387,22 +388,97 @@ def checkpoints(rank: int, *, ranks: int) -> dict[str, bool]:
             with torch.no_grad():
                 for parameter in second.parameters():
                     parameter.zero_()
-            folder = [tempfile.mkdtemp() if rank == 0 else ""]
-            dist.broadcast_object_list(folder, src=0)
-            dist_checkpointing.save(first.sharded_state_dict(metadata=metadata), folder[0])
-            dist.barrier()
-            state_dict = dist_checkpointing.load(
-                second.sharded_state_dict(metadata=metadata), folder[0]
-            )
-            second.load_state_dict(state_dict, strict=False)
-            dist.barrier()
-            if rank == 0:
-                shutil.rmtree(Path(folder[0]))
+            with _folder(rank) as folder:
+                dist_checkpointing.save(first.sharded_state_dict(metadata=metadata), folder)
+                dist.barrier()
+                state_dict = dist_checkpointing.load(
+                    second.sharded_state_dict(metadata=metadata), folder
+                )
+                second.load_state_dict(state_dict, strict=False)
             expected = {te_name(n): p for n, p in first.named_parameters()}
             results[name] = all(
                 torch.equal(p, expected[te_name(n)]) for n, p in second.named_parameters()
             )
     return results
+
+
+def expert_states(rank: int, *, ranks: int) -> dict[str, bool]:
+    """Whether a distributed checkpoint of experts holds the states of delayed scaling.
+
+    It is saved with all experts on each rank, and loaded with a part of them on each.
+    """
+    options: dict[str, Any] = {
+        **EXPERTS,
+        **RECIPES["delayed"],
+        "moe_grouped_gemm": True,
+        "fp8_amax_history_len": 4,
+    }
+    with _folder(rank) as folder:
+        with megatron() as state:
+            from megatron.core import dist_checkpointing
+
+            metadata = {"dp_cp_group": state.get_data_parallel_group(with_context_parallel=True)}
+            first = model(te_layers, **options)
+            for _ in range(3):
+                step(first)
+            dist_checkpointing.save(first.sharded_state_dict(metadata=metadata), folder)
+            expected = _states(first)
+            loss, _ = step(first)
+        with megatron(expert_model_parallel_size=ranks) as state:
+            metadata = {"dp_cp_group": state.get_data_parallel_group(with_context_parallel=True)}
+            second = model(te_layers, **options, expert_model_parallel_size=ranks)
+            loaded = dist_checkpointing.load(second.sharded_state_dict(metadata=metadata), folder)
+            second.load_state_dict(loaded, strict=False)
+            results = {}
+            for name, states in _states(second).items():
+                own = slice(rank * len(states), (rank + 1) * len(states))
+                results[name] = len(states) == 4 // ranks and all(
+                    torch.equal(a, b) for a, b in zip(states, expected[name][own], strict=True)
+                )
+                assert not torch.equal(states[0], states[1]), "experts have one state"
+            if ranks == 1:
+                results["loss"] = torch.equal(step(second)[0], loss)
+                fresh = model(te_layers, **options)
+                fresh.load_state_dict(
+                    {n: v for n, v in loaded.items() if "_extra_state" not in n}, strict=False
+                )
+                results["loss without states"] = not torch.equal(step(fresh)[0], loss)
+    return results
+
+
+def _states(gpt: Any) -> dict[str, list[torch.Tensor]]:
+    """By grouped linear, for each expert: its scales, then the amaxes of its input and weight."""
+    found = {}
+    for name, layer in gpt.named_modules():
+        if hasattr(layer, "num_gemms") and hasattr(layer, "fp8_meta"):
+            content = pickle.loads(layer.get_extra_state().numpy().tobytes())
+            parts = []
+            for expert in range(layer.num_gemms):
+                of_expert = [
+                    content[key].view(-1, rows, layer.num_gemms)[..., expert].flatten()
+                    for key, rows in (
+                        ("scale_fwd", 3),
+                        ("scale_bwd", 2),
+                        ("amax_history_fwd", 3),
+                        ("amax_history_bwd", 2),
+                    )
+                ]
+                parts.append(torch.cat(of_expert))
+            found[name] = parts
+    return found
+
+
+@contextlib.contextmanager
+def _folder(rank: int) -> Any:
+    """A folder that all ranks know, removed after its use."""
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder, src=0)
+    try:
+        yield folder[0]
+    finally:
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(Path(folder[0]))
 
 
 def missing(rank: int) -> dict[str, int]:
@@ -421,6 +497,7 @@ def on_one_rank() -> dict[str, Callable[[int], Any]]:
         "training": training,
         "data parallel": functools.partial(data_parallel, ranks=1),
         "checkpoints": functools.partial(checkpoints, ranks=1),
+        "expert states": functools.partial(expert_states, ranks=1),
         "missing": missing,
     }
 
@@ -431,4 +508,5 @@ def on_two_ranks() -> dict[str, Callable[[int], Any]]:
         "recipes": functools.partial(recipes, ranks=2),
         "data parallel": functools.partial(data_parallel, ranks=2),
         "checkpoints": functools.partial(checkpoints, ranks=2),
+        "expert states": functools.partial(expert_states, ranks=2),
     }

@@ -114,6 +114,16 @@ def test_checkpoints_load_both_ways(single: dict[str, Any], pair: dict[str, Any]
         assert results == {"own to te": True, "te to own": True}
 
 
+def test_states_of_experts_are_in_its_checkpoints(
+    single: dict[str, Any], pair: dict[str, Any]
+) -> None:
+    for results in (single["expert states"], *pair["expert states"]):
+        assert isinstance(results, dict), results
+        assert len(results) >= 4
+        assert all(results.values()), results
+    assert len(single["expert states"]) == 6
+
+
 def test_it_has_other_ways_for_what_is_missing(single: dict[str, Any]) -> None:
     names = single["missing"]
     assert isinstance(names, dict), names

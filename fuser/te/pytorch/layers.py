@@ -15,6 +15,7 @@ from fuser.basic_ops.collectives import CollectiveOperation
 from fuser.communication import GroupArgument, group_size
 from fuser.errors import FuserWarning, InputError
 from fuser.modules.layer import InitMethod, Layer
+from fuser.te.pytorch import grouped_state
 
 __all__ = [
     "GroupedLinear",
@@ -385,6 +386,7 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
         self.single_grouped_bias = bool(options.get("single_grouped_bias", False))
         self.delay_wgrad_compute = bool(options.get("delay_wgrad_compute", False))
         self.ub_name = options.get("ub_name")
+        self._fp8_meta: dict[str, Any] = {"recipe": None}
         if self.return_bias:
             weight = next(self.parameters())
             zeros = functools.partial(torch.zeros, device=weight.device, dtype=weight.dtype)
@@ -396,6 +398,39 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
             for name, shape in shapes.items():
                 self.register_parameter(name, torch.nn.Parameter(zeros(shape)))
         _zero_biases(self)
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """Whether the layer has a state of delayed scaling, and a recipe with the length of its
+        histories; programs that load a state write the recipe before."""
+        state = self.get_extra_state()
+        self._fp8_meta["fp8_checkpoint"] = bool(state.numel())
+        if state.numel():
+            self._fp8_meta["recipe"] = grouped_state.recipe_of(state)
+        return self._fp8_meta
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Delayed scaling's state as :mod:`fuser.te.pytorch.grouped_state` writes it.
+
+        An empty uint8 tensor if there is none.
+        """
+        state = super().get_extra_state()
+        return grouped_state.pickled_state(state[1:], self.num_gemms) if state.numel() else state
+
+    def set_extra_state(self, state: Any) -> None:
+        """Load such a state, or that of :class:`fuser.modules.GroupedLinear`.
+
+        Raises
+        ------
+        InputError
+            If it is that of another number of groups.
+        """
+        if isinstance(state, torch.Tensor) and state.numel() and state.dtype is torch.uint8:
+            plain = grouped_state.plain_state(state, self.num_gemms)
+            if plain is None:
+                return
+            state = torch.cat([torch.tensor([float(plain.numel())], device="cpu"), plain])
+        super().set_extra_state(state)
 
     def forward(
         self,
