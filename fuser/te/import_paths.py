@@ -20,6 +20,8 @@ from typing import Any
 from fuser.errors import InputError, StateError
 
 ROOT = "transformer_engine"
+EXTENSION = "transformer_engine_torch"
+"""The module of bindings, of which the element types are here."""
 DISTRIBUTION = "transformer-engine"
 VERSION = "2.11.0"
 """The version that programs are told, unless :func:`install` gets another: names and arguments
@@ -35,6 +37,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "pytorch.attention.dot_product_attention": (f"{_HERE}.attention",),
     "pytorch.attention.multi_head_attention": (f"{_HERE}.transformer",),
     "pytorch.attention.rope": (f"{_HERE}.rope",),
+    "pytorch.cpu_offload": (f"{_HERE}.cpu_offload",),
     "pytorch.cross_entropy": (f"{_HERE}.cross_entropy",),
     "pytorch.distributed": (f"{_HERE}.distributed",),
     "pytorch.float8_tensor": (f"{_HERE}.tensors",),
@@ -68,13 +71,12 @@ _asked: Counter[str] = Counter()
 class _ImportPath(ModuleType):
     """A module of Transformer Engine's name, with names of this library's modules."""
 
-    def __init__(self, path: str) -> None:
-        name = f"{ROOT}.{path}" if path else ROOT
+    def __init__(self, name: str, sources: tuple[str, ...]) -> None:
         super().__init__(name, f"fuser, under the import path {name}.")
         self.__path__: list[str] = []
         self.__spec__ = ModuleSpec(name, None, is_package=True)
         self.__package__ = name
-        self._sources = SOURCES[path]
+        self._sources = sources
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
@@ -166,13 +168,17 @@ def install(version: str = VERSION) -> None:
             f"fuser.te.install: the real {ROOT} has been imported, from {place}. Call install() "
             "before anything imports it."
         )
-    paths = {path: _ImportPath(path) for path in SOURCES}
+    paths = {
+        path: _ImportPath(f"{ROOT}.{path}" if path else ROOT, sources)
+        for path, sources in SOURCES.items()
+    }
     paths[""].__dict__["__version__"] = version
     for path, module in paths.items():
         parent, _, name = path.rpartition(".")
         if path:
             paths[parent].__dict__[name] = module
     sys.modules.update((module.__name__, module) for module in paths.values())
+    sys.modules[EXTENSION] = _ImportPath(EXTENSION, (f"{_HERE}.element_types",))
     sys.meta_path.insert(0, _Paths(version))
 
 

@@ -128,9 +128,7 @@ def test_it_has_other_ways_for_what_is_missing(single: dict[str, Any]) -> None:
     names = single["missing"]
     assert isinstance(names, dict), names
     assert set(names) <= {
-        "transformer_engine.pytorch.attention.rope.apply_fused_qkv_rotary_pos_emb",
         "transformer_engine.pytorch.cpp_extensions",
-        "transformer_engine.pytorch.cpu_offload",
         "transformer_engine.pytorch.cpu_offload_v1",
         "transformer_engine.pytorch.graph.restore_fp8_tensors",
         "transformer_engine.pytorch.graph.save_fp8_tensors",

@@ -10,7 +10,15 @@ import torch
 
 import fuser
 from fuser import modules, recipe
-from fuser.te.pytorch import attention, distributed, layers
+from fuser.te.pytorch import (
+    attention,
+    cpu_offload,
+    cross_entropy,
+    distributed,
+    layers,
+    permutation,
+    rope,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -194,3 +202,196 @@ def test_attention_refuses_a_mask_of_integers() -> None:
     mask = torch.ones(2, 1, 1, 5, dtype=torch.int64)
     with pytest.raises(fuser.InputError, match=r"mask of torch.int64; give one of torch.bool"):
         attention.DotProductAttention(4, 8, attn_mask_type="padding")(q, q, q, mask)
+
+
+# -- rotation ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_queries_and_keys_of_one_tensor_are_rotated(layout: Any, interleaved: bool) -> None:
+    length, batch, groups, heads, d = 5, 2, 2, 3, 8
+    shape = (length, batch) if layout == "sbhd" else (batch, length)
+    qkv = torch.randn(*shape, groups, (heads + 2) * d, requires_grad=True)
+    q_freqs, k_freqs = torch.randn(2, length, 1, 1, d).unbind()
+    found = rope.apply_fused_qkv_rotary_pos_emb(
+        qkv, q_freqs, k_freqs, [heads * d, d, d], layout, interleaved=interleaved
+    )
+    parts = qkv.detach().clone().requires_grad_()
+    heads_of = parts.unflatten(-1, (heads + 2, d))
+    expected = (
+        rotated(heads_of[..., :heads, :].flatten(2, 3), q_freqs, layout, interleaved),
+        rotated(heads_of[..., heads, :], k_freqs, layout, interleaved),
+        heads_of[..., heads + 1, :],
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    dy = [torch.randn_like(each) for each in expected]
+    torch.autograd.backward(found, dy)
+    torch.autograd.backward(expected, dy)
+    torch.testing.assert_close(qkv.grad, parts.grad)
+
+
+def rotated(x: torch.Tensor, angles: torch.Tensor, layout: str, interleaved: bool) -> torch.Tensor:
+    """Pairs of features as complex numbers, turned by their angles."""
+    angles = angles if layout == "sbhd" else angles.transpose(0, 1)
+    if interleaved:
+        first, second = x[..., ::2], x[..., 1::2]
+        cos, sin = angles.cos(), angles.sin()
+        parts = (
+            first * cos[..., ::2] - second * sin[..., ::2],
+            second * cos[..., 1::2] + first * sin[..., 1::2],
+        )
+        return torch.stack(parts, -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    cos, sin = (table.chunk(2, -1) for table in (angles.cos(), angles.sin()))
+    return torch.cat((first * cos[0] - second * sin[0], second * cos[1] + first * sin[1]), -1)
+
+
+@pytest.mark.parametrize(
+    ("split", "layout"), [([16, 8, 8], "thd"), ([16, 8, 4], "sbhd"), ([12, 8, 12], "sbhd")]
+)
+def test_parts_that_are_no_heads_are_refused(split: list[int], layout: Any) -> None:
+    qkv, angles = torch.randn(3, 2, 2, 32), torch.randn(3, 1, 1, 8)
+    with pytest.raises(fuser.InputError, match="for 32 features"):
+        rope.apply_fused_qkv_rotary_pos_emb(qkv, angles, angles, split, layout)
+
+
+def test_positions_without_an_angle_are_refused_on_a_cpu_and_nan_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    t, freqs = torch.randn(4, 3, 2, 8), torch.randn(6, 1, 1, 8)
+    starts = torch.tensor([0, 2, -1])
+    with pytest.raises(fuser.InputError, match="got start_positions with -1"):
+        rope.apply_rotary_pos_emb(t, freqs, start_positions=starts)
+    with pytest.raises(fuser.InputError, match="angles of 6 positions for 7"):
+        rope.apply_rotary_pos_emb(t, freqs, start_positions=-3 * starts.clamp(max=0))
+    monkeypatch.setattr(rope, "_ends", lambda length, starts: (0, length))  # as on a GPU
+    starts[1] = 4
+    y = rope.apply_rotary_pos_emb(t, freqs, start_positions=starts)
+    assert torch.equal(y[:, 0], rope.apply_rotary_pos_emb(t[:, :1], freqs)[:, 0])
+    assert y[:2, 1].isfinite().all()
+    assert y[2:, 1].isnan().all()
+    assert y[:1, 2].isnan().all()
+    assert y[1:, 2].isfinite().all()
+
+
+# -- permutation ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_rows_of_experts_are_padded_and_come_back(align: int) -> None:
+    tokens, experts = 7, 4
+    mask = torch.rand(tokens, experts) < 0.5
+    mask[:, 2] = False
+    mask[:5, 3], mask[5:, 3] = True, False
+    probs = torch.rand(tokens, experts, requires_grad=True)
+    x = torch.randn(tokens, 3, requires_grad=True)
+    sizes = mask.sum(0)
+    y, weights, rows, offsets, padded = permutation.moe_permute_and_pad_with_probs(
+        x, probs, mask, sizes, align
+    )
+    assert torch.equal(padded, (sizes + align - 1) // align * align)
+    plain, plain_weights, _ = permutation.moe_permute_with_probs(x, probs, mask)
+    start = 0
+    for expert, (own, own_weights) in enumerate(
+        zip(plain.split(sizes.tolist()), plain_weights.split(sizes.tolist()), strict=True)
+    ):
+        size, end = int(sizes[expert]), start + int(padded[expert])
+        assert torch.equal(y[start : start + size], own)
+        assert torch.equal(weights[start : start + size], own_weights)
+        assert not y[start + size : end].any()
+        assert not weights[start + size : end].any()
+        if offsets is not None:
+            assert offsets[expert] == start - sizes[:expert].sum()
+        start = end
+    assert y.shape[0] == start
+    assert (offsets is None) == (align == 1)
+    out = permutation.moe_unpermute(
+        y * weights[:, None], rows, restore_shape=x.shape, pad_offsets=offsets
+    )
+    expected = x * (probs * mask).sum(1, keepdim=True)
+    torch.testing.assert_close(out, expected)
+    dy = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (x, probs), dy)
+    for a, b in zip(grads, torch.autograd.grad(expected, (x, probs), dy), strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(fuser.InputError, match="give the sums of its columns"):
+        permutation.moe_permute_and_pad_with_probs(x, probs, mask, sizes + 1, align)
+    with pytest.raises(fuser.InputError, match="got align_size=0"):
+        permutation.moe_permute_and_pad_with_probs(x, probs, mask, sizes, 0)
+
+
+# -- cross entropy -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [6, -1])
+def test_a_class_outside_of_the_vocabulary_is_refused_on_a_cpu_and_nan_elsewhere(
+    wrong: int,
+) -> None:
+    logits = torch.randn(4, 6, requires_grad=True)
+    target = torch.tensor([0, wrong, -100, 5])
+    with pytest.raises(fuser.InputError, match=f"got a target of {wrong} for 6 classes"):
+        cross_entropy.parallel_cross_entropy(logits, target)
+    loss = cross_entropy._CrossEntropy.apply(logits, target, 0.0, None, -100)  # as on a GPU
+    assert loss.isnan().tolist() == [False, True, False, False]
+    loss.sum().backward()
+    assert logits.grad.isnan().all(1).tolist() == [False, True, False, False]
+    ignored = torch.full((4,), -100)
+    assert not cross_entropy.parallel_cross_entropy(logits, ignored).any()
+
+
+# -- memory of the host --------------------------------------------------------------
+
+
+def test_the_first_layers_keep_in_the_host_what_they_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+    to_host = cpu_offload._to_host
+
+    def counted(tensor: torch.Tensor) -> Any:
+        kept = to_host(tensor)
+        copies.append(isinstance(kept, tuple))
+        return kept
+
+    monkeypatch.setattr(cpu_offload, "DEVICE", "cpu")
+    monkeypatch.setattr(cpu_offload, "_to_host", counted)
+    net = [fuser.Sequential(fuser.Linear(16, 16), fuser.GELU()) for _ in range(3)]
+    x = torch.randn(4, 16)
+    grads = []
+    for enabled in (False, True):
+        context, commit = cpu_offload.get_cpu_offload_context(enabled, 2, 3)
+        for _ in range(2):
+            y, counts = x.clone().requires_grad_(), []
+            for layer in net:
+                layer.zero_grad()
+                copies.clear()
+                with context:
+                    y = commit(layer(y))
+                counts.append(sum(copies))
+            y.square().sum().backward()
+            grads.append([p.grad.clone() for layer in net for p in layer.parameters()])
+            assert [count > 0 for count in counts] == [enabled, enabled, False]
+    for others in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], others, strict=True))
+
+
+def test_a_forward_after_one_that_failed_begins_with_the_first_layer() -> None:
+    context, _ = cpu_offload.get_cpu_offload_context(True, 1, 2)
+    with pytest.raises(ValueError, match="no"), context:
+        raise ValueError("no")
+    for is_first in (True, False, True):
+        with context:
+            assert (context._hooks[-1] is not None) == is_first
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"offload_weights": True}, "offload_weights=True; activations alone"),
+        ({"offload_activations": False}, "offload_activations=False"),
+        ({"num_layers": 3, "model_layers": 2}, "num_layers=3 of model_layers=2"),
+    ],
+)
+def test_offloading_of_weights_is_refused(options: Any, sentence: str) -> None:
+    with pytest.raises(fuser.InputError, match=sentence):
+        cpu_offload.get_cpu_offload_context(True, **options)
