@@ -255,7 +255,7 @@ def test_padded_permutations_and_largest_logits_are_those_of_a_cpu() -> None:
     mask = torch.rand(64, 8) < 0.3
     expected = permutation.moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 16)
     found = permutation.moe_permute_and_pad_with_probs(
-        *(each.cuda() for each in (x, probs, mask, mask.sum(0))), 16
+        x.cuda(), probs.cuda(), mask.cuda(), mask.sum(0).cuda(), 16
     )
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.cpu(), other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import Any
 
@@ -26,6 +27,10 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 # -- recomputation -------------------------------------------------------------------
 
 
@@ -48,7 +53,7 @@ def test_a_recomputation_has_the_random_states_of_its_forward(use_reentrant: boo
                     x,
                     scale=3.0,
                     use_reentrant=use_reentrant,
-                    get_rng_state_tracker=lambda tracker=tracker: tracker,
+                    get_rng_state_tracker=functools.partial(_same, tracker),
                 )
             else:
                 y = dropped(x, scale=3.0)
@@ -63,7 +68,7 @@ def test_a_recomputation_has_the_random_states_of_its_forward(use_reentrant: boo
 def test_a_recomputation_that_fails_leaves_the_random_states() -> None:
     tracker = distributed.CudaRNGStatesTracker()
     tracker.add("a", 1)
-    fails = []
+    fails: list[bool] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
         with tracker.fork("a"):
@@ -244,8 +249,12 @@ def rotated(x: torch.Tensor, angles: torch.Tensor, layout: str, interleaved: boo
         )
         return torch.stack(parts, -1).flatten(-2)
     first, second = x.chunk(2, -1)
-    cos, sin = (table.chunk(2, -1) for table in (angles.cos(), angles.sin()))
-    return torch.cat((first * cos[0] - second * sin[0], second * cos[1] + first * sin[1]), -1)
+    of_first, of_second = angles.chunk(2, -1)
+    parts = (
+        first * of_first.cos() - second * of_first.sin(),
+        second * of_second.cos() + first * of_second.sin(),
+    )
+    return torch.cat(parts, -1)
 
 
 @pytest.mark.parametrize(
@@ -313,9 +322,13 @@ def test_rows_of_experts_are_padded_and_come_back(align: int) -> None:
     expected = x * (probs * mask).sum(1, keepdim=True)
     torch.testing.assert_close(out, expected)
     dy = torch.randn_like(out)
-    grads = torch.autograd.grad(out, (x, probs), dy)
-    for a, b in zip(grads, torch.autograd.grad(expected, (x, probs), dy), strict=True):
-        torch.testing.assert_close(a, b)
+    pairs = zip(
+        torch.autograd.grad(out, (x, probs), dy),
+        torch.autograd.grad(expected, (x, probs), dy),
+        strict=True,
+    )
+    for one, other in pairs:
+        torch.testing.assert_close(one, other)
     with pytest.raises(fuser.InputError, match="give the sums of its columns"):
         permutation.moe_permute_and_pad_with_probs(x, probs, mask, sizes + 1, align)
     with pytest.raises(fuser.InputError, match="got align_size=0"):

@@ -127,15 +127,15 @@ def apply_rotary_pos_emb(
         angles = freqs.flatten(0, -2).to(t.device)[places][:, None, :]
     elif tensor_format in ("sbhd", "bshd"):
         length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
-        first, last = _ends(length, start_positions)
-        if freqs.shape[0] < last:
+        begin, end = _ends(length, start_positions)
+        if freqs.shape[0] < end:
             raise InputError(
-                f"apply_rotary_pos_emb got the angles of {freqs.shape[0]} positions for {last}: "
+                f"apply_rotary_pos_emb got the angles of {freqs.shape[0]} positions for {end}: "
                 "give more."
             )
-        if first < 0:
+        if begin < 0:
             raise InputError(
-                f"apply_rotary_pos_emb got start_positions with {first}; positions begin at 0."
+                f"apply_rotary_pos_emb got start_positions with {begin}; positions begin at 0."
             )
         table = freqs.flatten(0, -2).to(t.device)
         if start_positions is None:
