@@ -615,10 +615,7 @@ class _TensorsOnly(pickle.Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            return self._named[f"{module}.{name}"]
-        except KeyError:
-            raise pickle.UnpicklingError(f"{module}.{name} is not read.") from None
+        return self._named[f"{module}.{name}"]
 
 
 def _storage_of(data: bytes) -> Any:
@@ -630,7 +627,9 @@ def unpickled(data: bytes, classes: Mapping[str, type]) -> Any:
 
     Raises
     ------
-    pickle.UnpicklingError
+    KeyError
         If it names anything else, which is not imported.
+    pickle.UnpicklingError
+        Or another error of ``pickle``, if the bytes are something else.
     """
     return _TensorsOnly(data, classes).load()

@@ -162,7 +162,8 @@ def test_a_state_of_another_library_is_not_read_and_another_number_of_groups_is_
     before = numbers(layer)
     content = {"recipe": _Elsewhere(), "scale_fwd": torch.ones(9)}
     data = torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
-    layer.set_extra_state(data)
+    for each in (data, data[:20], torch.arange(40, dtype=torch.uint8)):
+        layer.set_extra_state(each)
     assert not _Elsewhere.was_read
     assert torch.equal(numbers(layer), before)
     sentence = "of 2 groups got a state of delayed scaling with 9 scales in its forward"

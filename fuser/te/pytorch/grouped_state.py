@@ -26,6 +26,8 @@ QUANTIZED = {"forward": 2, "backward": 1}
 """The tensors of a group that are quantized here."""
 CLASSES: tuple[type, ...] = (DelayedScaling, Format, FormatRange)
 """The classes in such a state."""
+UNREADABLE = (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, ValueError)
+"""What reading the bytes of another library raises."""
 KEYS = {"forward": ("fwd", 3), "backward": ("bwd", 2)}
 """The ends of the keys, and the tensors of a group that have a scale there."""
 
@@ -88,6 +90,6 @@ def _content(state: torch.Tensor) -> dict[str, Any] | None:
     classes = {f"fuser.recipe.{each.__name__}": each for each in CLASSES}
     try:
         content = unpickled(state.detach().cpu().numpy().tobytes(), classes)
-    except pickle.UnpicklingError:
+    except UNREADABLE:
         return None
     return content if isinstance(content, dict) else None

@@ -169,12 +169,12 @@ def moe_permute_and_pad_with_probs(
     name = "moe_permute_and_pad_with_probs"
     rows = _row_ids(name, routing_map, -1, "mask")
     sizes = tokens_per_expert.to(rows.device, torch.int64)
-    found = torch.zeros(routing_map.shape[1], dtype=torch.int64, device=rows.device)
-    found.scatter_add_(0, rows[1], torch.ones_like(rows[1]))
-    if sizes.shape != found.shape or not torch.equal(sizes, found):
+    sums = torch.zeros(routing_map.shape[1], dtype=torch.int64, device=rows.device)
+    sums.scatter_add_(0, rows[1], torch.ones_like(rows[1]))
+    if sizes.shape != sums.shape or not torch.equal(sizes, sums):
         raise InputError(
             f"{name} got tokens_per_expert={tokens_per_expert.tolist()} for a routing map of "
-            f"{found.tolist()}; give the sums of its columns."
+            f"{sums.tolist()}; give the sums of its columns."
         )
     padded = -(-sizes // align_size) * align_size
     padding = padded - sizes

@@ -135,7 +135,7 @@ def apply_rotary_pos_emb(
             )
         if begin < 0:
             raise InputError(
-                f"apply_rotary_pos_emb got start_positions with {begin}; positions begin at 0."
+                f"apply_rotary_pos_emb got start_positions with {begin}; give positions from 0 on."
             )
         table = freqs.flatten(0, -2).to(t.device)
         if start_positions is None:
