@@ -61,6 +61,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "pytorch.tensor.float8_tensor": (f"{_HERE}.tensors",),
     "pytorch.tensor.mxfp8_tensor": (f"{_HERE}.tensors",),
     "pytorch.tensor.nvfp4_tensor": (f"{_HERE}.tensors",),
+    "pytorch.tensor.utils": (f"{_HERE}.master_weights",),
     "pytorch.transformer": (f"{_HERE}.transformer",),
 }
 """For each path below ``transformer_engine``, the modules that have its names."""

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import fuser.te
+from fuser.tensors import QuantizedTensor
 
 VOCABULARY, LENGTH, BATCH = 128, 32, 2
 DENSE: dict[str, dict[str, Any]] = {
@@ -368,6 +369,66 @@ def data_parallel(rank: int, *, ranks: int) -> dict[Any, Any]:
     return results
 
 
+def gathered_weights(rank: int, *, ranks: int) -> dict[bool, Any]:
+    """Losses of steps of the distributed optimizer, with FP8 weights gathered and without."""
+    options = {**DENSE["RMSNorm, SwiGLU"], **RECIPES["tensorwise"], "bf16": True}
+    results = {}
+    # gloo gathers no tensors of two dtypes together, and the type of a weight is asked for.
+    of_type = mock.patch.object(QuantizedTensor, "type", return_value="torch.cuda.BFloat16Tensor")
+    with megatron(), _OnCpus(), of_type:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            param_and_grad_buffer,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.module import Float16Module
+
+        apart = mock.patch.object(
+            param_and_grad_buffer,
+            "_coalescing_manager",
+            return_value=contextlib.nullcontext(),
+        )
+        for is_quantized in (False, True):
+            model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
+            gpt = model(
+                te_layers,
+                **options,
+                params_dtype=torch.bfloat16,
+                use_cpu_initialization=False,  # which keeps what weights were before it
+                fp8_param=is_quantized,
+            )
+            net = DistributedDataParallel(
+                gpt.config,
+                DistributedDataParallelConfig(
+                    use_distributed_optimizer=True, fp8_param_gather=is_quantized
+                ),
+                Float16Module(gpt.config, gpt),
+            )
+            optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    lr=1e-3, use_distributed_optimizer=True, bf16=True, fp8_recipe="tensorwise"
+                ),
+                [net],
+            )
+            losses = []
+            for seed in range(4):
+                net.zero_grad_buffer()
+                optimizer.zero_grad()
+                gpt.set_is_first_microbatch()
+                tokens, positions, mask, labels = batch(seed * ranks + rank)
+                loss = net(tokens, positions, mask, labels=labels).float().mean()
+                loss.backward()
+                net.finish_grad_sync()
+                with apart:
+                    optimizer.step()
+                losses.append(float(loss.detach()))
+            weight = gpt.decoder.layers[0].mlp.linear_fc1.weight
+            results[is_quantized] = losses, isinstance(weight, QuantizedTensor)
+    return results
+
+
 def _copy(source: Any, target: Any) -> None:
     target.load_state_dict(source.state_dict())
 
@@ -496,6 +557,7 @@ def on_one_rank() -> dict[str, Callable[[int], Any]]:
         "expert recipes": expert_recipes,
         "training": training,
         "data parallel": functools.partial(data_parallel, ranks=1),
+        "gathered weights": functools.partial(gathered_weights, ranks=1),
         "checkpoints": functools.partial(checkpoints, ranks=1),
         "expert states": functools.partial(expert_states, ranks=1),
         "missing": missing,
@@ -507,6 +569,7 @@ def on_two_ranks() -> dict[str, Callable[[int], Any]]:
         "dense": functools.partial(dense, ranks=2),
         "recipes": functools.partial(recipes, ranks=2),
         "data parallel": functools.partial(data_parallel, ranks=2),
+        "gathered weights": functools.partial(gathered_weights, ranks=2),
         "checkpoints": functools.partial(checkpoints, ranks=2),
         "expert states": functools.partial(expert_states, ranks=2),
     }

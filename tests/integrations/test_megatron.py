@@ -109,6 +109,17 @@ def test_its_data_parallel_training_computes_as_with_its_own_layers(
     assert norm == norm_of_second  # the mean of their gradients
 
 
+def test_weights_that_are_gathered_in_fp8_train_with_the_same_losses(
+    single: dict[str, Any], pair: dict[str, Any]
+) -> None:
+    for results in (single["gathered weights"], *pair["gathered weights"]):
+        assert isinstance(results, dict), results
+        (expected, is_quantized), (losses, is_quantized_there) = results[False], results[True]
+        assert (is_quantized, is_quantized_there) == (False, True)
+        assert losses == expected
+        assert len(set(losses)) == 4
+
+
 def test_checkpoints_load_both_ways(single: dict[str, Any], pair: dict[str, Any]) -> None:
     for results in (single["checkpoints"], *pair["checkpoints"]):
         assert results == {"own to te": True, "te to own": True}
@@ -132,5 +143,4 @@ def test_it_has_other_ways_for_what_is_missing(single: dict[str, Any]) -> None:
         "transformer_engine.pytorch.cpu_offload_v1",
         "transformer_engine.pytorch.graph.restore_fp8_tensors",
         "transformer_engine.pytorch.graph.save_fp8_tensors",
-        "transformer_engine.pytorch.tensor.utils",
     }

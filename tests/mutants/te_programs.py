@@ -12,6 +12,7 @@ OPTIMIZERS = "te/pytorch/optimizers.py"
 ATTENTION = "te/pytorch/attention.py"
 FUNCTIONS = "te/functions.py"
 STATES = "te/pytorch/grouped_state.py"
+WEIGHTS = "te/pytorch/master_weights.py"
 
 TE_PROGRAMS = (
     Mutant(
@@ -111,5 +112,19 @@ TE_PROGRAMS = (
         "largest = torch.maximum(largest, logits.flatten(1).amax(dim=1))",
         "largest = logits.flatten(1).amax(dim=1)",
         "test_megatron_names.py::test_attention_returns_the_largest_logit_of_each_head",
+    ),
+    Mutant(
+        "a rank writes its shard with the scale of its own values",
+        WEIGHTS,
+        "        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)\n",
+        "        pass\n",
+        "test_te_ranks.py::test_a_weight_whose_shards_ranks_write_has_the_scale_of_the_whole",
+    ),
+    Mutant(
+        "the transposed copy of the weight before is read",
+        WEIGHTS,
+        "    post_all_gather_processing(model_weights)\n",
+        "    pass\n",
+        "test_megatron_names.py::test_a_layer_reads_the_bytes_that_were_written",
     ),
 )

@@ -17,6 +17,7 @@ from fuser.te.pytorch import (
     cross_entropy,
     distributed,
     layers,
+    master_weights,
     permutation,
     rope,
 )
@@ -409,3 +410,84 @@ def test_a_forward_after_one_that_failed_begins_with_the_first_layer() -> None:
 def test_offloading_of_weights_is_refused(options: Any, sentence: str) -> None:
     with pytest.raises(fuser.InputError, match=sentence):
         cpu_offload.get_cpu_offload_context(True, **options)
+
+
+# -- weights that shards of an optimizer write -------------------------------------------
+
+
+def quantized_weight(scaling: recipe.Recipe | None = None) -> Any:
+    with fuser.quantized_model_init(recipe=scaling or recipe.Float8CurrentScaling()):
+        return fuser.Linear(32, 16, bias=False).weight
+
+
+def test_bytes_of_a_weight_are_moved_and_written_by_shards() -> None:
+    weight = quantized_weight()
+    before = weight.dequantize()
+    buffer = torch.full((600,), 255, dtype=torch.uint8)
+    master_weights.replace_raw_data(weight, buffer[4:516])
+    assert torch.equal(weight.dequantize(), before)
+    assert weight._data.data_ptr() == buffer[4:].data_ptr()
+    flat = torch.randn(512)
+    flat[:100] *= 0.01  # the largest value is in the second shard
+    expected = weight._quantizer(flat.view(16, 32))
+    master_weights.cast_master_weights_to_fp8([weight], [flat[100:]], [100], None)
+    assert torch.equal(weight._data.view(-1)[100:], expected._data.view(-1)[100:])
+    assert torch.equal(weight._scale_inv, expected._scale_inv)
+    shard = torch.empty(100, dtype=torch.uint8)
+    quantizer = weight._quantizer.with_amaxes(flat.abs().amax()[None])
+    shard.copy_(quantizer(flat[None, :100])._data.view(-1))
+    buffer[4:104] = shard  # as a collective does
+    master_weights.post_all_gather_processing([weight])
+    assert torch.equal(weight.dequantize(), expected.dequantize())
+    assert torch.equal(buffer[:4], torch.full((4,), 255, dtype=torch.uint8))
+
+
+def test_a_layer_reads_the_bytes_that_were_written() -> None:
+    scaling = recipe.Float8CurrentScaling()
+    with fuser.quantized_model_init(recipe=scaling):
+        layer: Any = layers.Linear(32, 16, bias=False)
+    values, x = torch.randn(16, 32), torch.randn(8, 32)
+    results = []
+    for is_shard in (False, True):
+        for is_first in (True, False):  # the transposed copy of the weight before is kept
+            leaf = x.clone().requires_grad_()
+            with fuser.autocast(recipe=scaling):
+                y = layer(leaf, is_first_microbatch=is_first)
+            y.square().sum().backward()
+        results.append((y.detach(), leaf.grad))
+        if not is_shard:
+            master_weights.quantize_master_weights([layer.weight], [values.flatten()], [0], None)
+    expected = x @ layer.weight._quantizer(values).dequantize().T
+    torch.testing.assert_close(results[1][0], expected, atol=0.5, rtol=0.1)
+    assert not torch.equal(results[0][0], results[1][0])
+    with torch.no_grad():
+        layer.weight.copy_(values)
+    leaf = x.clone().requires_grad_()
+    with fuser.autocast(recipe=scaling):
+        y = layer(leaf)
+    y.square().sum().backward()
+    for one, other in zip(results[1], (y.detach(), leaf.grad), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_shards_are_written_of_weights_with_one_current_scale() -> None:
+    weight, blocks = quantized_weight(), quantized_weight(recipe.MXFP8BlockScaling())
+    before = weight.dequantize()
+    for name in ("replace_raw_data", "post_all_gather_processing"):
+        given = (blocks, None) if name == "replace_raw_data" else ([blocks],)
+        with pytest.raises(fuser.InputError, match=f"{name} got a MXFP8Tensor"):
+            getattr(master_weights, name)(*given)
+    with pytest.raises(fuser.InputError, match="got a MXFP8Tensor of"):
+        master_weights.quantize_master_weights(
+            [weight, blocks], [torch.ones(512), None], [0, None], None
+        )
+    with pytest.raises(fuser.InputError, match=r"lists of \[1, 2, 1, 1\] elements"):
+        master_weights.quantize_master_weights([weight], [None, None], [0], None)
+    with pytest.raises(fuser.InputError, match=r"511 elements of torch\.uint8 for a"):
+        master_weights.replace_raw_data(weight, torch.empty(511, dtype=torch.uint8))
+    assert torch.equal(weight.dequantize(), before)
+    master_weights.quantize_master_weights([], [], [], None)
+    target = torch.zeros(512, dtype=torch.uint8)
+    values = torch.randn(512)
+    master_weights.quantize_master_weights([weight], [values], [0], None, [target])
+    assert torch.equal(target.view(16, 32), weight._quantizer(values.view(16, 32))._data)
