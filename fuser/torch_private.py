@@ -10,9 +10,12 @@ no other file uses such names. Elsewhere are the methods and tables that a subcl
 from __future__ import annotations
 
 import contextlib
+import io
 import operator
+import pickle
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -597,3 +600,36 @@ def spec_of(dtensor: Any) -> Any:
 def running_data_parallel() -> Any:
     """The ``DistributedDataParallel`` whose forward is running; None if none is."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
+
+
+class _TensorsOnly(pickle.Unpickler):
+    """Reads what ``pickle.dumps`` writes of tensors, and of the classes that it is given."""
+
+    def __init__(self, data: bytes, classes: Mapping[str, type]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._named: dict[str, Any] = {
+            **classes,
+            "collections.OrderedDict": OrderedDict,
+            "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+            "torch.storage._load_from_bytes": _storage_of,
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._named[f"{module}.{name}"]
+
+
+def _storage_of(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def unpickled(data: bytes, classes: Mapping[str, type]) -> Any:
+    """What ``pickle.dumps`` wrote: containers, numbers, texts, plain tensors, and ``classes``.
+
+    Raises
+    ------
+    KeyError
+        If it names anything else, which is not imported.
+    pickle.UnpicklingError
+        Or another error of ``pickle``, if the bytes are something else.
+    """
+    return _TensorsOnly(data, classes).load()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -65,6 +66,10 @@ def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     return (not reason, reason) if return_reason else not reason
 
 
+TORCHS = ("context_fn", "debug", "determinism_check", "early_stop", "preserve_rng_state")
+"""Keywords of :func:`checkpoint` that are those of torch's function; others are the function's."""
+
+
 def checkpoint(
     function: Callable[..., Result],
     *args: Any,
@@ -77,13 +82,15 @@ def checkpoint(
     """``torch.utils.checkpoint.checkpoint``: compute ``function`` again in backward.
 
     A recomputation runs under the recipe of its forward also with torch's own
-    function. ``tp_group`` has no effect unless saved activations are distributed.
-    Other keywords go to torch's function, or to ``function``.
+    function, and with the random states that a tracker had in forward: an object with
+    ``get_states()`` and ``set_states(states)``. ``tp_group`` has no effect unless saved
+    activations are distributed. Keywords are those of torch's function, or of ``function``.
 
     Raises
     ------
     InputError
-        If asked to distribute saved activations, or to track random states.
+        If asked to distribute saved activations, or for gradients of a keyword with
+        ``use_reentrant``.
     """
     if distribute_saved_activations:
         raise InputError(
@@ -91,16 +98,52 @@ def checkpoint(
             "that computed them."
             " Leave the argument out."
         )
+    options = {name: kwargs.pop(name) for name in TORCHS if name in kwargs}
+    if use_reentrant:
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+                raise InputError(
+                    f"checkpoint got the keyword {name}, which requires a gradient, with "
+                    "use_reentrant=True, which returns gradients of positional arguments alone. "
+                    "Pass it by position, or use_reentrant=False."
+                )
+    if kwargs:
+        function = functools.partial(function, **kwargs)
     if get_rng_state_tracker is not None:
-        raise InputError(
-            f"checkpoint got get_rng_state_tracker {get_rng_state_tracker!r}; a recomputation "
-            "restores only torch's own random states."
-            " Leave it out."
-        )
+        function = _WithStates(function, get_rng_state_tracker)
     result: Result = torch.utils.checkpoint.checkpoint(
-        function, *args, use_reentrant=use_reentrant, **kwargs
+        function, *args, use_reentrant=use_reentrant, **options
     )
     return result
+
+
+class _WithStates:
+    """A function whose later calls have the random states of the first; then its tracker goes on
+    with the states that it had."""
+
+    def __init__(self, function: Callable[..., Any], tracker: Callable[[], Any]) -> None:
+        self._function, self._tracker = function, tracker
+        self._first: dict[str, Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        tracker = self._tracker()
+        before = tracker.get_states()
+        if self._first is None:
+            self._first = _copies(before)
+            return self._function(*args)
+        tracker.set_states(_copies(self._first))
+        try:
+            return self._function(*args)
+        finally:
+            tracker.set_states(before)
+
+
+def _copies(states: dict[str, Any]) -> dict[str, Any]:
+    """Random states that forks do not change: a generator, as CUDA graphs need it, is copied."""
+    return {
+        name: state.clone_state() if isinstance(state, torch.Generator) else state
+        for name, state in states.items()
+    }
 
 
 def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:

@@ -20,6 +20,8 @@ from typing import Any
 from fuser.errors import InputError, StateError
 
 ROOT = "transformer_engine"
+EXTENSION = "transformer_engine_torch"
+"""The module of bindings, of which the element types are here."""
 DISTRIBUTION = "transformer-engine"
 VERSION = "2.11.0"
 """The version that programs are told, unless :func:`install` gets another: names and arguments
@@ -49,6 +51,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "pytorch.attention.dot_product_attention": (f"{_HERE}.attention",),
     "pytorch.attention.multi_head_attention": (f"{_HERE}.transformer",),
     "pytorch.attention.rope": (f"{_HERE}.rope",),
+    "pytorch.cpu_offload": (f"{_HERE}.cpu_offload",),
     "pytorch.cross_entropy": (f"{_HERE}.cross_entropy",),
     "pytorch.custom_recipes": (),
     **{f"pytorch.custom_recipes.{name}": (f"{_HERE}.custom_recipes",) for name in _FACTORIES},
@@ -76,6 +79,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "pytorch.tensor.identity_tensor": (f"{_HERE}.tensors",),
     "pytorch.tensor.mxfp8_tensor": (f"{_HERE}.tensors",),
     "pytorch.tensor.nvfp4_tensor": (f"{_HERE}.tensors",),
+    "pytorch.tensor.utils": (f"{_HERE}.master_weights",),
     "pytorch.transformer": (f"{_HERE}.transformer",),
 }
 """For each path below ``transformer_engine``, the modules that have its names."""
@@ -86,13 +90,12 @@ _asked: Counter[str] = Counter()
 class _ImportPath(ModuleType):
     """A module of Transformer Engine's name, with names of this library's modules."""
 
-    def __init__(self, path: str) -> None:
-        name = f"{ROOT}.{path}" if path else ROOT
+    def __init__(self, name: str, sources: tuple[str, ...]) -> None:
         super().__init__(name, f"fuser, under the import path {name}.")
         self.__path__: list[str] = []
         self.__spec__ = ModuleSpec(name, None, is_package=True)
         self.__package__ = name
-        self._sources = SOURCES[path]
+        self._sources = sources
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
@@ -184,13 +187,17 @@ def install(version: str = VERSION) -> None:
             f"fuser.te.install: the real {ROOT} has been imported, from {place}. Call install() "
             "before anything imports it."
         )
-    paths = {path: _ImportPath(path) for path in SOURCES}
+    paths = {
+        path: _ImportPath(f"{ROOT}.{path}" if path else ROOT, sources)
+        for path, sources in SOURCES.items()
+    }
     paths[""].__dict__["__version__"] = version
     for path, module in paths.items():
         parent, _, name = path.rpartition(".")
         if path:
             paths[parent].__dict__[name] = module
     sys.modules.update((module.__name__, module) for module in paths.values())
+    sys.modules[EXTENSION] = _ImportPath(EXTENSION, (f"{_HERE}.element_types",))
     sys.meta_path.insert(0, _Paths(version))
 
 

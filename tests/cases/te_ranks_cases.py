@@ -10,7 +10,16 @@ import torch
 import torch.distributed as dist
 from ranks import RANKS, device_type, part
 
-from fuser.te.pytorch import cross_entropy, distributed, layers, rope, transformer
+import fuser
+from fuser import recipe
+from fuser.te.pytorch import (
+    cross_entropy,
+    distributed,
+    layers,
+    master_weights,
+    rope,
+    transformer,
+)
 
 HIDDEN, LENGTH, BATCH, CLASSES = 64, 8, 2, 12
 
@@ -126,6 +135,48 @@ def layer(rank: int, *, has_shards: bool) -> dict[str, float]:
     return differences
 
 
+def alone(rank: int) -> dict[str, bool]:
+    """Whether layers with a parallel mode over one rank, or no group, are those of a rank."""
+    own = [dist.new_group([one]) for one in range(RANKS)][rank]
+    x = random(LENGTH, HIDDEN, seed=rank)
+    results = {}
+    for group in (None, own):
+        for mode in ("column", "row"):
+            shared = {"tp_size": 1, "tp_group": group, "device": device_type()}
+            for cls in (layers.Linear, layers.LayerNormLinear):
+                torch.manual_seed(0)
+                layer = cls(HIDDEN, HIDDEN, parallel_mode=mode, sequence_parallel=True, **shared)
+                y = x if cls is layers.Linear else torch.nn.functional.layer_norm(x, (HIDDEN,))
+                is_same = layer.weight.shape == (HIDDEN, HIDDEN) and torch.allclose(
+                    layer(x), y @ layer.weight.T, atol=1e-5
+                )
+                has_mode = layer.parallel_mode == mode and layer.tp_size == 1
+                results[f"{cls.__name__} {mode} {group is None}"] = is_same and has_mode
+    return results
+
+
+def shards(rank: int) -> dict[str, torch.Tensor]:
+    """The bytes and scale of a weight whose shards ranks write and gather."""
+    with fuser.quantized_model_init(recipe=recipe.Float8CurrentScaling()):
+        weight: Any = fuser.Linear(16, 8, bias=False, device=device_type()).weight
+    buffer = torch.zeros(128, dtype=torch.uint8, device=device_type())
+    master_weights.replace_raw_data(weight, buffer)
+    size = 128 // RANKS
+    own = slice(rank * size, (rank + 1) * size)
+    values = random(128) * torch.arange(1, 129, device=device_type())  # the last is the largest
+    master_weights.quantize_master_weights(
+        [weight], [values[own]], [own.start], dist.group.WORLD, None, True
+    )
+    dist.all_gather_into_tensor(buffer, buffer[own].clone())
+    master_weights.post_all_gather_processing([weight])
+    expected = weight._quantizer(values.view(8, 16))
+    return {
+        "found": weight.dequantize(),
+        "expected": expected.dequantize(),
+        "scales": torch.stack((weight._scale_inv, expected._scale_inv)),
+    }
+
+
 def rows(rank: int) -> dict[str, torch.Tensor]:
     x = random(4, 3, seed=rank)
     gathered, _ = distributed.gather_along_first_dim(x, dist.group.WORLD)
@@ -137,6 +188,8 @@ def cases() -> dict[str, Callable[[int], Any]]:
     return {
         "entropy": functools.partial(entropy, smoothing=0.0),
         "smoothed": functools.partial(entropy, smoothing=0.1),
+        "alone": alone,
+        "shards": shards,
         "row": functools.partial(row_parallel, has_shards=False),
         "row of shards": functools.partial(row_parallel, has_shards=True),
         "layer": functools.partial(layer, has_shards=False),

@@ -11,7 +11,16 @@ from torch.nn import functional as F
 
 import fuser
 from fuser import recipe
-from fuser.te.pytorch import attention, cross_entropy, distributed, permutation, rope, transformer
+from fuser.te.pytorch import (
+    attention,
+    cpu_offload,
+    cross_entropy,
+    distributed,
+    layers,
+    permutation,
+    rope,
+    transformer,
+)
 from fuser.te.pytorch import optimizers as fused
 
 BF16 = torch.bfloat16
@@ -170,3 +179,106 @@ def test_random_states_are_of_the_gpu() -> None:
         found = torch.randn(4, device="cuda")
     torch.cuda.manual_seed(1)
     assert torch.equal(found, torch.randn(4, device="cuda"))
+
+
+def test_wrong_classes_and_positions_are_nan_in_a_graph() -> None:
+    logits, t = torch.randn(4, 6, device="cuda"), torch.randn(3, 2, 1, 8, device="cuda")
+    freqs = torch.randn(5, 1, 1, 8, device="cuda")
+    target, starts = torch.zeros(2, 4, dtype=torch.int64, device="cuda")
+    starts = starts[:2]
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        loss = cross_entropy.parallel_cross_entropy(logits, target)
+        return loss, rope.apply_rotary_pos_emb(t, freqs, start_positions=starts)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss, y = step()
+    target.copy_(torch.tensor([1, 6, -1, -100]))
+    starts.copy_(torch.tensor([2, 3]))
+    graph.replay()
+    assert loss.isnan().tolist() == [False, True, True, False]
+    torch.testing.assert_close(loss[0], F.cross_entropy(logits[:1], target[:1]))
+    expected = rope.apply_rotary_pos_emb(t[:, :1], freqs[2:])
+    torch.testing.assert_close(y[:, :1], expected)
+    assert y[:2, 1].isfinite().all()
+    assert y[2, 1].isnan().all()
+
+
+def test_offloaded_layers_keep_less_on_the_gpu_and_have_the_same_gradients() -> None:
+    net = [layer(BF16, "cuda") for _ in range(4)]
+    x = torch.randn(512, 8, 256, device="cuda", dtype=BF16)
+    grads, kept = [], []
+    for enabled in (False, True):
+        context, commit = cpu_offload.get_cpu_offload_context(enabled, 3, 4)
+        for each in net:
+            each.zero_grad()
+        y = x
+        before = torch.cuda.memory_allocated()
+        for each in net:
+            with context:
+                y = commit(each(y))
+        torch.cuda.synchronize()
+        kept.append(torch.cuda.memory_allocated() - before)
+        y.float().square().mean().backward()
+        grads.append([p.grad for each in net for p in each.parameters()])
+    print(f"kept: {kept}")
+    assert kept[1] < 0.5 * kept[0]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_recomputation_drops_what_its_forward_dropped() -> None:
+    tracker = distributed.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 3)
+    attend = attention.DotProductAttention(
+        4, 64, attention_dropout=0.5, get_rng_state_tracker=lambda: tracker
+    )
+    x = torch.randn(64, 2, 4, 64, device="cuda")
+    states, results = tracker.get_states(), []
+    for is_checkpointed in (False, True):
+        tracker.set_states(dict(states))
+        leaf = x.clone().requires_grad_()
+        if is_checkpointed:
+            y = fuser.checkpoint(attend, leaf, leaf, leaf, get_rng_state_tracker=lambda: tracker)
+        else:
+            y = attend(leaf, leaf, leaf)
+        attend(x, x, x)  # other numbers, before backward
+        y.square().sum().backward()
+        results.append((y.detach(), leaf.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_padded_permutations_and_largest_logits_are_those_of_a_cpu() -> None:
+    x, probs = torch.randn(64, 16), torch.rand(64, 8)
+    mask = torch.rand(64, 8) < 0.3
+    expected = permutation.moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 16)
+    found = permutation.moe_permute_and_pad_with_probs(
+        x.cuda(), probs.cuda(), mask.cuda(), mask.sum(0).cuda(), 16
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.cpu(), other)
+    q = torch.randn(64, 2, 4, 64)
+    attend = attention.DotProductAttention(4, 64, return_max_logit=True)
+    largest = [attend(each, each, each)[1].cpu() for each in (q, q.cuda())]
+    torch.testing.assert_close(*largest, atol=2e-2, rtol=2e-3)
+
+
+def test_states_of_experts_are_loaded_on_a_gpu() -> None:
+    made = [layers.GroupedLinear(2, 64, 64, device="cuda", params_dtype=BF16) for _ in range(2)]
+    made[1].load_state_dict(made[0].state_dict())
+    x = torch.randn(64, 64, device="cuda", dtype=BF16)
+    scaling = recipe.DelayedScaling(amax_history_len=4)
+    for _ in range(3):
+        with fuser.autocast(recipe=scaling):
+            made[0](x, [16, 48]).float().square().sum().backward()
+    made[1].set_extra_state(made[0].get_extra_state())
+    outputs = []
+    for each in made:
+        with fuser.autocast(recipe=scaling):
+            outputs.append(each(3 * x, [16, 48]))
+    assert torch.equal(*outputs)

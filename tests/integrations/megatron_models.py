@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 import shutil
 import tempfile
 import warnings
@@ -19,8 +20,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import fuser.te
+from fuser.tensors import QuantizedTensor
 
 VOCABULARY, LENGTH, BATCH = 128, 32, 2
 DENSE: dict[str, dict[str, Any]] = {
@@ -131,6 +134,7 @@ def te_layers(config: Any, *, op_fuser: bool = False) -> Any:
 
 
 op_fuser_layers = functools.partial(te_layers, op_fuser=True)
+KINDS = {"own": own_layers, "modules": te_layers, "op fuser": op_fuser_layers}
 
 
 def te_name(name: str) -> str:
@@ -311,6 +315,124 @@ def training(rank: int) -> list[tuple[float, float]]:
     return losses
 
 
+class _OnCpus(TorchFunctionMode):
+    """Tensors that Megatron-LM's optimizers ask a GPU for are on the CPU, and have the names of
+    types that these look for."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.type and len(args) == 1:
+            return func(*args).replace("torch.", "torch.cuda.")
+        options = dict(kwargs or {})
+        if options.get("device") == "cuda":
+            options["device"] = "cpu"
+        return func(*args, **options)
+
+
+def data_parallel(rank: int, *, ranks: int) -> dict[Any, Any]:
+    """Losses and norms of steps of Megatron-LM's DDP, with its two kinds of optimizers."""
+    options = DENSE["RMSNorm, SwiGLU"]
+    results = {}
+    with megatron(), _OnCpus():
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        start = model(own_layers, **options)
+        for name, layers in KINDS.items():
+            for is_distributed in (False, True):
+                gpt = model(layers, **options)
+                (copy_values if layers is not own_layers else _copy)(start, gpt)
+                net = DistributedDataParallel(
+                    gpt.config,
+                    DistributedDataParallelConfig(use_distributed_optimizer=is_distributed),
+                    gpt,
+                )
+                optimizer = get_megatron_optimizer(
+                    OptimizerConfig(
+                        lr=1e-2, clip_grad=1.0, use_distributed_optimizer=is_distributed
+                    ),
+                    [net],
+                )
+                steps = []
+                for seed in range(4):
+                    net.zero_grad_buffer()
+                    optimizer.zero_grad()
+                    tokens, positions, mask, labels = batch(seed * ranks + rank)
+                    loss = net(tokens, positions, mask, labels=labels).mean()
+                    loss.backward()
+                    net.finish_grad_sync()
+                    _, norm, _ = optimizer.step()
+                    steps.append((float(loss.detach()), float(norm)))
+                total = torch.cat([p.detach().flatten() for p in gpt.parameters()])
+                results[name, is_distributed] = steps, total
+    return results
+
+
+def gathered_weights(rank: int, *, ranks: int) -> dict[bool, Any]:
+    """Losses of steps of the distributed optimizer, with FP8 weights gathered and without."""
+    options = {**DENSE["RMSNorm, SwiGLU"], **RECIPES["tensorwise"], "bf16": True}
+    results = {}
+    # gloo gathers no tensors of two dtypes together, and the type of a weight is asked for.
+    of_type = mock.patch.object(QuantizedTensor, "type", return_value="torch.cuda.BFloat16Tensor")
+    with megatron(), _OnCpus(), of_type:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            param_and_grad_buffer,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.module import Float16Module
+
+        apart = mock.patch.object(
+            param_and_grad_buffer,
+            "_coalescing_manager",
+            return_value=contextlib.nullcontext(),
+        )
+        for is_quantized in (False, True):
+            model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
+            gpt = model(
+                te_layers,
+                **options,
+                params_dtype=torch.bfloat16,
+                use_cpu_initialization=False,  # which keeps what weights were before it
+                fp8_param=is_quantized,
+            )
+            net = DistributedDataParallel(
+                gpt.config,
+                DistributedDataParallelConfig(
+                    use_distributed_optimizer=True, fp8_param_gather=is_quantized
+                ),
+                Float16Module(gpt.config, gpt),
+            )
+            optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    lr=1e-3, use_distributed_optimizer=True, bf16=True, fp8_recipe="tensorwise"
+                ),
+                [net],
+            )
+            losses = []
+            for seed in range(4):
+                net.zero_grad_buffer()
+                optimizer.zero_grad()
+                gpt.set_is_first_microbatch()
+                tokens, positions, mask, labels = batch(seed * ranks + rank)
+                loss = net(tokens, positions, mask, labels=labels).float().mean()
+                loss.backward()
+                net.finish_grad_sync()
+                with apart:
+                    optimizer.step()
+                losses.append(float(loss.detach()))
+            weight = gpt.decoder.layers[0].mlp.linear_fc1.weight
+            results[is_quantized] = losses, isinstance(weight, QuantizedTensor)
+    return results
+
+
+def _copy(source: Any, target: Any) -> None:
+    target.load_state_dict(source.state_dict())
+
+
 def checkpoints(rank: int, *, ranks: int) -> dict[str, bool]:
     """Whether a distributed checkpoint of either kind of layers gives the other the same values."""
     options = DENSE["RMSNorm, SwiGLU"]
@@ -327,22 +449,97 @@ def checkpoints(rank: int, *, ranks: int) -> dict[str, bool]:
             with torch.no_grad():
                 for parameter in second.parameters():
                     parameter.zero_()
-            folder = [tempfile.mkdtemp() if rank == 0 else ""]
-            dist.broadcast_object_list(folder, src=0)
-            dist_checkpointing.save(first.sharded_state_dict(metadata=metadata), folder[0])
-            dist.barrier()
-            state_dict = dist_checkpointing.load(
-                second.sharded_state_dict(metadata=metadata), folder[0]
-            )
-            second.load_state_dict(state_dict, strict=False)
-            dist.barrier()
-            if rank == 0:
-                shutil.rmtree(Path(folder[0]))
+            with _folder(rank) as folder:
+                dist_checkpointing.save(first.sharded_state_dict(metadata=metadata), folder)
+                dist.barrier()
+                state_dict = dist_checkpointing.load(
+                    second.sharded_state_dict(metadata=metadata), folder
+                )
+                second.load_state_dict(state_dict, strict=False)
             expected = {te_name(n): p for n, p in first.named_parameters()}
             results[name] = all(
                 torch.equal(p, expected[te_name(n)]) for n, p in second.named_parameters()
             )
     return results
+
+
+def expert_states(rank: int, *, ranks: int) -> dict[str, bool]:
+    """Whether a distributed checkpoint of experts holds the states of delayed scaling.
+
+    It is saved with all experts on each rank, and loaded with a part of them on each.
+    """
+    options: dict[str, Any] = {
+        **EXPERTS,
+        **RECIPES["delayed"],
+        "moe_grouped_gemm": True,
+        "fp8_amax_history_len": 4,
+    }
+    with _folder(rank) as folder:
+        with megatron() as state:
+            from megatron.core import dist_checkpointing
+
+            metadata = {"dp_cp_group": state.get_data_parallel_group(with_context_parallel=True)}
+            first = model(te_layers, **options)
+            for _ in range(3):
+                step(first)
+            dist_checkpointing.save(first.sharded_state_dict(metadata=metadata), folder)
+            expected = _states(first)
+            loss, _ = step(first)
+        with megatron(expert_model_parallel_size=ranks) as state:
+            metadata = {"dp_cp_group": state.get_data_parallel_group(with_context_parallel=True)}
+            second = model(te_layers, **options, expert_model_parallel_size=ranks)
+            loaded = dist_checkpointing.load(second.sharded_state_dict(metadata=metadata), folder)
+            second.load_state_dict(loaded, strict=False)
+            results = {}
+            for name, states in _states(second).items():
+                own = slice(rank * len(states), (rank + 1) * len(states))
+                results[name] = len(states) == 4 // ranks and all(
+                    torch.equal(a, b) for a, b in zip(states, expected[name][own], strict=True)
+                )
+                assert not torch.equal(states[0], states[1]), "experts have one state"
+            if ranks == 1:
+                results["loss"] = torch.equal(step(second)[0], loss)
+                fresh = model(te_layers, **options)
+                fresh.load_state_dict(
+                    {n: v for n, v in loaded.items() if "_extra_state" not in n}, strict=False
+                )
+                results["loss without states"] = not torch.equal(step(fresh)[0], loss)
+    return results
+
+
+def _states(gpt: Any) -> dict[str, list[torch.Tensor]]:
+    """By grouped linear, for each expert: its scales, then the amaxes of its input and weight."""
+    found = {}
+    for name, layer in gpt.named_modules():
+        if hasattr(layer, "num_gemms") and hasattr(layer, "fp8_meta"):
+            content = pickle.loads(layer.get_extra_state().numpy().tobytes())
+            parts = []
+            for expert in range(layer.num_gemms):
+                of_expert = [
+                    content[key].view(-1, rows, layer.num_gemms)[..., expert].flatten()
+                    for key, rows in (
+                        ("scale_fwd", 3),
+                        ("scale_bwd", 2),
+                        ("amax_history_fwd", 3),
+                        ("amax_history_bwd", 2),
+                    )
+                ]
+                parts.append(torch.cat(of_expert))
+            found[name] = parts
+    return found
+
+
+@contextlib.contextmanager
+def _folder(rank: int) -> Any:
+    """A folder that all ranks know, removed after its use."""
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder, src=0)
+    try:
+        yield folder[0]
+    finally:
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(Path(folder[0]))
 
 
 def missing(rank: int) -> dict[str, int]:
@@ -359,7 +556,10 @@ def on_one_rank() -> dict[str, Callable[[int], Any]]:
         "experts": experts,
         "expert recipes": expert_recipes,
         "training": training,
+        "data parallel": functools.partial(data_parallel, ranks=1),
+        "gathered weights": functools.partial(gathered_weights, ranks=1),
         "checkpoints": functools.partial(checkpoints, ranks=1),
+        "expert states": functools.partial(expert_states, ranks=1),
         "missing": missing,
     }
 
@@ -368,5 +568,8 @@ def on_two_ranks() -> dict[str, Callable[[int], Any]]:
     return {
         "dense": functools.partial(dense, ranks=2),
         "recipes": functools.partial(recipes, ranks=2),
+        "data parallel": functools.partial(data_parallel, ranks=2),
+        "gathered weights": functools.partial(gathered_weights, ranks=2),
         "checkpoints": functools.partial(checkpoints, ranks=2),
+        "expert states": functools.partial(expert_states, ranks=2),
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 import megatron_models as models
 import pytest
+import torch
 from ranks import results_of
 
 if importlib.util.find_spec("megatron") is None:
@@ -87,20 +88,59 @@ def test_losses_of_a_training_are_those_of_its_own_layers(single: dict[str, Any]
     assert losses[-1][0] < losses[0][0] - 0.5
 
 
+def test_its_data_parallel_training_computes_as_with_its_own_layers(
+    single: dict[str, Any], pair: dict[str, Any]
+) -> None:
+    for results in (single["data parallel"], *pair["data parallel"]):
+        assert isinstance(results, dict), results
+        expected, _ = results["own", False]
+        assert len(results) == 6
+        for name, (steps, _) in results.items():
+            for step, of_own in zip(steps, expected, strict=True):
+                assert step == pytest.approx(of_own, abs=1e-4), name
+        assert expected[0][0] != expected[-1][0]
+    first, second = pair["data parallel"]
+    for name, (_, values) in first.items():
+        assert torch.equal(values, second[name][1]), name
+    (loss, norm), (loss_of_second, norm_of_second) = (
+        results["own", False][0][0] for results in (first, second)
+    )
+    assert loss != loss_of_second  # other batches
+    assert norm == norm_of_second  # the mean of their gradients
+
+
+def test_weights_that_are_gathered_in_fp8_train_with_the_same_losses(
+    single: dict[str, Any], pair: dict[str, Any]
+) -> None:
+    for results in (single["gathered weights"], *pair["gathered weights"]):
+        assert isinstance(results, dict), results
+        (expected, is_quantized), (losses, is_quantized_there) = results[False], results[True]
+        assert (is_quantized, is_quantized_there) == (False, True)
+        assert losses == expected
+        assert len(set(losses)) == 4
+
+
 def test_checkpoints_load_both_ways(single: dict[str, Any], pair: dict[str, Any]) -> None:
     for results in (single["checkpoints"], *pair["checkpoints"]):
         assert results == {"own to te": True, "te to own": True}
+
+
+def test_states_of_experts_are_in_its_checkpoints(
+    single: dict[str, Any], pair: dict[str, Any]
+) -> None:
+    for results in (single["expert states"], *pair["expert states"]):
+        assert isinstance(results, dict), results
+        assert len(results) >= 4
+        assert all(results.values()), results
+    assert len(single["expert states"]) == 6
 
 
 def test_it_has_other_ways_for_what_is_missing(single: dict[str, Any]) -> None:
     names = single["missing"]
     assert isinstance(names, dict), names
     assert set(names) <= {
-        "transformer_engine.pytorch.attention.rope.apply_fused_qkv_rotary_pos_emb",
         "transformer_engine.pytorch.cpp_extensions",
-        "transformer_engine.pytorch.cpu_offload",
         "transformer_engine.pytorch.cpu_offload_v1",
         "transformer_engine.pytorch.graph.restore_fp8_tensors",
         "transformer_engine.pytorch.graph.save_fp8_tensors",
-        "transformer_engine.pytorch.tensor.utils",
     }

@@ -10,6 +10,9 @@ ENTROPY = "te/pytorch/cross_entropy.py"
 ROWS = "te/pytorch/permutation.py"
 OPTIMIZERS = "te/pytorch/optimizers.py"
 ATTENTION = "te/pytorch/attention.py"
+FUNCTIONS = "te/functions.py"
+STATES = "te/pytorch/grouped_state.py"
+WEIGHTS = "te/pytorch/master_weights.py"
 
 TE_PROGRAMS = (
     Mutant(
@@ -43,8 +46,8 @@ TE_PROGRAMS = (
     Mutant(
         "an ignored target has a gradient",
         ENTROPY,
-        "dx *= grad.float().masked_fill(is_ignored, 0.0)[..., None]",
-        "dx *= grad.float()[..., None]",
+        "grad = grad.float().masked_fill(is_ignored, 0.0)",
+        "grad = grad.float()",
         "test_te_layers.py::test_cross_entropy_is_that_of_torch",
     ),
     Mutant(
@@ -67,5 +70,61 @@ TE_PROGRAMS = (
         'shift = keys - queries if kind.endswith("bottom_right") else 0',
         "shift = 0",
         "test_te_layers.py::test_attention_sees_what_its_mask_says",
+    ),
+    Mutant(
+        "a layer with a mode and one rank has the group of all ranks",
+        LAYERS,
+        'taken["parallel_mode"] = None',
+        "pass",
+        "test_te_ranks.py::test_a_parallel_mode_over_one_rank_shares_nothing",
+    ),
+    Mutant(
+        "a recomputation goes on with the random states of the last forward",
+        FUNCTIONS,
+        "tracker.set_states(_copies(self._first))",
+        "pass",
+        "test_megatron_names.py::test_a_recomputation_has_the_random_states_of_its_forward",
+    ),
+    Mutant(
+        "a recomputation leaves its random states to later forwards",
+        FUNCTIONS,
+        "            tracker.set_states(before)\n",
+        "            pass\n",
+        "test_megatron_names.py::test_a_recomputation_has_the_random_states_of_its_forward",
+    ),
+    Mutant(
+        "scales of experts are loaded in the order of inputs and weights",
+        STATES,
+        "scale.view(count, groups)[:own].T.flatten()",
+        "scale.view(count, groups)[:own].flatten()",
+        "test_megatron_names.py::test_a_state_of_experts_is_saved_and_loaded",
+    ),
+    Mutant(
+        "rows of padding stand before those of an expert",
+        ROWS,
+        "offsets = padding.cumsum(0) - padding",
+        "offsets = padding.cumsum(0)",
+        "test_megatron_names.py::test_rows_of_experts_are_padded_and_come_back",
+    ),
+    Mutant(
+        "the largest logit is that of the last rows",
+        ATTENTION,
+        "largest = torch.maximum(largest, logits.flatten(1).amax(dim=1))",
+        "largest = logits.flatten(1).amax(dim=1)",
+        "test_megatron_names.py::test_attention_returns_the_largest_logit_of_each_head",
+    ),
+    Mutant(
+        "a rank writes its shard with the scale of its own values",
+        WEIGHTS,
+        "        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)\n",
+        "        pass\n",
+        "test_te_ranks.py::test_a_weight_whose_shards_ranks_write_has_the_scale_of_the_whole",
+    ),
+    Mutant(
+        "the transposed copy of the weight before is read",
+        WEIGHTS,
+        "    post_all_gather_processing(model_weights)\n",
+        "    pass\n",
+        "test_megatron_names.py::test_a_layer_reads_the_bytes_that_were_written",
     ),
 )

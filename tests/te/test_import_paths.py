@@ -66,6 +66,9 @@ def test_programs_find_modules_classes_and_the_version() -> None:
             assert FP8GlobalStateManager.is_fp8_enabled()
             assert FP8GlobalStateManager.get_fp8_recipe() == recipe.MXFP8BlockScaling()
         assert check_mxfp8_support()[0]
+        import transformer_engine_torch as tex
+        assert te.MXFP8Quantizer(tex.DType.kFloat8E5M2)
+        assert te.get_cpu_offload_context()
         print(fuser.te.missing())
         """
     )
@@ -85,7 +88,7 @@ def test_names_that_are_not_here_raise_and_are_counted() -> None:
         except ImportError:
             pass
         try:
-            from transformer_engine.pytorch.tensor.utils import cast_master_weights_to_fp8
+            from transformer_engine.pytorch.ops.basic.grouped_linear import OUTPUT_BUFFER_KEY
         except ImportError:
             print(fuser.te.missing())
         assert not hasattr(te, "layers") and not hasattr(te, "__wrapped__")
@@ -94,7 +97,7 @@ def test_names_that_are_not_here_raise_and_are_counted() -> None:
     counted = eval(output)
     assert counted["transformer_engine.pytorch.cpp_extensions"] == 2
     assert counted["transformer_engine.pytorch.ep"] == 1
-    assert "transformer_engine.pytorch.tensor.utils" in counted
+    assert "transformer_engine.pytorch.ops.basic.grouped_linear" in counted
     assert "transformer_engine.pytorch.__wrapped__" not in counted
 
 

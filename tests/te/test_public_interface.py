@@ -427,7 +427,7 @@ def test_a_checkpointed_function_computes_the_same_gradients(use_reentrant: bool
     ("options", "words"),
     [
         ({"distribute_saved_activations": True}, "distribute_saved_activations=True"),
-        ({"get_rng_state_tracker": dict}, "get_rng_state_tracker"),
+        ({"out": torch.ones(2, requires_grad=True)}, "got the keyword out, which requires"),
     ],
 )
 def test_a_checkpoint_refuses_what_it_does_not_do(options: dict[str, Any], words: str) -> None:

@@ -65,3 +65,19 @@ def test_rows_are_gathered_and_scattered(results: dict[str, list[Any]]) -> None:
         assert isinstance(found, dict), found
         assert torch.equal(found["gathered"], whole)
         torch.testing.assert_close(found["summed"], part(3 * whole, rank, 0))
+
+
+def test_a_parallel_mode_over_one_rank_shares_nothing(results: dict[str, list[Any]]) -> None:
+    for found in results["alone"]:
+        assert isinstance(found, dict), found
+        assert len(found) == 8
+        assert all(found.values()), found
+
+
+def test_a_weight_whose_shards_ranks_write_has_the_scale_of_the_whole(
+    results: dict[str, list[Any]],
+) -> None:
+    for found in results["shards"]:
+        assert isinstance(found, dict), found
+        assert torch.equal(found["found"], found["expected"])
+        assert torch.equal(*found["scales"])

@@ -16,6 +16,7 @@ from fuser.te.functions import (
     is_bf16_available,
 )
 from fuser.te.pytorch.attention import DotProductAttention
+from fuser.te.pytorch.cpu_offload import get_cpu_offload_context
 from fuser.te.pytorch.cross_entropy import parallel_cross_entropy
 from fuser.te.pytorch.distributed import CudaRNGStatesTracker
 from fuser.te.pytorch.layers import (
@@ -29,6 +30,7 @@ from fuser.te.pytorch.layers import (
 from fuser.te.pytorch.padding import Fp8Padding, Fp8Unpadding
 from fuser.te.pytorch.permutation import (
     moe_permute,
+    moe_permute_and_pad_with_probs,
     moe_permute_with_probs,
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
@@ -61,6 +63,7 @@ __all__ = [
     "destroy_ub",
     "fp8_autocast",
     "fp8_model_init",
+    "get_cpu_offload_context",
     "get_default_recipe",
     "initialize_ub",
     "is_bf16_available",
@@ -70,6 +73,7 @@ __all__ = [
     "is_nvfp4_available",
     "make_graphed_callables",
     "moe_permute",
+    "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",

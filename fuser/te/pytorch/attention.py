@@ -24,6 +24,8 @@ MASKS = (
     "arbitrary",
 )
 FORMATS = ("sbhd", "bshd")
+ROWS = 1024
+"""Queries whose logits are held at once where the largest logit is asked for."""
 
 
 class DotProductAttention(torch.nn.Module):
@@ -49,6 +51,10 @@ class DotProductAttention(torch.nn.Module):
         it; -1 is all.
     softmax_scale
         None for ``1 / sqrt(kv_channels)``.
+    return_max_logit
+        Return ``(output, max_logit)``: for each head ``[heads]``, in fp32 and without a gradient,
+        the largest scaled product, with its bias, of a query and a key that it sees. It is
+        computed beside the attention, from products of its own.
     tp_size, tp_group, get_rng_state_tracker
         Each rank has ``1 / tp_size`` of the heads; the tracker's ``fork()`` is the context of
         dropout.
@@ -85,11 +91,10 @@ class DotProductAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         _refuse_shared_sequences(cp_group)
-        if softmax_type != "vanilla" or return_max_logit:
+        if softmax_type != "vanilla":
             raise InputError(
-                f"DotProductAttention got softmax_type={softmax_type!r} and return_max_logit="
-                f"{return_max_logit}; it is torch's attention, whose softmax is 'vanilla' and "
-                "which does not return logits. Use the program's own attention."
+                f"DotProductAttention got softmax_type={softmax_type!r}; it is torch's attention, "
+                "whose softmax is 'vanilla'. Use the program's own attention."
             )
         channels = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
@@ -108,6 +113,7 @@ class DotProductAttention(torch.nn.Module):
         self.window_size = window_size
         self.tp_size, self.tp_group = tp_size, tp_group
         self.get_rng_state_tracker = get_rng_state_tracker
+        self.return_max_logit = return_max_logit
         self.layer_number, self.attention_type = layer_number, attention_type
         self.softmax_scale = channels[0] ** -0.5 if softmax_scale is None else softmax_scale
         _check_mask(attn_mask_type)
@@ -141,11 +147,12 @@ class DotProductAttention(torch.nn.Module):
         core_attention_bias: torch.Tensor | None = None,
         checkpoint_core_attention: bool = False,
         **options: Any,
-    ) -> torch.Tensor:
+    ) -> Any:
         """The output ``[s, b, heads * features]``, or ``[b, s, ...]`` for ``"bshd"``.
 
         ``attention_mask`` is True where a key is not seen: ``[b, 1, 1, s]`` for padding, a pair of
         such for cross attention, or a shape that broadcasts to ``[b, heads, queries, keys]``.
+        With ``return_max_logit`` the result is a pair.
         ``core_attention_bias`` is added to the scaled products (``"post_scale_bias"``).
 
         Raises
@@ -218,7 +225,12 @@ class DotProductAttention(torch.nn.Module):
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         back = (2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)
-        return output.permute(back).flatten(2)
+        output = output.permute(back).flatten(2)
+        if not self.return_max_logit:
+            return output
+        if is_causal:
+            bias = _window(q, k, (-1, 0), "causal")
+        return output, _largest_logits(q, k, bias, self.softmax_scale)
 
 
 def _refuse_shared_sequences(cp_group: Any) -> None:
@@ -255,6 +267,30 @@ def _window(q: torch.Tensor, k: torch.Tensor, window: tuple[int, int], kind: str
     return sees
 
 
+@torch.no_grad()
+def _largest_logits(
+    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """``[heads]``: the largest logit that a query sees, by sequences and ``ROWS`` queries."""
+    batch, heads, queries, features = q.shape
+    groups, keys = k.shape[1:3]
+    if bias is not None:
+        bias = bias.expand(batch, heads, queries, keys)
+    largest = q.new_full((heads,), float("-inf"), dtype=torch.float32)
+    for i in range(batch):
+        for first in range(0, queries, ROWS):
+            rows = q[i, :, first : first + ROWS].reshape(groups, -1, features)
+            logits = (rows @ k[i].mT).reshape(heads, -1, keys).float() * scale
+            if bias is not None:
+                part = bias[i, :, first : first + ROWS]
+                if part.dtype == torch.bool:
+                    logits = logits.masked_fill(~part, float("-inf"))
+                else:
+                    logits = logits + part
+            largest = torch.maximum(largest, logits.flatten(1).amax(dim=1))
+    return largest
+
+
 def _seen(
     kind: str,
     window: tuple[int, int] | None,
@@ -283,6 +319,11 @@ def _seen(
                 "one."
             )
         of_keys = mask[1] if isinstance(mask, tuple) else mask
+        if of_keys.dtype != torch.bool:
+            raise InputError(
+                f"DotProductAttention got an attention_mask of {of_keys.dtype}; give one of "
+                "torch.bool, True where a key is not seen."
+            )
         seen = ~of_keys if seen is None else seen & ~of_keys
     return seen, False
 

@@ -47,19 +47,21 @@ class _CrossEntropy(torch.autograd.Function):
             mean = log_total - all_values / (columns * ranks)
             loss = (1 - smoothing) * loss + smoothing * mean
         is_ignored = target == ignored
-        loss = loss.masked_fill(is_ignored, 0.0)
+        is_outside = ((target < 0) | (target >= columns * ranks)) & ~is_ignored
+        loss = loss.masked_fill(is_ignored, 0.0).masked_fill(is_outside, float("nan"))
         probabilities = exponentials.div_(total[..., None])
-        ctx.save_for_backward(probabilities, place, is_mine, is_ignored)
+        ctx.save_for_backward(probabilities, place, is_mine, is_ignored, is_outside)
         ctx.smoothing, ctx.columns, ctx.dtype = smoothing, columns * ranks, logits.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        probabilities, place, is_mine, is_ignored = ctx.saved_tensors
+        probabilities, place, is_mine, is_ignored, is_outside = ctx.saved_tensors
         dx = probabilities - ctx.smoothing / ctx.columns
         at_target = is_mine.to(dx.dtype) * (1 - ctx.smoothing)
         dx.scatter_add_(-1, place[..., None], -at_target[..., None])
-        dx *= grad.float().masked_fill(is_ignored, 0.0)[..., None]
+        grad = grad.float().masked_fill(is_ignored, 0.0).masked_fill(is_outside, float("nan"))
+        dx *= grad[..., None]
         return dx.to(ctx.dtype), None, None, None, None
 
 
@@ -80,7 +82,8 @@ def parallel_cross_entropy(
         Logits ``[..., columns]`` of this rank's part of the vocabulary; the parts are equal, and
         in the order of the ranks.
     target
-        Classes ``[...]`` of the whole vocabulary.
+        Classes ``[...]`` of the whole vocabulary. On a GPU they are not read by the host, and the
+        loss and the gradient of a class outside of the vocabulary are NaN.
     label_smoothing
         The part of the target's probability that is spread over the vocabulary.
     reduce_loss
@@ -95,13 +98,23 @@ def parallel_cross_entropy(
     Raises
     ------
     InputError
-        If the shapes do not fit each other.
+        If the shapes do not fit each other, or a class is outside of the vocabulary.
     """
     if inp.shape[:-1] != target.shape:
         raise InputError(
             f"parallel_cross_entropy got logits of shape {tuple(inp.shape)} and targets of shape "
             f"{tuple(target.shape)}; give targets of the shape of the logits without the last one."
         )
+    if target.device.type == "cpu" and target.numel() and not torch.compiler.is_compiling():
+        ranks = 1 if dist_process_group is None else dist.get_world_size(dist_process_group)
+        classes = inp.shape[-1] * ranks
+        read = target[target != ignore_idx]
+        first, last = (int(end) for end in read.aminmax()) if read.numel() else (0, 0)
+        if first < 0 or last >= classes:
+            raise InputError(
+                f"parallel_cross_entropy got a target of {first if first < 0 else last} for "
+                f"{classes} classes; give 0 to {classes - 1}, or ignore_idx={ignore_idx}."
+            )
     loss: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         inp, target, float(label_smoothing), dist_process_group, ignore_idx
     )

@@ -15,6 +15,7 @@ from fuser.basic_ops.collectives import CollectiveOperation
 from fuser.communication import GroupArgument, group_size
 from fuser.errors import FuserWarning, InputError
 from fuser.modules.layer import InitMethod, Layer
+from fuser.te.pytorch import grouped_state
 
 __all__ = [
     "GroupedLinear",
@@ -123,8 +124,10 @@ def _options(layer: str, options: dict[str, Any]) -> dict[str, Any]:
         taken["get_rng_state_tracker"] = _NamedTracker(tracker, name) if name else tracker
     group, size = taken.pop("tp_group", None), taken.pop("tp_size", 1)
     ranks = 1 if taken.get("parallel_mode") is None else ranks_of(layer, size, group)
-    if ranks == 1:  # no sequence to gather, whatever the program's setting is
+    if ranks == 1:  # nothing to gather or add, whatever the program's settings are
         taken.pop("sequence_parallel", None)
+        if "parallel_mode" in taken:  # with a mode and no group it would be that of all ranks
+            taken["parallel_mode"] = None
         return taken
     return {**taken, "tp_size": ranks, "tp_group": group}
 
@@ -192,7 +195,7 @@ class Linear(TransformerEngineBaseModule, modules.Linear):
             params_dtype=params_dtype,
             **given,
         )
-        _finish(self, self.ops[0].members[0], bias, return_bias, given, options)
+        _finish(self, self.ops[0].members[0], bias, return_bias, parallel_mode, given, options)
 
     def forward(
         self,
@@ -252,7 +255,7 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
         )
         if normalization == "RMSNorm":
             self.layer_norm_bias = None
-        _finish(self, self.ops[1].members[0], bias, return_bias, given, options)
+        _finish(self, self.ops[1].members[0], bias, return_bias, parallel_mode, given, options)
 
     def forward(
         self,
@@ -383,6 +386,7 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
         self.single_grouped_bias = bool(options.get("single_grouped_bias", False))
         self.delay_wgrad_compute = bool(options.get("delay_wgrad_compute", False))
         self.ub_name = options.get("ub_name")
+        self._fp8_meta: dict[str, Any] = {"recipe": None}
         if self.return_bias:
             weight = next(self.parameters())
             zeros = functools.partial(torch.zeros, device=weight.device, dtype=weight.dtype)
@@ -394,6 +398,39 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
             for name, shape in shapes.items():
                 self.register_parameter(name, torch.nn.Parameter(zeros(shape)))
         _zero_biases(self)
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """Whether the layer has a state of delayed scaling, and a recipe with the length of its
+        histories; programs that load a state write the recipe before."""
+        state = self.get_extra_state()
+        self._fp8_meta["fp8_checkpoint"] = bool(state.numel())
+        if state.numel():
+            self._fp8_meta["recipe"] = grouped_state.recipe_of(state)
+        return self._fp8_meta
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Delayed scaling's state as :mod:`fuser.te.pytorch.grouped_state` writes it.
+
+        An empty uint8 tensor if there is none.
+        """
+        state = super().get_extra_state()
+        return grouped_state.pickled_state(state[1:], self.num_gemms) if state.numel() else state
+
+    def set_extra_state(self, state: Any) -> None:
+        """Load such a state, or that of :class:`fuser.modules.GroupedLinear`.
+
+        Raises
+        ------
+        InputError
+            If it is that of another number of groups.
+        """
+        if isinstance(state, torch.Tensor) and state.numel() and state.dtype is torch.uint8:
+            plain = grouped_state.plain_state(state, self.num_gemms)
+            if plain is None:
+                return
+            state = torch.cat([torch.tensor([float(plain.numel())], device="cpu"), plain])
+        super().set_extra_state(state)
 
     def forward(
         self,
@@ -415,11 +452,12 @@ def _finish(
     linear: basic_ops.BasicLinear,
     bias: bool,
     return_bias: bool,
+    mode: Any,
     given: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
     """Set the attributes that programs read of a layer of one linear, and its own bias."""
-    ranks, mode = given.get("tp_size", 1), given["parallel_mode"]
+    ranks = given.get("tp_size", 1)
     layer.in_features, layer.out_features = linear.local_in_features, linear.local_out_features
     layer.use_bias, layer.return_bias = bias, return_bias and bias
     layer.tp_size, layer.tp_group = ranks, given.get("tp_group")

@@ -10,6 +10,7 @@ from fuser.errors import InputError
 
 __all__ = [
     "moe_permute",
+    "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
@@ -129,6 +130,64 @@ def moe_permute_with_probs(
     return output, _probabilities(probs, rows), rows
 
 
+def moe_permute_and_pad_with_probs(
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    align_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """:func:`moe_permute_with_probs`, and rows of zeros behind the rows of each expert.
+
+    The host waits for the GPU, to know the number of rows.
+
+    Parameters
+    ----------
+    inp, probs, routing_map
+        As there.
+    tokens_per_expert
+        The sums ``[experts]`` of the mask's columns.
+    align_size
+        The rows of each expert become a multiple of it.
+
+    Returns
+    -------
+    tuple
+        ``[rows, features]``, probabilities ``[rows]``, the map for :func:`moe_unpermute`, which
+        knows the padding; the rows of padding before each expert's, None if there are none; and
+        the numbers of rows ``[experts]``.
+
+    Raises
+    ------
+    InputError
+        If the map is not a mask, or the numbers of tokens are not its sums.
+    """
+    if align_size < 1:
+        raise InputError(
+            f"moe_permute_and_pad_with_probs got align_size={align_size}; give a positive number."
+        )
+    name = "moe_permute_and_pad_with_probs"
+    rows = _row_ids(name, routing_map, -1, "mask")
+    sizes = tokens_per_expert.to(rows.device, torch.int64)
+    sums = torch.zeros(routing_map.shape[1], dtype=torch.int64, device=rows.device)
+    sums.scatter_add_(0, rows[1], torch.ones_like(rows[1]))
+    if sizes.shape != sums.shape or not torch.equal(sizes, sums):
+        raise InputError(
+            f"{name} got tokens_per_expert={tokens_per_expert.tolist()} for a routing map of "
+            f"{sums.tolist()}; give the sums of its columns."
+        )
+    padded = -(-sizes // align_size) * align_size
+    padding = padded - sizes
+    offsets = padding.cumsum(0) - padding
+    place = torch.arange(rows.shape[1], device=rows.device) + offsets[rows[1]]
+    padded_rows = rows.new_full((2, int(padded.sum())), -1)
+    padded_rows[:, place] = rows
+    output: torch.Tensor = _Take.apply(inp, padded_rows[0])  # type: ignore[no-untyped-call]
+    has_padding = padded_rows.shape[1] > rows.shape[1]
+    probabilities = _probabilities(probs, padded_rows)
+    return output, probabilities, padded_rows, offsets if has_padding else None, padded
+
+
 def moe_unpermute(
     inp: torch.Tensor,
     row_id_map: torch.Tensor,
@@ -136,6 +195,7 @@ def moe_unpermute(
     restore_shape: tuple[int, ...] | torch.Size | None = None,
     map_type: MapType = "mask",
     probs: torch.Tensor | None = None,
+    pad_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sum of each token's rows, weighted by its probabilities if they are given.
 
@@ -149,6 +209,8 @@ def moe_unpermute(
         ``[tokens, experts]``; two names of one argument.
     restore_shape
         ``(tokens, features)``; needed without probabilities.
+    pad_offsets
+        Accepted, no effect: the map says which rows are padding.
 
     Raises
     ------

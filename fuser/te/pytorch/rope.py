@@ -8,7 +8,7 @@ import torch
 
 from fuser.errors import InputError
 
-__all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb"]
+__all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
 
 TensorFormat = Literal["sbhd", "bshd", "thd"]
 
@@ -92,7 +92,8 @@ def apply_rotary_pos_emb(
     freqs
         The angles ``[positions, 1, 1, r]`` with ``r <= d``; the other features stay.
     start_positions
-        ``[b]``: the position of the first token of each sequence; None for 0.
+        ``[b]``: the position of the first token of each sequence; None for 0. On a GPU they are
+        not read by the host, and positions without an angle give NaNs.
     interleaved
         As in :class:`RotaryPositionEmbedding`.
     fused
@@ -103,7 +104,7 @@ def apply_rotary_pos_emb(
     Raises
     ------
     InputError
-        If the format is unknown, there are fewer angles than positions, or a sequence is shared
+        If the format is unknown, a position is negative or has no angle, or a sequence is shared
         by ranks.
     """
     if options:
@@ -126,18 +127,25 @@ def apply_rotary_pos_emb(
         angles = freqs.flatten(0, -2).to(t.device)[places][:, None, :]
     elif tensor_format in ("sbhd", "bshd"):
         length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
-        last = length if start_positions is None else length + int(start_positions.max())
-        if freqs.shape[0] < last:
+        begin, end = _ends(length, start_positions)
+        if freqs.shape[0] < end:
             raise InputError(
-                f"apply_rotary_pos_emb got the angles of {freqs.shape[0]} positions for {last}: "
+                f"apply_rotary_pos_emb got the angles of {freqs.shape[0]} positions for {end}: "
                 "give more."
+            )
+        if begin < 0:
+            raise InputError(
+                f"apply_rotary_pos_emb got start_positions with {begin}; give positions from 0 on."
             )
         table = freqs.flatten(0, -2).to(t.device)
         if start_positions is None:
             angles = table[:length][:, None, None, :]
         else:
-            steps = torch.arange(length, device=t.device)[:, None] + start_positions[None, :]
-            angles = table[steps][:, :, None, :]
+            starts = start_positions.to(t.device)
+            steps = torch.arange(length, device=t.device)[:, None] + starts[None, :]
+            has_angle = (steps >= 0) & (steps < len(table))
+            angles = table[steps.clamp(0, len(table) - 1)]
+            angles = angles.masked_fill(~has_angle[..., None], float("nan"))[:, :, None, :]
         if tensor_format == "bshd":
             angles = angles.transpose(0, 1)
     else:
@@ -156,3 +164,76 @@ def apply_rotary_pos_emb(
     angles = angles.float()
     out = (part * angles.cos() + turned * angles.sin()).to(t.dtype)
     return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
+
+
+def _ends(length: int, start_positions: torch.Tensor | None) -> tuple[int, int]:
+    """The first position and the number after the last, as far as the host knows them."""
+    if start_positions is None or start_positions.device.type != "cpu":
+        return 0, length
+    if not start_positions.numel():
+        return 0, 0
+    first, last = start_positions.aminmax()
+    return int(first), length + int(last)
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: torch.Tensor,
+    q_freqs: torch.Tensor,
+    k_freqs: torch.Tensor,
+    qkv_split_arg_list: list[int],
+    tensor_format: TensorFormat = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of one tensor, the first two rotated as one is by
+    :func:`apply_rotary_pos_emb`.
+
+    Parameters
+    ----------
+    qkv
+        ``[s, b, groups, features]`` or ``[b, s, groups, features]``: for each group the queries of
+        its heads, its key and its value.
+    q_freqs, k_freqs
+        The angles of queries and of keys.
+    qkv_split_arg_list
+        The features of a group's queries, of its key and of its value.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        Queries ``[..., heads, d]``, whose heads have the features of a key, keys and values
+        ``[..., groups, d]``.
+
+    Raises
+    ------
+    InputError
+        If the features are not those of ``qkv``, queries are no whole heads, the format is
+        ``"thd"``, or :func:`apply_rotary_pos_emb` refuses the arguments.
+    """
+    of_q, of_k, of_v = qkv_split_arg_list
+    if tensor_format == "thd" or of_q % of_k or of_q + of_k + of_v != qkv.shape[-1]:
+        raise InputError(
+            f"apply_fused_qkv_rotary_pos_emb got tensor_format={tensor_format!r} and "
+            f"qkv_split_arg_list={list(qkv_split_arg_list)} for {qkv.shape[-1]} features: give "
+            "'sbhd' or 'bshd', and the features of queries, which are heads of the size of a key, "
+            "of the key and of the value, which are all of them."
+        )
+    q, k, v = torch.split(qkv, [of_q, of_k, of_v], dim=-1)
+    q = q.reshape(*q.shape[:2], -1, of_k)
+    q, k = (
+        apply_rotary_pos_emb(
+            part,
+            freqs,
+            tensor_format,
+            start_positions,
+            interleaved,
+            cu_seqlens=cu_seqlens,
+            cp_size=cp_size,
+            cp_rank=cp_rank,
+        )
+        for part, freqs in ((q, q_freqs), (k, k_freqs))
+    )
+    return q, k, v
