@@ -410,11 +410,10 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             return [self.quantizer_value(mode, index) for index in range(count)]
         self.__dict__["_last_recipe"] = recipe
         state, dtypes, device = self._delayed_state(mode, recipe)
-        roles = self.quantizer_roles(mode)
-        return [
-            _of_role(state.quantizer(recipe, dtypes, index, device), recipe, roles[index])
-            for index in range(count)
-        ]
+        quantizers = [state.quantizer(recipe, dtypes, index, device) for index in range(count)]
+        if recipe.override_linear_precision[2]:
+            return [self._of_role(own, recipe, mode, i) for i, own in enumerate(quantizers)]
+        return quantizers
 
     def constant_quantizer(self, recipe: Recipe, mode: str, index: int) -> Quantizer | None:
         """:meth:`quantizer_value` if it is the same at every call, so that a plan can hold it.
@@ -471,8 +470,19 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         if isinstance(recipe, DelayedScaling):
             state, dtypes, device = self._delayed_state(mode, recipe, device)
             own = state.quantizer(recipe, dtypes, index, device)
-            return _of_role(own, recipe, self.quantizer_roles(mode)[index])
+            is_changed = recipe.override_linear_precision[2]
+            return self._of_role(own, recipe, mode, index) if is_changed else own
         return self._made_quantizer(recipe, mode, index)
+
+    def _of_role(
+        self, quantizer: Quantizer, recipe: DelayedScaling, mode: str, index: int
+    ) -> Quantizer:
+        """The quantizer; with the values for products that read no quantized ones."""
+        if recipe.keeps_columns(self.quantizer_roles(mode)[index]) and isinstance(
+            quantizer, Float8Quantizer
+        ):
+            return quantizer.with_exact_columns
+        return quantizer
 
     def _made_quantizer(self, recipe: Recipe, mode: str, index: int) -> Quantizer:
         kept = self._quantizers
@@ -512,7 +522,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         if isinstance(recipe, DelayedScaling):
             state = self._delayed.get(mode)
             last = None if state is None else state.last_quantizer(index)
-            return last and _of_role(last, recipe, self.quantizer_roles(mode)[index])
+            return last and self._of_role(last, recipe, mode, index)
         return self._made_quantizer(recipe, mode, index)
 
     def get_input_quantizer(self) -> Quantizer | None:
@@ -710,10 +720,3 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             "_quantizer_views": {},
             "_next_call": None,
         }
-
-
-def _of_role(quantizer: Quantizer, recipe: DelayedScaling, role: str) -> Quantizer:
-    """A quantizer of delayed scaling; with the values for products that read no quantized ones."""
-    if recipe.keeps_columns(role) and isinstance(quantizer, Float8Quantizer):
-        return quantizer.with_exact_columns
-    return quantizer
