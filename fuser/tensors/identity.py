@@ -76,7 +76,7 @@ class IdentityQuantizer(Quantizer):
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in QUANTIZABLE:
             raise InputError(
-                f"IdentityQuantizer got dtype {self.dtype}; it keeps values in fp32, fp16 or bf16."
+                f"IdentityQuantizer got dtype {self.dtype}; it takes fp32, fp16 or bf16."
             )
 
     @functools.cached_property

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from fuser.cuda import nvfp4 as kernels
-from fuser.errors import InputError, KernelUnavailable
+from fuser.errors import InputError
 from fuser.formats import NVFP4, NVFP4_BLOCK, NVFP4_ROWS, DType, NumberFormat
 from fuser.functional.amax import amax, raise_amax
 from fuser.functional.lazy import (
@@ -159,8 +159,7 @@ class NVFP4Quantizer(Quantizer):
         if self.nvfp4_e4m3_max not in ((448, 256) if self.nvfp4_use_4over6 else (448,)):
             raise InputError(
                 f"NVFP4 got nvfp4_e4m3_max={self.nvfp4_e4m3_max} and nvfp4_use_4over6="
-                f"{self.nvfp4_use_4over6}; the largest block scale is 448, or with four over six "
-                "256."
+                f"{self.nvfp4_use_4over6}; it takes 448, or 256 with four over six."
             )
         if self.nvfp4_use_4over6 and (self.with_rht or self.stochastic_rounding):
             refused = "with_rht" if self.with_rht else "stochastic_rounding"
@@ -216,7 +215,7 @@ class NVFP4Quantizer(Quantizer):
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         if not self.format.has_kernel:
-            raise KernelUnavailable(f"No kernel quantizes to {self.format}.")
+            return super().from_kernel(x)  # which says that there is none
         if isinstance(x, torch.Tensor):
             x = rows_of(x)
         buffers, amaxes = self.new_buffers(x), self.reduced_amaxes
