@@ -247,10 +247,12 @@ def _native(
 ) -> NativeGemm | None:
     if a.has_scales_of_rows or b.has_scales_of_rows:
         return None  # such a GEMM reads one scale of a tensor
-    if a.format.multiple != b.format.multiple:
-        return None  # one of them is padded for its other copy
-    formats = a._quantizer.format.of(a_copy), b._quantizer.format.of(b_copy)
-    return native_gemm(*formats, architecture(a.device))
+    first, second = a._quantizer.format, b._quantizer.format
+    if first.parts is not None or second.parts is not None:
+        if a.format.multiple != b.format.multiple:
+            return None  # one of them is padded for its other copy
+        first, second = first.of(a_copy), second.of(b_copy)
+    return native_gemm(first, second, architecture(a.device))
 
 
 def _add_product(

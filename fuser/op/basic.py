@@ -410,9 +410,11 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             return [self.quantizer_value(mode, index) for index in range(count)]
         self.__dict__["_last_recipe"] = recipe
         state, dtypes, device = self._delayed_state(mode, recipe)
-        quantizers = [state.quantizer(recipe, dtypes, index, device) for index in range(count)]
+        quantizers: list[Quantizer | None] = [
+            state.quantizer(recipe, dtypes, index, device) for index in range(count)
+        ]
         if recipe.override_linear_precision[2]:
-            return [self._of_role(own, recipe, mode, i) for i, own in enumerate(quantizers)]
+            return [self._of_role(own, recipe, mode, i) for i, own in enumerate(quantizers) if own]
         return quantizers
 
     def constant_quantizer(self, recipe: Recipe, mode: str, index: int) -> Quantizer | None:

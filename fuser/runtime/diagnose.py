@@ -277,9 +277,11 @@ def refuse_other_kinds(
     """
     for position, (before, after) in enumerate(zip(kept, returned, strict=True)):
         # Delayed scaling's quantizers hold a scale, which is always that of their forward.
-        both = (before, after)
-        is_delayed = all(isinstance(q, Quantizer) and q.state_tensors() for q in both)
-        if before != after and not (is_delayed and before.format == after.format):
+        if before == after:
+            continue
+        are_quantizers = isinstance(before, Quantizer) and isinstance(after, Quantizer)
+        is_delayed = are_quantizers and before.state_tensors() and after.state_tensors()
+        if not (is_delayed and before.format == after.format):
             index = next(i for i, end in zip(saving, ends, strict=True) if position < end)
             was, now = ("unquantized" if kind is None else str(kind) for kind in (before, after))
             raise StateError(
