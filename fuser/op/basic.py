@@ -480,9 +480,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         self, quantizer: Quantizer, recipe: DelayedScaling, mode: str, index: int
     ) -> Quantizer:
         """The quantizer; with the values for products that read no quantized ones."""
-        if recipe.keeps_columns(self.quantizer_roles(mode)[index]) and isinstance(
-            quantizer, Float8Quantizer
-        ):
+        role = self.quantizer_roles(mode)[index]
+        if recipe.keeps_columns(role) and isinstance(quantizer, Float8Quantizer):
             return quantizer.with_exact_columns
         return quantizer
 

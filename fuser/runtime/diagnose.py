@@ -279,9 +279,8 @@ def refuse_other_kinds(
         # Delayed scaling's quantizers hold a scale, which is always that of their forward.
         if before == after:
             continue
-        are_quantizers = isinstance(before, Quantizer) and isinstance(after, Quantizer)
-        is_delayed = are_quantizers and before.state_tensors() and after.state_tensors()
-        if not (is_delayed and before.format == after.format):
+        is_alike = type(before) is type(after) and isinstance(after, Quantizer)
+        if not (is_alike and before.format == after.format and after.state_tensors()):
             index = next(i for i, end in zip(saving, ends, strict=True) if position < end)
             was, now = ("unquantized" if kind is None else str(kind) for kind in (before, after))
             raise StateError(

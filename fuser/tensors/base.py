@@ -302,7 +302,10 @@ class QuantizedTensor(WrapperTensor):
         if data is None:
             source = source.with_usage(usage)
             data = getattr(source, data_name)
-        return Operand(data, self._quantizer.format.of(usage), getattr(source, scale_name))
+        own = self._quantizer.format
+        if own.parts is not None:
+            own = own.of(usage)
+        return Operand(data, own, getattr(source, scale_name))
 
     def _operand_names(self, usage: str) -> tuple[str, ...]:
         """The names of the data buffer and the scale buffer."""

@@ -234,6 +234,29 @@ QUANTIZED_TENSORS = (
         "test_exact_weight_gradients.py::test_on_a_gpu_forward_and_dgrad_are_native",
     ),
     Mutant(
+        "initial values stay after a write",
+        "tensors/base.py",
+        "        self._source = None\n        self.clear_high_precision_init_val()\n",
+        "        self._source = None\n",
+        "test_quantized_tensors.py::test_a_write_ends_the_initial_values "
+        "test_te_layers.py::test_an_optimizer_begins_with_the_values_that_were_loaded",
+    ),
+    Mutant(
+        "a kernel after the step takes it again",
+        "functional/adamw.py",
+        "            kernels.adamw(self.step, self.dtype, amax=out)\n"
+        "            self.is_taken = True\n",
+        "            kernels.adamw(self.step, self.dtype, amax=out)\n",
+        "test_cuda_adamw.py::test_a_tensor_is_quantized_by_the_step",
+    ),
+    Mutant(
+        "a step is quantized from values that are not rounded to the parameter's dtype",
+        "functional/adamw.py",
+        "return kernels.rounded_producer(self.step.master, self.dtype)",
+        "return kernels.rounded_producer(self.step.master, torch.float32)",
+        "test_cuda_adamw.py::test_a_tensor_is_quantized_by_the_step",
+    ),
+    Mutant(
         "the columnwise copy of a hybrid tensor is always of the original values",
         "tensors/hybrid.py",
         "                source = quantized.dequantize(dtype=source.dtype)\n",
@@ -243,8 +266,8 @@ QUANTIZED_TENSORS = (
     Mutant(
         "exact weight gradients read quantized operands",
         "op/basic.py",
-        "    if recipe.keeps_columns(role) and isinstance(quantizer, Float8Quantizer):\n",
-        "    if False:\n",
+        "        if recipe.keeps_columns(role) and isinstance(quantizer, Float8Quantizer):\n",
+        "        if False:\n",
         "test_exact_weight_gradients.py::test_forward_and_dgrad_read_fp8_and_wgrad_the_values",
     ),
     Mutant(
