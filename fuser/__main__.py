@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -51,17 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, rest = parser.parse_known_args(argv)
         if rest and options.command not in ("demo", "scale"):
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+            hint = "; put -- before the script" if options.command == "te" else ""
+            parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     except SystemExit as stop:  # argparse has printed its help or its error
         return int(stop.code or 0)
     try:
         if options.command in ("demo", "scale"):
             return {"demo": _demo, "scale": _scale}[options.command](rest)
-        run = {"plan": _plan, "doctor": _doctor, "te": _te}
-        return run[options.command](options)
+        if options.command == "te":
+            te_paths.install(options.version)
+            script = te_paths.program(options.script)
+        else:
+            return {"plan": _plan, "doctor": _doctor}[options.command](options)
     except FuserError as error:
         print(error, file=sys.stderr)
         return 2
+    return _te(script, shows_missing=options.missing)  # an error of the script has a traceback
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,14 +149,16 @@ def _age() -> float:
         return time.process_time()
 
 
-def _te(options: argparse.Namespace) -> int:
-    te_paths.install(options.version)
+def _te(script: Callable[[], None], *, shows_missing: bool) -> int:
     try:
-        te_paths.run(options.script)
+        script()
     finally:
-        if options.missing:
-            for name, count in te_paths.missing().items():
+        if shows_missing:
+            names = te_paths.missing()
+            for name, count in names.items():
                 print(f"{count:5}  {name}", file=sys.stderr)
+            if not names:
+                print("Nothing that was asked for is missing.", file=sys.stderr)
     return 0
 
 

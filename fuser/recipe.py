@@ -240,7 +240,7 @@ class Recipe(_MadeInGraphs):
             )
 
     def _refuse_absent(self) -> None:
-        attention = "there is no attention in fuser"
+        attention = "attention is not quantized: it is torch's, in 16 bits"
         reasons = {"fp8_dpa": attention, "fp8_mha": attention, **self.absent}
         for name, reason in reasons.items():
             given, default = getattr(self, name), getattr(type(self), name)

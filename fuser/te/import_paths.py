@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -47,7 +47,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "common": (),
     "common.recipe": (f"{_HERE}.recipes", "fuser.recipe"),
     "pytorch": (_HERE,),
-    "pytorch.attention": (f"{_HERE}.attention", f"{_HERE}.rope"),
+    "pytorch.attention": (f"{_HERE}.attention", f"{_HERE}.rope", f"{_HERE}.transformer"),
     "pytorch.attention.dot_product_attention": (f"{_HERE}.attention",),
     "pytorch.attention.multi_head_attention": (f"{_HERE}.transformer",),
     "pytorch.attention.rope": (f"{_HERE}.rope",),
@@ -218,8 +218,8 @@ def _note_missing(name: str) -> None:
     _asked[name] += 1
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Run a script with its arguments, or a module after ``-m``, as Python does.
+def program(arguments: Sequence[str]) -> Callable[[], None]:
+    """What runs a script with its arguments, or a module after ``-m``, as Python does.
 
     Raises
     ------
@@ -227,20 +227,23 @@ def run(arguments: Sequence[str]) -> None:
         If there is no such script, or no module after ``-m``.
     """
     script, *rest = arguments
-    if script == "-m":
-        if not rest:
-            raise InputError("python -m fuser te -- -m MODULE got no module: give its name.")
-        sys.argv = rest
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-        return
-    if not Path(script).is_file():
+    if script == "-m" and not rest:
+        raise InputError("python -m fuser te -- -m MODULE got no module: give its name.")
+    if script != "-m" and not Path(script).is_file():
         raise InputError(
             f"python -m fuser te -- SCRIPT got {script!r}, which is not a file; a module is run by "
             "python -m fuser te -- -m MODULE."
         )
-    sys.argv = [script, *rest]
-    sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+
+    def run() -> None:
+        sys.argv = rest if script == "-m" else [script, *rest]
+        if script == "-m":
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(script).resolve().parent)
+            runpy.run_path(script, run_name="__main__")
+
+    return run
 
 
 if os.environ.get("FUSER_AS_TE") == "1":

@@ -173,6 +173,16 @@ def test_the_command_runs_a_script_and_says_what_was_missing(tmp_path: Path) -> 
     assert done.stderr.split() == ["1", "transformer_engine.pytorch.userbuffers"]
 
 
+def test_an_error_of_a_script_has_its_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import transformer_engine.pytorch as te\n\nte.Linear(8, 8, bias=3, no=1)\n")
+    command = [sys.executable, "-m", "fuser", "te", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert 'script.py", line 3' in done.stderr
+    assert "Traceback" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -182,4 +192,4 @@ def test_the_command_runs_a_script_and_says_what_was_missing(tmp_path: Path) -> 
 )
 def test_a_script_that_is_not_there_is_refused(arguments: Any, sentence: str) -> None:
     with pytest.raises(fuser.InputError, match=sentence):
-        import_paths.run(arguments)
+        import_paths.program(arguments)

@@ -629,9 +629,50 @@ def test_a_state_is_saved_and_loaded_in_fp32() -> None:
         assert {t.dtype for t in state.values()} == {torch.float32}
 
 
+def test_a_state_with_three_projections_is_loaded_into_one() -> None:
+    ours = transformer.TransformerLayer(64, 64, 4, 2, bias=True)
+    state = ours.state_dict()
+    prefix = "self_attention.layernorm_qkv."
+    for kind in ("weight", "bias"):
+        whole = torch.randn_like(state.pop(f"{prefix}{kind}"))
+        names = [f"{prefix}{part}_{kind}" for part in ("query", "key", "value")]
+        state |= dict(zip(names, whole.split([64, 32, 32]), strict=True))
+    ours.load_state_dict(state)
+    found = dict(ours.named_parameters())[f"{prefix}weight"]
+    parts = [state[f"{prefix}{part}_weight"] for part in ("query", "key", "value")]
+    assert torch.equal(found, torch.cat(parts))
+    assert f"{prefix}query_weight" in state
+
+
+def test_inputs_of_packed_sequences_are_taken_if_they_are_not_there() -> None:
+    layer = transformer.TransformerLayer(64, 64, 4)
+    x = torch.randn(5, 2, 64)
+    absent: Any = dict.fromkeys(("cu_seqlens_q", "max_seqlen_kv", "enc_dec_attn_mask"))
+    assert layer(x, **absent).shape == x.shape
+    with pytest.raises(fuser.InputError, match=r"cu_seqlens_q=a tensor of shape \(3,\)"):
+        layer(x, cu_seqlens_q=torch.zeros(3))
+    with pytest.raises(fuser.InputError, match=r"give \[s, b, hidden\]"):
+        layer(x[0])
+
+
+def test_a_parallel_mode_is_one_that_there_is() -> None:
+    for make in (layers.Linear, layers.LayerNormLinear):
+        with pytest.raises(fuser.InputError, match="parallel_mode='columns'"):
+            make(8, 8, parallel_mode="columns")
+
+
 @pytest.mark.parametrize(
     "option",
-    [{"amsgrad": True}, {"exp_avg_dtype": BF16}, {"store_param_remainders": True}],
+    [
+        {"lr": -1.0},
+        {"betas": (1.0, 0.9)},
+        {"eps": -1.0},
+        {"weight_decay": -0.1},
+        {"bias_correction": False},
+        {"amsgrad": True},
+        {"exp_avg_dtype": BF16},
+        {"store_param_remainders": True},
+    ],
 )
 def test_fused_adam_refuses_what_is_not_here(option: Any) -> None:
     with pytest.raises(fuser.InputError, match=next(iter(option))):

@@ -1,5 +1,6 @@
 """The names of ``transformer_engine.pytorch``, for :func:`fuser.te.install`."""
 
+from fuser.formats import DType
 from fuser.precision.availability import (
     is_fp8_available,
     is_fp8_block_scaling_available,
@@ -7,12 +8,15 @@ from fuser.precision.availability import (
     is_nvfp4_available,
 )
 from fuser.precision.contexts import autocast, quantized_model_init
+from fuser.recipe import QuantizerRole
 from fuser.runtime.graphs import make_graphed_callables
 from fuser.te.functions import (
     checkpoint,
+    deinterleave_glu_tensor,
     fp8_autocast,
     fp8_model_init,
     get_default_recipe,
+    interleave_glu_tensor,
     is_bf16_available,
 )
 from fuser.te.pytorch.attention import DotProductAttention
@@ -45,6 +49,7 @@ from fuser.te.pytorch.userbuffers import UserBufferQuantizationMode, destroy_ub,
 __all__ = [
     *_tensors,
     "CudaRNGStatesTracker",
+    "DType",
     "DotProductAttention",
     "Fp8Padding",
     "Fp8Unpadding",
@@ -54,18 +59,21 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "QuantizerRole",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "UserBufferQuantizationMode",
     "autocast",
     "checkpoint",
+    "deinterleave_glu_tensor",
     "destroy_ub",
     "fp8_autocast",
     "fp8_model_init",
     "get_cpu_offload_context",
     "get_default_recipe",
     "initialize_ub",
+    "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",

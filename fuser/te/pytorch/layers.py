@@ -119,6 +119,10 @@ def _options(layer: str, options: dict[str, Any]) -> dict[str, Any]:
     if switches:
         _warn_of_overlap(layer, switches)
     taken.pop("save_original_input", None)
+    if taken.get("parallel_mode") not in (None, "column", "row"):
+        raise InputError(
+            f"{layer} got parallel_mode={taken['parallel_mode']!r}; give 'column', 'row' or None."
+        )
     tracker, name = taken.pop("get_rng_state_tracker", None), taken.pop("rng_tracker_name", None)
     if tracker is not None:
         taken["get_rng_state_tracker"] = _NamedTracker(tracker, name) if name else tracker

@@ -40,7 +40,10 @@ def replace_raw_data(tensor: Float8Tensor, new_raw_data: torch.Tensor) -> None:
         )
     with torch.no_grad():
         new_raw_data.detach().copy_(data.view(new_raw_data.shape))
+    initial = tensor.get_high_precision_init_val()
     tensor._data = new_raw_data.detach().view(data.shape)
+    if initial is not None:  # the values are the same
+        tensor.set_high_precision_init_val(initial)
 
 
 def quantize_master_weights(

@@ -189,10 +189,19 @@ class FusedAdam(_Fused):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
-        if amsgrad or not bias_correction:
+        if amsgrad:
             raise InputError(
-                f"FusedAdam got amsgrad={amsgrad} and bias_correction={bias_correction}; it is "
-                "Adam with bias correction. Use torch.optim.Adam(amsgrad=True)."
+                "FusedAdam got amsgrad=True, which is not here. Use torch.optim.Adam(amsgrad=True)."
+            )
+        if not bias_correction:
+            raise InputError(
+                "FusedAdam got bias_correction=False; moments are corrected here. Leave it out."
+            )
+        is_rate = isinstance(lr, torch.Tensor) or lr >= 0
+        if not (is_rate and all(0 <= beta < 1 for beta in betas) and min(eps, weight_decay) >= 0):
+            raise InputError(
+                f"FusedAdam got lr={lr}, betas={betas}, eps={eps} and weight_decay={weight_decay}; "
+                "give betas from 0 to below 1, and others that are not negative."
             )
         dtypes = (master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype)
         if set(dtypes) != {torch.float32} or store_param_remainders:

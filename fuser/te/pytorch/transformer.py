@@ -23,6 +23,19 @@ from fuser.te.pytorch.rope import TensorFormat, apply_rotary_pos_emb
 __all__ = ["MultiheadAttention", "TransformerLayer"]
 
 
+_WITHOUT_EFFECT = ("micro_batch_size", "seq_length", "name", "qk_norm_eps", "qk_norm_before_rope")
+"""Arguments that say nothing about the layers here: sizes, and of norms that are refused."""
+_ABSENT_INPUTS: dict[str, Any] = dict.fromkeys(
+    (
+        *("inference_params", "encoder_output", "enc_dec_attn_mask", "enc_dec_attn_mask_type"),
+        *("enc_dec_window_size", "alibi_slopes", "pad_between_seqs", "bottom_right_diagonal"),
+        *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+        *("max_seqlen_q", "max_seqlen_kv", "enc_dec_bottom_right_diagonal"),
+    )
+)
+"""Inputs of decoders, caches and packed sequences."""
+
+
 def _refuse(layer: str, options: dict[str, Any], off: dict[str, Any]) -> None:
     """Refuse arguments of Transformer Engine's layer that are on, and unknown ones.
 
@@ -32,13 +45,15 @@ def _refuse(layer: str, options: dict[str, Any], off: dict[str, Any]) -> None:
     if overlaps:
         _warn_of_overlap(layer, overlaps)
     for name, value in options.items():
-        if name.startswith("ub_") or name in ("micro_batch_size", "seq_length", "name"):
+        if name.startswith("ub_") or name in _WITHOUT_EFFECT:
             continue
         if name not in off:
             raise InputError(f"{layer} takes no argument {name!r} here: leave it out.")
-        if value != off[name]:
+        if value is not off[name] and value != off[name]:
+            is_tensor = isinstance(value, torch.Tensor)
+            shown = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
             raise InputError(
-                f"{layer} got {name}={value!r}, which is not here; it takes {off[name]!r}."
+                f"{layer} got {name}={shown}, which is not here; it takes {off[name]!r}."
             )
 
 
@@ -106,8 +121,12 @@ class MultiheadAttention(torch.nn.Module):
             "return_layernorm_output": False,
             "qk_norm_type": None,
             "cp_group": None,
+            "cp_global_ranks": None,
+            "cp_stream": None,
             "delay_wgrad_compute": False,
             "softmax_type": "vanilla",
+            "bottom_right_diagonal": None,
+            "rotary_pos_interleaved": False,
         }
         _refuse("MultiheadAttention", options, off)
         self.channels = kv_channels or hidden_size // num_attention_heads
@@ -139,6 +158,8 @@ class MultiheadAttention(torch.nn.Module):
             )
         else:
             self.qkv = Linear(hidden_size, rows, init_method=init_method, **column)
+        if not fuse_qkv_params:
+            self.register_load_state_dict_pre_hook(_join_projections)  # type: ignore[no-untyped-call]
         self.core_attention = DotProductAttention(
             num_attention_heads,
             self.channels,
@@ -186,21 +207,13 @@ class MultiheadAttention(torch.nn.Module):
         InputError
             For ``encoder_output``, a cache, and other arguments that are not here.
         """
-        off = {
-            "inference_params": None,
-            "alibi_slopes": None,
-            "checkpoint_core_attention": False,
-            "fast_zero_fill": True,
-            "pad_between_seqs": None,
-        }
-        _refuse(
-            "MultiheadAttention",
-            {**options, "encoder_output": encoder_output},
-            {
-                **off,
-                "encoder_output": None,
-            },
-        )
+        off = {**_ABSENT_INPUTS, "checkpoint_core_attention": False, "fast_zero_fill": True}
+        _refuse("MultiheadAttention", {**options, "encoder_output": encoder_output}, off)
+        if hidden_states.dim() != 3:
+            raise InputError(
+                f"MultiheadAttention got hidden states of shape {tuple(hidden_states.shape)}; give "
+                f"{'[s, b, hidden]' if self.qkv_format == 'sbhd' else '[b, s, hidden]'}."
+            )
         first = self.layernorm_qkv if hasattr(self, "layernorm_qkv") else self.qkv
         mixed = first(hidden_states, is_first_microbatch)
         sizes = (self.heads // self.groups, 1, 1)
@@ -228,6 +241,17 @@ class MultiheadAttention(torch.nn.Module):
             core_attention_bias=core_attention_bias,
         )
         return self.proj(context, is_first_microbatch)
+
+
+def _join_projections(
+    layer: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Separate queries, keys and values of a state, as Transformer Engine has them, as one."""
+    for linear in ("qkv", "layernorm_qkv"):
+        for kind in ("weight", "bias"):
+            names = [f"{prefix}{linear}.{part}_{kind}" for part in ("query", "key", "value")]
+            if all(name in state for name in names):
+                state[f"{prefix}{linear}.{kind}"] = torch.cat([state.pop(name) for name in names])
 
 
 class TransformerLayer(torch.nn.Module):
@@ -298,6 +322,9 @@ class TransformerLayer(torch.nn.Module):
             "bias_dropout_fusion": True,
             "qk_norm_type": None,
             "softmax_type": "vanilla",
+            "bottom_right_diagonal": None,
+            "enc_dec_bottom_right_diagonal": None,
+            "rotary_pos_interleaved": False,
         }
         _refuse("TransformerLayer", options, off)
         shared: dict[str, Any] = {
