@@ -59,7 +59,8 @@ def adamw(
         Of :func:`constants_of`.
     """
     kept, decay, beta1, rest1, beta2, rest2, step_size, root_scale, eps = constants.unbind()
-    gradient = gradient.float() + master * decay
+    gradient = gradient.float()
+    gradient = torch.where(decay == 0, gradient, gradient + master * decay)  # weights may be inf
     exp_avg.mul_(beta1).add_(gradient * rest1)
     exp_avg_sq.mul_(beta2).add_(gradient * gradient * rest2)
     root = exp_avg_sq.double().sqrt().float()  # torch's in fp32 may be off by the last bit

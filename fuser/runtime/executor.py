@@ -294,6 +294,17 @@ def _kinds(saved: Iterable[torch.Tensor | None]) -> list[Any]:
     return [t._quantizer if isinstance(t, QuantizedTensor) else None for t in saved]
 
 
+def _shares_values(saved: torch.Tensor | None) -> bool:
+    """Whether a tensor may have the memory of values that the caller can change in place.
+
+    Its buffers have their version counter, which torch compares before backward.
+    """
+    if not isinstance(saved, QuantizedTensor):
+        return False
+    form = saved._quantizer.format
+    return any(part.is_unquantized for part in form.parts or (form,))
+
+
 class _PipelineFunction(torch.autograd.Function):
     """The one autograd node of a pipeline."""
 
@@ -308,7 +319,9 @@ class _PipelineFunction(torch.autograd.Function):
         results = run.run(input_, params_and_extra_inputs, extra_inputs, kwargs, layout)
         output, produced, op_ctxs, saved, ends, specs = results
         parts = None
-        if ends is not None and run.recorded is not None and is_in_checkpoint():
+        if ends is not None and (
+            any(map(_shares_values, saved)) if run.recorded is None else is_in_checkpoint()
+        ):
             parts, saved = taken_apart(saved)
         ctx.to_save = saved  # the only effect of save_for_backward, without the 0.4 us of its call
         ctx.materialize_grads = False  # as set_materialize_grads

@@ -18,7 +18,7 @@ import torch
 from fuser.errors import InputError, StateError
 from fuser.formats import DType, Layout, NumberFormat
 from fuser.tensors.operand import Operand
-from fuser.torch_private import is_module_conversion, make_wrapper, parse_to
+from fuser.torch_private import fsdp_caller, is_module_conversion, make_wrapper, parse_to
 from fuser.wrapper_tensor import WrapperTensor
 
 
@@ -577,7 +577,13 @@ class QuantizedTensor(WrapperTensor):
 
     def _was_written(self) -> None:
         self._source = None
-        self.clear_high_precision_init_val()
+        if self._high_precision_init_val:
+            self._high_precision_init_val.clear()
+        sharding = self._sharding
+        # ``fully_shard`` itself moves the same bytes.
+        has_kept = sharding is not None and sharding.high_precision_init_val is not None
+        if has_kept and fsdp_caller("FSDPParam") is None:
+            sharding.high_precision_init_val = None
         super()._was_written()
         # A graph of torch.compile saves the buffers, not this tensor.
         for buffer in self._memory():
@@ -604,11 +610,12 @@ class QuantizedTensor(WrapperTensor):
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """The values before quantization, on the CPU; None if they were not kept.
 
-        Of a shard, its rows. None after a write, such as a load or a step of an optimizer: the
-        tensor has other values then.
+        Of a shard, its rows. None of a view, and after a write, such as a load or a step of an
+        optimizer: the tensor has other values then.
         """
-        if self._high_precision_init_val:
-            return self._high_precision_init_val[0]
+        if self._high_precision_init_val and self._view_of is None:
+            (kept,) = self._high_precision_init_val
+            return kept if kept.shape == self.shape else kept.view(self.shape)
         return None if self._sharding is None else self._sharding.high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:

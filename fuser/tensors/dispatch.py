@@ -323,6 +323,8 @@ def _to_copy(func: Any, tensor: WrapperTensor, **kwargs: Any) -> Any:
         lambda b: b.to(device=device, non_blocking=non_blocking, copy=True), dtype=dtype
     )
     copy._take_attributes(tensor)
+    if tensor._high_precision_init_val is not None:  # a write to one is none to the other
+        copy._high_precision_init_val = list(tensor._high_precision_init_val)
     copy._sharding = tensor._sharding
     return copy
 

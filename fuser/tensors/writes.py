@@ -70,7 +70,12 @@ def _are_for_kernels(
     """Whether these are buffers as :meth:`Quantizer.new_buffers` makes them."""
     return all(
         (buffer := buffers[name]) is None
-        or (buffer.shape == shape and buffer.dtype is kind.dtype and buffer.is_contiguous())
+        or (
+            buffer.shape == shape
+            and buffer.dtype is kind.dtype
+            and buffer.is_contiguous()
+            and buffer.data_ptr() % kind.alignment == 0
+        )
         for name, kind, shape in buffers_for_kernels(quantizer._layout, *target._matrix())
     )
 

@@ -13,7 +13,8 @@ from pipeline_kernels import on_kernels
 
 import fuser
 from fuser.precision.availability import runs_natively
-from fuser.recipe import DelayedScaling, Format
+from fuser.recipe import CustomRecipe, DelayedScaling, Format
+from fuser.tensors import IdentityQuantizer
 
 F32 = torch.float32
 EXACT = (False, False, True)
@@ -213,3 +214,22 @@ def test_other_triples_are_refused(triple: Any) -> None:
     with pytest.raises(fuser.InputError, match=words):
         DelayedScaling(override_linear_precision=triple)
     assert DelayedScaling(fp8_format=Format.HYBRID, override_linear_precision=EXACT)
+
+
+def unquantized(role: Any) -> Any:
+    return IdentityQuantizer()
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, CustomRecipe(qfactory=unquantized)])
+def test_an_input_that_is_changed_before_backward_is_an_error(recipe: Any) -> None:
+    """Its values are not copied, so that the gradient would be one of other values."""
+    for op in (fuser.Linear(32, 16), fuser.Sequential(fuser.Linear(32, 32), fuser.Linear(32, 16))):
+        for _ in range(3):
+            x = oracles.leaf(oracles.random_tensor((16, 32), F32, 1))
+            values = x * 1.0
+            with fuser.autocast(recipe=recipe):
+                y = op(values)
+            with torch.no_grad():
+                values.mul_(2.0)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()

@@ -616,6 +616,68 @@ def test_an_optimizer_begins_with_the_values_that_were_loaded() -> None:
     assert torch.equal(master, weight.dequantize(dtype=torch.float32))
 
 
+def test_a_view_of_a_weight_has_no_initial_values_of_the_whole() -> None:
+    with fuser.quantized_model_init(
+        recipe=recipe.Float8CurrentScaling(), preserve_high_precision_init_val=True
+    ):
+        weight: Any = fuser.Linear(32, 32, bias=False).weight
+    turned = torch.nn.Parameter(weight.detach().t())
+    before = turned.dequantize()
+    optimizer = fused.FusedAdam([turned], 1e-3, master_weights=True)
+    turned.grad = torch.ones(32, 32)
+    optimizer.step()
+    assert float((turned.dequantize() - before).abs().max()) < 0.02
+    twin = weight.to("cpu", copy=True)
+    assert weight.detach()[:16].get_high_precision_init_val() is None
+    assert twin.get_high_precision_init_val() is None or twin is not weight
+
+
+def test_a_refused_step_changes_nothing_and_is_not_counted() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    for cls in (fused.FusedAdam, fused.FusedSGD):
+        optimizer = cls([{"params": [first]}, {"params": [second]}], lr=0.1)
+        first.grad, second.grad = torch.ones(4, 4), torch.ones(4, 4).to_sparse()
+        before = first.detach().clone()
+        for _ in range(2):
+            with pytest.raises(fuser.InputError, match="sparse gradient"):
+                optimizer.step()
+        assert torch.equal(first, before)
+        assert "step" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize("option", ["maximize", "amsgrad"])
+def test_a_state_of_another_optimizer_is_refused(option: str) -> None:
+    net = model()
+    reference = torch.optim.AdamW(net.parameters(), 1e-2, **{option: True})
+    trained(net, reference, 1)
+    with pytest.raises(fuser.InputError, match=f"{option}=True"):
+        fused.FusedAdam(net.parameters()).load_state_dict(reference.state_dict())
+
+
+def test_moments_of_a_state_in_16_bits_become_fp32() -> None:
+    net = model().to(BF16)
+    reference = torch.optim.AdamW(net.parameters(), 1e-2)
+    trained(net, reference, 1)
+    optimizer = fused.FusedAdam(net.parameters(), 1e-2, master_weights=True)
+    optimizer.load_state_dict(reference.state_dict())
+    trained(net, optimizer, 1)
+    for state in optimizer.state.values():
+        assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+def test_hard_values_are_stepped_as_in_torch() -> None:
+    """Infinite weights, whose moments stay finite, and a gradient with a negation bit."""
+    ours = torch.nn.Parameter(torch.tensor([[float("inf"), 1.0, -2.0, 3.0]], dtype=BF16))
+    theirs = torch.nn.Parameter(ours.detach().float())
+    negative = torch._neg_view(torch.ones(1, 4, dtype=BF16))
+    ours.grad, theirs.grad = negative, -torch.ones(1, 4)
+    optimizer = fused.FusedAdam([ours], 0.1, master_weights=True)
+    optimizer.step()
+    torch.optim.AdamW([theirs], 0.1, weight_decay=0.0).step()
+    torch.testing.assert_close(optimizer.state[ours]["master_param"], theirs.detach())
+    assert torch.isfinite(optimizer.state[ours]["exp_avg"]).all()
+
+
 def test_a_state_is_saved_and_loaded_in_fp32() -> None:
     net = model().to(BF16)
     optimizer = fused.FusedAdam(net.parameters(), 1e-2, master_weights=True)

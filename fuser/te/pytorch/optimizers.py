@@ -12,7 +12,7 @@ from torch.optim.sgd import sgd
 from fuser.errors import InputError
 from fuser.functional.adamw import Step
 from fuser.functional.adamw import adamw as adamw_step
-from fuser.functional.lazy import materialize
+from fuser.functional.lazy import as_stored, materialize
 from fuser.reference.adamw import constants_of
 from fuser.tensors import QuantizedTensor
 from fuser.tensors.writes import write_updated
@@ -29,9 +29,15 @@ Loss = Any
 """What a closure returns."""
 
 
+def _quantized(parameter: torch.Tensor) -> QuantizedTensor | None:
+    """The quantized tensor that a parameter is, or that a DTensor has on this rank."""
+    local = getattr(parameter, "_local_tensor", parameter)
+    return local if isinstance(local, QuantizedTensor) else None
+
+
 def _is_plain(parameter: torch.Tensor) -> bool:
     """Whether a step changes the values of the parameter itself, as torch's kernels take them."""
-    if isinstance(parameter, QuantizedTensor):
+    if _quantized(parameter) is not None:
         return False
     return parameter.dtype is torch.float32 and parameter.is_contiguous()
 
@@ -58,28 +64,54 @@ class _Fused(torch.optim.Optimizer):
 
     def _values(self, parameter: torch.Tensor) -> torch.Tensor:
         """The values in fp32 that a step changes, contiguous; of an fp32 parameter itself."""
-        if parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise InputError(
-                f"{type(self).__name__} got a parameter of {parameter.dtype}; it computes in fp32. "
-                "Use torch.optim for that parameter."
-            )
         if _is_plain(parameter):
             return parameter.detach()
         master: torch.Tensor | None = self.state[parameter].get("master_param")
         if master is None:
-            first = None
-            if self.master_weights and isinstance(parameter, QuantizedTensor):
-                first = parameter.get_high_precision_init_val()
-                parameter.clear_high_precision_init_val()
-            source = parameter.detach() if first is None else first.to(parameter.device)
-            if isinstance(source, QuantizedTensor):
-                source = source.dequantize(dtype=torch.float32)
-            master = source.float().contiguous()
+            quantized = _quantized(parameter)
+            if quantized is None:
+                master = parameter.detach().to(torch.float32, copy=True).contiguous()
+            else:
+                master = self._values_of(parameter, quantized)
             if self.master_weights and (
-                parameter.dtype is not torch.float32 or isinstance(parameter, QuantizedTensor)
+                parameter.dtype is not torch.float32 or quantized is not None
             ):
                 self.state[parameter]["master_param"] = master
         return master
+
+    def _values_of(self, parameter: torch.Tensor, quantized: QuantizedTensor) -> torch.Tensor:
+        """The values of a quantized parameter, those before it was quantized if they are kept."""
+        first = quantized.get_high_precision_init_val() if self.master_weights else None
+        if first is None:
+            values = quantized._values(torch.float32).contiguous()
+        else:
+            values = first.to(quantized.device, torch.float32, copy=True).contiguous()
+            quantized.clear_high_precision_init_val()
+        if quantized is parameter:
+            return values
+        sharded: Any = parameter.detach()
+        whole: torch.Tensor = type(sharded).from_local(
+            values,
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.shape,
+            stride=sharded.stride(),
+        )
+        return whole
+
+    def _trained(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        """The parameters of a group that have gradients, after a check that all can be updated."""
+        trained = [p for p in group["params"] if self._gradient(p) is not None]
+        for parameter in trained:
+            if parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+                raise InputError(
+                    f"{type(self).__name__} got a parameter of {parameter.dtype}; it computes in "
+                    "fp32. Use torch.optim for that parameter."
+                )
+            if isinstance(parameter, QuantizedTensor):
+                parameter._can_be_written_alone()  # refuses if it is read-only
+        return trained
 
     @staticmethod
     def _write(parameter: torch.Tensor, values: torch.Tensor) -> None:
@@ -111,7 +143,21 @@ class _Fused(torch.optim.Optimizer):
                     parameter.decoupled_grad = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; moments and master weights stay in fp32 for parameters in 16 bits."""
+        """Load a state; moments and master weights are in fp32, also of parameters in 16 bits.
+
+        Raises
+        ------
+        InputError
+            For a state whose parameters have taken different numbers of steps, or of an optimizer
+            that maximizes or has ``amsgrad``; nothing is loaded then.
+        """
+        for group in state_dict["param_groups"]:
+            for name in ("maximize", "amsgrad"):
+                if group.get(name):
+                    raise InputError(
+                        f"{type(self).__name__} got a state with {name}=True, which is not here. "
+                        "Load it into torch.optim."
+                    )
         counts = [self._step_of(state_dict, group) for group in state_dict["param_groups"]]
         super().load_state_dict(state_dict)
         for group, count in zip(self.param_groups, counts, strict=True):
@@ -123,13 +169,9 @@ class _Fused(torch.optim.Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
-                if (
-                    name != "step"
-                    and isinstance(value, torch.Tensor)
-                    and value.dtype is torch.float32
-                ):
+                if name != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
                     # torch has cast it to the dtype of the parameter.
-                    own = value.to(parameter.device, copy=True).contiguous()
+                    own = value.to(parameter.device, torch.float32, copy=True).contiguous()
                     self.state[parameter][name] = own
 
     def _step_of(self, state_dict: dict[str, Any], group: dict[str, Any]) -> float | None:
@@ -243,8 +285,8 @@ class FusedAdam(_Fused):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if self._gradient(p) is not None]
+        trained = [self._trained(group) for group in self.param_groups]
+        for group, parameters in zip(self.param_groups, trained, strict=True):
             if not parameters:
                 continue
             self._count(group, parameters[0].device)
@@ -274,7 +316,7 @@ class FusedAdam(_Fused):
         if gradient.dtype is not parameter.dtype:
             gradient = gradient.float()
         moments = state["exp_avg"], state["exp_avg_sq"]
-        step = Step(master, gradient.contiguous(), *moments, constants)
+        step = Step(master, as_stored(gradient).contiguous(), *moments, constants)
         if isinstance(parameter, QuantizedTensor):
             write_updated(parameter, adamw_step(step, parameter.dtype))
         elif parameter.is_contiguous():
@@ -343,6 +385,7 @@ class FusedAdam(_Fused):
         if self.capturable:
             if not isinstance(step, torch.Tensor):
                 step = torch.tensor(float(step), device=device)
+            step = step.to(device)  # a loaded one may be on the CPU
             group["step"] = step.add_(1)
         else:
             group["step"] = step + 1
@@ -405,8 +448,8 @@ class FusedSGD(_Fused):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            trained = [p for p in group["params"] if self._gradient(p) is not None]
+        all_trained = [self._trained(group) for group in self.param_groups]
+        for group, trained in zip(self.param_groups, all_trained, strict=True):
             has_begun = [bool(self.state[p].get("momentum_buffer") is not None) for p in trained]
             for begun in (False, True):
                 chosen = zip(trained, has_begun, strict=True)
@@ -423,7 +466,8 @@ class FusedSGD(_Fused):
                 self._gradients(parameters, values),
                 momenta,
                 has_sparse_grad=False,
-                fused=True,
+                # torch's kernel knows no DTensors.
+                fused=not any(hasattr(value, "_local_tensor") for value in values),
                 weight_decay=group["weight_decay"],
                 momentum=group["momentum"],
                 lr=group["lr"],

@@ -36,7 +36,7 @@ struct AdamWState {
 // One element, with the bits of the reference: each operation is rounded once.
 __device__ __forceinline__ void step_adamw(const AdamWConstants& c, float gradient, float& weight,
                                            float& average, float& average_sq) {
-    const float g = add_rn(gradient, mul_rn(weight, c.decay));
+    const float g = c.decay == 0.0f ? gradient : add_rn(gradient, mul_rn(weight, c.decay));
     average = add_rn(mul_rn(average, c.beta1), mul_rn(g, c.rest1));
     average_sq = add_rn(mul_rn(average_sq, c.beta2), mul_rn(mul_rn(g, g), c.rest2));
     const float root = add_rn(mul_rn(sqrt_rn(average_sq), c.root_scale), c.eps);
