@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import RANKS, device_type, part
+from torch.distributed.fsdp import fully_shard
 
 import fuser
 from fuser import recipe
@@ -17,6 +18,7 @@ from fuser.te.pytorch import (
     distributed,
     layers,
     master_weights,
+    optimizers,
     rope,
     transformer,
 )
@@ -184,6 +186,27 @@ def rows(rank: int) -> dict[str, torch.Tensor]:
     return {"gathered": gathered, "summed": summed}
 
 
+def stepped_shards(rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Small steps of a quantized weight under ``fully_shard``, from its initial values."""
+    torch.manual_seed(0)
+    scaling = recipe.MXFP8BlockScaling()
+    with fuser.quantized_model_init(recipe=scaling, preserve_high_precision_init_val=True):
+        layer = fuser.Linear(128, 128, bias=False, dtype=dtype, device=device_type())
+    weight: Any = layer.weight
+    initial = part(weight.get_high_precision_init_val().float(), rank, 0)
+    fully_shard(layer)
+    optimizer = optimizers.FusedAdam(layer.parameters(), 1e-4, master_weights=True)
+    for _ in range(10):
+        with fuser.autocast(recipe=scaling):
+            y = layer(torch.ones(64, 128, dtype=dtype, device=device_type()))
+        y.float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (sharded,) = layer.parameters()
+    master: Any = optimizer.state[sharded]["master_param"]
+    return {"moved": master.to_local().cpu() - initial.cpu()}
+
+
 def cases() -> dict[str, Callable[[int], Any]]:
     return {
         "entropy": functools.partial(entropy, smoothing=0.0),
@@ -195,4 +218,6 @@ def cases() -> dict[str, Callable[[int], Any]]:
         "layer": functools.partial(layer, has_shards=False),
         "layer of shards": functools.partial(layer, has_shards=True),
         "rows": rows,
+        "steps in bf16": functools.partial(stepped_shards, dtype=torch.bfloat16),
+        "steps in fp32": functools.partial(stepped_shards, dtype=torch.float32),
     }

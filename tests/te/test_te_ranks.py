@@ -81,3 +81,14 @@ def test_a_weight_whose_shards_ranks_write_has_the_scale_of_the_whole(
         assert isinstance(found, dict), found
         assert torch.equal(found["found"], found["expected"])
         assert torch.equal(*found["scales"])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_small_steps_of_shards_are_kept_in_master_weights(
+    results: dict[str, list[Any]], dtype: str
+) -> None:
+    """Ten steps of 1e-4, which no format keeps, from the values before quantization."""
+    for found in results[f"steps in {dtype}"]:
+        assert isinstance(found, dict), found
+        expected = torch.full_like(found["moved"], -1e-3)
+        torch.testing.assert_close(found["moved"], expected, atol=1e-6, rtol=0.0)
