@@ -187,7 +187,11 @@ class _Fused(torch.optim.Optimizer):
 
 
 class FusedAdam(_Fused):
-    """Adam (Kingma and Ba, 2014) or AdamW (Loshchilov and Hutter, 2017), with torch's fused kernel.
+    """Adam (Kingma and Ba, 2014) or AdamW (Loshchilov and Hutter, 2017), fused.
+
+    Parameters in fp32 are updated by torch's kernel. Those in 16 bits, and quantized ones, are
+    updated in fp32 by a kernel of this library, which writes the parameter in the same pass where
+    its format allows that.
 
     Parameters
     ----------
@@ -200,14 +204,15 @@ class FusedAdam(_Fused):
     capturable
         The step is counted on the device, so that a CUDA graph can hold it.
     master_weights
-        Keep values in fp32 of parameters in 16 bits or quantized, in the state.
+        Keep values in fp32 of parameters in 16 bits or quantized, in the state; they begin with
+        the values before quantization where these are kept.
     use_decoupled_grad
         Read gradients from ``parameter.decoupled_grad``.
 
     Raises
     ------
     InputError
-        For ``amsgrad``, for moments or master weights in another dtype than fp32, or for
+        For ``amsgrad``, no ``bias_correction``, a negative rate, for moments or master weights in another dtype than fp32, or for
         remainders in place of master weights.
     """
 
