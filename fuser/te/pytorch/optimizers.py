@@ -212,8 +212,8 @@ class FusedAdam(_Fused):
     Raises
     ------
     InputError
-        For ``amsgrad``, no ``bias_correction``, a negative rate, for moments or master weights in another dtype than fp32, or for
-        remainders in place of master weights.
+        For ``amsgrad``, no ``bias_correction``, a negative rate, moments or master weights in
+        another dtype than fp32, or remainders in place of master weights.
     """
 
     def __init__(
