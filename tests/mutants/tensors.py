@@ -236,8 +236,8 @@ QUANTIZED_TENSORS = (
     Mutant(
         "initial values stay after a write",
         "tensors/base.py",
-        "        self._source = None\n        self.clear_high_precision_init_val()\n",
-        "        self._source = None\n",
+        "            self._high_precision_init_val.clear()\n        sharding = self._sharding\n",
+        "            pass\n        sharding = self._sharding\n",
         "test_quantized_tensors.py::test_a_write_ends_the_initial_values "
         "test_te_layers.py::test_an_optimizer_begins_with_the_values_that_were_loaded",
     ),
