@@ -43,7 +43,7 @@ def write_updated(target: QuantizedTensor, values: torch.Tensor | LazyTensor) ->
     Raises
     ------
     StateError
-        If the tensor is read-only; the values are not computed then.
+        If the tensor is read-only; lazy values are not computed then.
     """
     quantizer = target._usage()
     if not (isinstance(values, LazyTensor) and _takes_lazy(target, quantizer)):

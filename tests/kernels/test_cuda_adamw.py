@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import adamw_cases as cases
@@ -94,10 +93,9 @@ def test_a_read_only_tensor_is_refused_before_the_step() -> None:
     step = cases.step_of((128, 128), BF16, "cpu")
     before = cases.copied(step)
     target = cases.QUANTIZERS["mxfp8"](step.master.to(BF16)).with_usage("rowwise")
-    for context in (emulated(), contextlib.nullcontext()):
-        with context, pytest.raises(RuntimeError, match="read-only"):
-            write_updated(target, adamw(step, BF16))
-    del before
+    with emulated(), pytest.raises(RuntimeError, match="read-only"):
+        write_updated(target, adamw(step, BF16))
+    cases.assert_taken(step, before)  # as it was
 
 
 def test_launchers_refuse_tensors_of_other_shapes() -> None:
