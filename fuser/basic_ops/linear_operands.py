@@ -11,6 +11,7 @@ from fuser.errors import StateError
 from fuser.formats import NumberFormat
 from fuser.gemm.native import NativeGemm, native_gemm
 from fuser.op import BasicOperation, OperationContext
+from fuser.precision.availability import USAGES
 from fuser.precision.delayed_scaling import DelayedScales
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe
 from fuser.specs import PlanKey, QuantSpec
@@ -18,13 +19,6 @@ from fuser.tensors import Float8Quantizer, Float8Tensor, QuantizedTensor, Quanti
 from fuser.tensors.gathering import note_backward_read
 
 # -- planning ---------------------------------------------------------------------
-
-USAGES = {
-    ("input", "weight"): ("rowwise", "rowwise"),
-    ("grad_output", "weight"): ("rowwise", "columnwise"),
-    ("grad_output", "input"): ("columnwise", "columnwise"),
-}
-"""The copies that the product of the tensors of two roles reads."""
 
 FormatOf = Callable[[Recipe, str], NumberFormat]
 """The format of the tensor with a role, such as ``"weight"``, under a recipe."""

@@ -20,10 +20,12 @@ from fuser.recipe import (
 )
 from fuser.torch_private import users_level
 
-# The roles of the two operands of forward, dgrad and wgrad.
-GEMMS = (("input", "weight"), ("grad_output", "weight"), ("grad_output", "input"))
-# The copies of them that are read.
-USAGES = (("rowwise", "rowwise"), ("rowwise", "columnwise"), ("columnwise", "columnwise"))
+USAGES = {
+    ("input", "weight"): ("rowwise", "rowwise"),
+    ("grad_output", "weight"): ("rowwise", "columnwise"),
+    ("grad_output", "input"): ("columnwise", "columnwise"),
+}
+"""The roles of the two operands of forward, dgrad and wgrad, and the copies that are read."""
 
 
 def runs_natively(recipe: Recipe, arch: tuple[int, int] | None) -> bool:
@@ -33,7 +35,7 @@ def runs_natively(recipe: Recipe, arch: tuple[int, int] | None) -> bool:
     """
     formats = [
         [role_format(recipe, role).of(usage) for role, usage in zip(roles, usages, strict=True)]
-        for roles, usages in zip(GEMMS, USAGES, strict=True)
+        for roles, usages in USAGES.items()
     ]
     return all(
         native_gemm(a, b, arch) is not None or (a.is_unquantized and b.is_unquantized)

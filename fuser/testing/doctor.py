@@ -30,7 +30,7 @@ from fuser.cuda.module import Installation, Obstacle, installation, obstacle
 from fuser.cuda.probe import probe
 from fuser.errors import EmulationWarning, FuserError, KernelUnavailable
 from fuser.op import BasicOperation
-from fuser.precision.availability import GEMMS, runs_natively
+from fuser.precision.availability import USAGES, runs_natively
 from fuser.precision.contexts import autocast, default_recipe
 from fuser.precision.quantizer_for import role_format
 from fuser.recipe import NAMES, recipe_named
@@ -166,7 +166,7 @@ def _product(
     if capability is None:
         return Support("emulated", "a CPU has no products of quantized operands.")
     recipe = recipe_named(name)
-    roles = GEMMS[PRODUCTS.index(product)]
+    roles = list(USAGES)[PRODUCTS.index(product)]
     formats = dict.fromkeys(role_format(recipe, role).name for role in roles)
     grouped = "" if kind == "linear" or not runs_natively(recipe, capability) else "grouped "
     return Support(
