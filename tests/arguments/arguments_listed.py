@@ -1,0 +1,29 @@
+"""The modules whose arguments have rows, and classes that users read and never make."""
+
+from __future__ import annotations
+
+# Imported for their rows.
+import rows_of_ops
+import rows_of_recipes  # noqa: F401
+import rows_of_te
+
+MODULES = ("fuser", "fuser.modules", "fuser.moe", "fuser.te.pytorch", "fuser.recipe")
+
+# By path: arguments that a function takes by ``**options``, and its signature does not name.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    **rows_of_functions.OPTIONS,
+    **rows_of_ops.OPTIONS,
+    **rows_of_te.OPTIONS,
+}
+
+_RESULT = "made by the library; its fields are what a plan, a router or a report says"
+RESULTS: dict[str, str] = {
+    "fuser.ConversionReport": _RESULT,
+    "fuser.FusionPlan": _RESULT,
+    "fuser.ModelPlan": _RESULT,
+    "fuser.PlanKey": _RESULT,
+    "fuser.Refusal": _RESULT,
+    "fuser.Step": _RESULT,
+    "fuser.moe.Permuted": _RESULT,
+    "fuser.moe.Routing": _RESULT,
+}

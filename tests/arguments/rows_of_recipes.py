@@ -1,0 +1,3 @@
+"""Rows of the arguments of recipes and quantizers."""
+
+from __future__ import annotations

@@ -1,0 +1,133 @@
+"""Rows that set one argument of a public function or class, and say what it changes.
+
+A row is a function of the arguments to pass. It computes with them and asserts what the value of
+the row must change, against plain torch or a formula in fp64::
+
+    @sets("fuser.RMSNorm", eps=0.5)
+    def values_of_the_norm(given):
+        op, x = fuser.RMSNorm(8, **given), torch.randn(4, 8)
+        assert_close(op(x), x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.5))
+
+The same function must fail with the argument's default, else it says nothing of the argument; where
+there is no default, with another value: ``Of(0.5, instead=0.0)``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+Check = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Of:
+    """The value of an argument without a default, and another one, with which the check fails."""
+
+    value: Any
+    instead: Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """An argument, a value that is not its default, and the check of what it changes.
+
+    Parameters
+    ----------
+    path
+        The function or class, as users import it.
+    argument, value
+        What the check gets.
+    check
+        Passes with the value, and fails with ``control``.
+    control
+        What to pass instead: nothing, so that the default holds, or another value.
+    """
+
+    path: str
+    argument: str
+    value: Any
+    check: Check
+    control: Mapping[str, Any]
+
+    def holds(self) -> None:
+        """What the value must change is so."""
+        self.check({self.argument: self.value})
+
+    def is_noticed(self) -> bool:
+        """Whether the check fails where the argument has another value."""
+        try:
+            self.check(dict(self.control))
+        except Exception:
+            return True
+        return False
+
+
+ROWS: dict[tuple[str, str], Row] = {}
+IGNORED: dict[tuple[str, str], str] = {}
+"""Arguments that are accepted and change nothing, with the reason."""
+
+
+def sets(path: str, **values: Any) -> Callable[[Check], Check]:
+    """Decorate the check of some arguments of ``path``, each of which is set alone."""
+
+    def registered(check: Check) -> Check:
+        for argument, value in values.items():
+            assert (path, argument) not in ROWS, f"{path}({argument}=) has a row."
+            is_of = isinstance(value, Of)
+            control = {argument: value.instead} if is_of else {}
+            taken = value.value if is_of else value
+            ROWS[path, argument] = Row(path, argument, taken, check, control)
+        return check
+
+    return registered
+
+
+def ignores(path: str, reason: str, *arguments: str) -> None:
+    """Arguments of ``path`` that another library has and that change nothing here."""
+    for argument in arguments:
+        assert (path, argument) not in IGNORED, f"{path}({argument}=) is listed."
+        IGNORED[path, argument] = reason
+
+
+def found(path: str) -> Any:
+    """The object that users import as ``path``."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def public(modules: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Path and object of each public function and class; one that has several names has its first.
+
+    Classes that share a constructor are one: their first has its arguments.
+    """
+    seen: set[int] = set()
+    for module in modules:
+        for name in sorted(importlib.import_module(module).__all__):
+            value = getattr(importlib.import_module(module), name)
+            if not callable(value) or isinstance(value, ModuleType) or not _is_called(value):
+                continue
+            key = id(value.__init__ if inspect.isclass(value) else value)
+            if key not in seen:
+                seen.add(key)
+                yield f"{module}.{name}", value
+
+
+def _is_called(value: Any) -> bool:
+    """Whether users call it with arguments: no enumeration, exception or type of values."""
+    if inspect.isclass(value):
+        return not issubclass(value, (Enum, BaseException))
+    return inspect.isfunction(value) or isinstance(value, functools.partial)
+
+
+def arguments_of(value: Any) -> dict[str, inspect.Parameter]:
+    """The arguments that a signature names; those of ``**options`` are not among them."""
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    parameters = inspect.signature(value).parameters
+    return {name: p for name, p in parameters.items() if p.kind not in variable}
