@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 # Imported for their rows.
+import rows_of_functions
 import rows_of_ops
 import rows_of_recipes  # noqa: F401
 import rows_of_te
