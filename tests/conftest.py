@@ -73,7 +73,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: list[pytest.Item] = []
     for group in alike.values():
-        taken = set(sample([parameters_of(item) for item in group]))
+        marks = [mark.kwargs.get("most") for mark in group[0].iter_markers("sampled")]
+        most = min((count for count in marks if count), default=None)
+        taken = set(sample([parameters_of(item) for item in group], most))
         left_out += [item for index, item in enumerate(group) if index not in taken]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

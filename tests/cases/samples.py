@@ -6,36 +6,54 @@ import itertools
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
+Cell = tuple[int, Hashable]
+"""A column and a value in it."""
 
-def sample(rows: Sequence[Sequence[Hashable]]) -> list[int]:
+
+def sample(rows: Sequence[Sequence[Hashable]], most: int | None = None) -> list[int]:
     """The indices of a sample of some rows, the same in each process.
 
-    Each row that is taken has the most pairs of values that no row has yet; of several the one
-    whose values were taken least often, then the first.
+    Where all pairs of values take more than ``most`` rows, each value occurs, and there are
+    ``most`` rows, or as many as the values take.
     """
     cells = [list(enumerate(row)) for row in rows]
     columns: dict[int, set[Hashable]] = {}
     for column, value in itertools.chain(*cells):
         columns.setdefault(column, set()).add(value)
     varied = {column for column, values in columns.items() if len(values) > 1}
-    together = 2 if len(varied) > 2 else 1
+    taken = _covering(cells, 2 if len(varied) > 2 else 1, [])
+    if most is not None and len(taken) > most:
+        of_values = _covering(cells, 1, [])
+        taken = _covering(cells, 2, of_values)[: max(most, len(of_values))]
+    return sorted(taken)
+
+
+def _covering(cells: Sequence[Sequence[Cell]], together: int, taken: Sequence[int]) -> list[int]:
+    """Rows in which all that one row has of ``together`` values occurs; first those of ``taken``.
+
+    Each further row has the most such combinations that no row has yet; of several rows the one
+    whose values were taken least often, then the first.
+    """
     of_rows = [list(itertools.combinations(row, min(together, len(row)))) for row in cells]
-    holders: dict[tuple[tuple[int, Hashable], ...], list[int]] = {}
+    holders: dict[tuple[Cell, ...], list[int]] = {}
     for index, combinations in enumerate(of_rows):
         for combination in combinations:
             holders.setdefault(combination, []).append(index)
     gains = [len(combinations) for combinations in of_rows]
-    taken: list[int] = []
-    used: Counter[tuple[int, Hashable]] = Counter()
-    while any(gains):
-        best = max(gains)
-        index = min(
-            (i for i, gain in enumerate(gains) if gain == best),
-            key=lambda i: (sum(used[cell] for cell in cells[i]), i),
-        )
-        taken.append(index)
+    found: list[int] = []
+    used: Counter[Cell] = Counter()
+
+    def take(index: int) -> None:
+        found.append(index)
         used.update(cells[index])
         for combination in of_rows[index]:
             for holder in holders.pop(combination, ()):
                 gains[holder] -= 1
-    return sorted(taken)
+
+    for index in taken:
+        take(index)
+    while any(gains):
+        best = max(gains)
+        candidates = (i for i, gain in enumerate(gains) if gain == best)
+        take(min(candidates, key=lambda i: (sum(used[cell] for cell in cells[i]), i)))
+    return found

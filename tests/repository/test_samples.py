@@ -27,6 +27,19 @@ def test_of_two_columns_each_value_occurs_as_often_as_others() -> None:
     assert sorted(second for _, second in taken) == list("xxyyzz")
 
 
+def test_a_sample_has_no_more_rows_than_asked_for_and_each_value() -> None:
+    rows = list(itertools.product("abcde", range(5), "uvwxy", (False, True)))
+    assert len(sample(rows)) > 20
+    for most in (5, 7, 12):
+        taken = [rows[i] for i in sample(rows, most)]
+        assert len(taken) == len(set(taken)) == most
+        for column in range(4):
+            assert {row[column] for row in taken} == {row[column] for row in rows}
+    assert len(sample(rows, 3)) == 5
+    assert sample(rows, 99) == sample(rows)
+    assert len(sample(list(itertools.product("abc", range(9))), 12)) == 9
+
+
 def test_rows_of_one_column_and_rows_that_are_longer_than_others_are_taken() -> None:
     assert sample([[name] for name in "abc"]) == [0, 1, 2]
     assert sample([["f", "mxfp8"], ["f", "nvfp4"], ["g"], ["h", "nvfp4"]]) == [0, 2, 3]
@@ -41,14 +54,16 @@ def test_a_run_has_the_sample_unless_all_or_one_is_asked_for(pytester: pytest.Py
         "marks = [pytest.mark.parametrize(name, range(3)) for name in 'ab']\n"
         "@pytest.mark.sampled\n@marks[0]\n@marks[1]\ndef test_x(a, b):\n    pass\n"
         "@marks[0]\n@marks[1]\ndef test_y(a, b):\n    pass\n"
+        "@marks[0]\n@marks[1]\n@pytest.mark.parametrize('c', range(3))\n"
+        "@pytest.mark.sampled(most=5)\ndef test_few(a, b, c):\n    pass\n"
         "@pytest.mark.sampled\n"
         "@pytest.mark.parametrize('case', ['f [x]', 'f [y]', 'g [y]', 'h'])\n"
         "def test_z(case):\n    pass\n"
     )
     name = "test_a_run_has_the_sample_unless_all_or_one_is_asked_for.py"
     for options, passed in (
-        ((), 3 + 9 + 3),
-        (("--full",), 9 + 9 + 4),
+        ((), 3 + 9 + 5 + 3),
+        (("--full",), 9 + 9 + 27 + 4),
         ((f"{name}::test_x",), 9),
         (("-k", "test_x"), 9),
     ):
