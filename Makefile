@@ -17,6 +17,8 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(addprefix --
 
 # make test FOLDERS="tests/plan tests/ops"; without it all folders
 FOLDERS ?=
+# Of tests/stages.py.
+STAGE ?= first
 # worksteal: a worker keeps a file's tests together, and with them what their fixtures made.
 PYTEST := -m pytest -n auto --dist worksteal
 # make demo RECIPE=mxfp8 OVERRIDE=dequantized DEMO_FLAGS="--seconds 20"
@@ -55,7 +57,7 @@ WHEEL_VENV ?= .venv-wheel
 TAG ?=
 REPOSITORY ?=
 
-.PHONY: demo demo-sharded compare mutants test test-folders test-fast test-nightly test-cuda-build \
+.PHONY: demo demo-sharded compare mutants test test-stage test-fast test-nightly counts test-cuda-build \
 	test-floors test-integrations test-elsewhere docs lint format wheel release-check release-notes \
 	clean
 
@@ -73,16 +75,20 @@ compare: $(VENV)/.ready
 mutants: $(VENV)/.ready
 	$(BIN)/python tests/mutants/run.py $(MUTANTS_FLAGS)
 
-test: lint
-	$(BIN)/python $(PYTEST) $(FOLDERS)
+test: $(VENV)/.ready
+	$(BIN)/python tests/stages.py $(if $(FOLDERS),--folders $(FOLDERS))
 
-# The tests alone: CI has the linters in a job of their own.
-test-folders: $(VENV)/.ready
-	$(BIN)/python $(PYTEST) $(FOLDERS)
+# make test-stage STAGE=plain; CI has a job for each.
+test-stage: $(VENV)/.ready
+	$(BIN)/python tests/stages.py --stage $(STAGE) $(if $(FOLDERS),--folders $(FOLDERS))
 
 # With every combination of the parameters of tests that `make test` takes a sample of.
-test-nightly: lint
-	$(BIN)/python $(PYTEST) --full
+test-nightly: $(VENV)/.ready
+	$(BIN)/python tests/stages.py --full
+
+# The file of the calls of a warm step, tests/runtime/call_counts.json, as they are now.
+counts: $(VENV)/.ready
+	$(BIN)/python -m pytest -n0 tests/runtime/test_call_counts.py --write-counts
 
 # make test-fast AFFECTED_FLAGS="--since HEAD~3 --steps 3"
 test-fast: $(VENV)/.ready

@@ -60,6 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="all parameters of the tests that are marked sampled"
     )
+    parser.addoption(
+        "--write-counts", action="store_true", help="rewrite the file of calls: `make counts`"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
