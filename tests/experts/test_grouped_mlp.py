@@ -13,12 +13,8 @@ from every_format import RECIPES
 from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
 from pointwise_cases import FORMULAS
-from test_grouped_products import (  # noqa: F401 - a fixture, and marks
-    PADDED,
-    InFp64,
-    at_once,
-    pytestmark,
-)
+from test_grouped_products import PADDED, InFp64, at_once  # noqa: F401 - a fixture
+from test_grouped_products import pytestmark as of_products
 from torch.utils.checkpoint import checkpoint
 
 import fuser
@@ -31,6 +27,8 @@ from fuser.functional.lazy import materialize
 from fuser.fused_ops import GroupedMLP
 from fuser.op import OperationContext
 from fuser.reference import grouped as reference
+
+pytestmark = [of_products, pytest.mark.sampled(most=12)]
 
 BF16, FP32 = torch.bfloat16, torch.float32
 G, K, F, T = 4, 32, 64, 300

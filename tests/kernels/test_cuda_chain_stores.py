@@ -16,6 +16,8 @@ from quantize_cases import DTYPES, EMULATOR, buffers, fp8_format
 from fuser.cuda import fp8_scaling, pointwise, pointwise_instantiations
 from fuser.errors import InputError
 
+pytestmark = pytest.mark.sampled(most=12)
+
 emulator.prepare(
     *pointwise_instantiations.instantiations(), *kernel_instantiations.chains_into_stores()
 )

@@ -16,6 +16,8 @@ from fuser.cuda import fp8_scaling, grouped, nvfp4
 from fuser.errors import InputError
 from fuser.formats import DType
 
+pytestmark = pytest.mark.sampled(most=12)
+
 # With kernels that the compile check does not know.
 UNLISTED = Place("cpu", lambda written: emulator.emulated(written=written, sources=SOURCES))
 

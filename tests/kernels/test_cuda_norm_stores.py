@@ -19,6 +19,8 @@ from nvrtc import CAPABILITIES, compiled
 from fuser.cuda import module
 from fuser.cuda import normalization as launchers
 
+pytestmark = pytest.mark.sampled(most=12)
+
 EVERY_STORE = cases.kernels_of(list(STORES), BLOCKS)
 ONE_STORE = cases.kernels_of(["1x128"], ODD)
 prepare(*EVERY_STORE, *ONE_STORE, *cases.kernels_of([None], ODD))

@@ -34,6 +34,8 @@ from fuser.fused_ops import (
 )
 from fuser.op import BasicOperation
 
+pytestmark = pytest.mark.sampled(most=12)
+
 BF16, F32 = torch.bfloat16, torch.float32
 
 

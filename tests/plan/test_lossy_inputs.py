@@ -42,7 +42,10 @@ RECIPES: dict[str, Any] = {
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 LOSSY = fuser.activation_memory_budget(1, lossy_activation_inputs=True)
 EVERYTHING = fuser.activation_memory_budget(None)
-pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* is emulated"),
+    pytest.mark.sampled(most=12),
+]
 
 Parts = tuple[list[torch.nn.Module], list[torch.nn.Module]]
 

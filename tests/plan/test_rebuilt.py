@@ -47,7 +47,10 @@ RECIPES: dict[str, Any] = {
     },
 }
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* is emulated"),
+    pytest.mark.sampled(most=12),
+]
 
 
 # Also of weights, which by default are kept.

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import release
+import stages
 from paths import ROOT, TESTS
 
 yaml = pytest.importorskip("yaml")
@@ -38,7 +39,7 @@ SMALL = "tests/repository/test_samples.py::test_of_two_columns_each_value_occurs
 # What of each target runs here in seconds: its variables, and the line that it prints if it works.
 # `make wheel` asks the package index: test_distribution.py has its parts.
 SHORT = {
-    "test-folders": ({"FOLDERS": SMALL}, r"^1 passed"),
+    "test-stage": ({"FOLDERS": SMALL}, r"^1 passed, 0 failed"),
     "test-floors": ({"FLOORS_TESTS": SMALL}, r"^1 passed"),
     "test-cuda-build": ({"CUDA_BUILD_TESTS": SMALL}, r"^1 passed"),
     "test-integrations": ({"INTEGRATIONS_TESTS": SMALL}, r"^1 passed"),
@@ -46,7 +47,6 @@ SHORT = {
 }
 # Run in another way, by the test that is named.
 ELSEWHERE = {
-    "lint": "test_the_linters_of_the_target_pass",
     "docs": "test_the_site_has_every_document",
     "wheel": "test_the_wheel_has_every_file_of_the_library_and_no_other",
     "release-check": "test_the_release_of_this_repository_lacks_at_most_its_url",
@@ -206,7 +206,7 @@ def test_the_linters_of_the_target_pass() -> None:
     """Those of Ruff; mypy takes a minute, and test_typed_script.py runs it with its options."""
     pytest.importorskip("ruff")
     lines = made("-n", "-o", ".venv/.ready", "lint").stdout.splitlines()
-    assert lines == [".venv/bin/ruff check .", ".venv/bin/ruff format --check .", ".venv/bin/mypy"]
+    assert lines == [f".venv/bin/{' '.join(words)}" for words in stages.LINTERS]
     for line in lines[:2]:
         options = [*line.split()[1:], "--no-cache"]
         run = subprocess.run(
@@ -227,7 +227,7 @@ def test_nightly_torch_without_its_index_is_refused_with_a_sentence() -> None:
 
 def test_ci_and_the_workflows_call_the_same_targets() -> None:
     targets = {line.split()[1] for line in ci_commands()}
-    targets = targets - {"test"} | {"lint", "test-folders"}  # which `make test` runs
+    targets = targets - {"test"} | {"test-stage"}  # of which `make test` runs all
     everywhere = {command.target for command in commands() if command.workflow == "tests.yml"}
     # The others need another Python or torch; a test of tests/docs builds the site.
     assert everywhere - targets == {"test-floors", "test-cuda-build", "docs"}
@@ -248,13 +248,14 @@ def test_the_tests_run_with_every_python_and_torch_that_the_metadata_names() -> 
 
 
 @pytest.mark.parametrize("workflow", ["tests.yml", "weekly.yml"])
-def test_every_folder_of_tests_is_in_one_shard(workflow: str) -> None:
-    folders = {f"tests/{path.parent.name}" for path in TESTS.glob("*/test_*.py")}
-    # Those for a GPU, and those that have a target of their own.
-    folders -= {"tests/gpu", "tests/integrations"}
-    (shards,) = (matrix_of(j)["folders"] for f, _, j in jobs() if f == workflow and matrix_of(j))
-    counts = Counter(folder for shard in shards for folder in shard.split())
-    assert counts == dict.fromkeys(folders, 1)
+def test_the_jobs_of_a_workflow_are_the_stages_of_make_test(workflow: str) -> None:
+    found = [c for c in commands() if c.workflow == workflow and c.target == "test-stage"]
+    rows = Counter((c.python, c.variables.get("TORCH", ""), c.variables["STAGE"]) for c in found)
+    assert {stage for _, _, stage in rows} == set(stages.STAGES)
+    assert set(rows.values()) == {1}
+    for python, torch, stage in rows:
+        if stage != "first":
+            assert {(python, torch, job) for job in stages.STAGES[1:]} <= rows.keys()
 
 
 def test_actions_are_pinned_to_commits_each_to_one() -> None:

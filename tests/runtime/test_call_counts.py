@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from one_launch_experts import in_one_launch
+from paths import BENCHMARKS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +35,10 @@ from fuser.functional import pointwise
 from fuser.gemm import native
 from fuser.precision import contexts
 from fuser.runtime import pipeline
+
+sys.path.append(str(BENCHMARKS))
+
+from planning import feed_forward_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
@@ -371,3 +376,18 @@ def test_calls_of_a_warm_step_do_not_depend_on_the_number_of_separate_weights(
         slope = OPERATIONS_OF_A_WEIGHT if is_backward else 0
         assert others[2] - some[2] <= slope * 2 * (EXPERTS[1] - EXPERTS[0])
     recorded(forward=few[0][0], backward=few[1][0], operations=few[0][2])
+
+
+# -- planning -------------------------------------------------------------------------------------
+
+
+def test_planning_forty_ops_makes_few_calls(recorded: Recorded) -> None:
+    """What they cost: ``benchmarks/planning.py``."""
+    x = torch.randn(4, 8, requires_grad=True)
+    fuser.Sequential(*feed_forward_ops(40)).plan(x)  # what the first plan of a process makes
+    model, plans = fuser.Sequential(*feed_forward_ops(40)), []
+    calls = python_calls(lambda: plans.append(model.plan(x)))
+    (plan,) = plans
+    assert len(plan.ops) == 40
+    assert len(plan.forward) < 40
+    recorded(calls=calls)

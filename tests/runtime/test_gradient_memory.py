@@ -14,6 +14,8 @@ import fuser
 from fuser.cuda import launch
 from fuser.runtime import codegen
 
+pytestmark = pytest.mark.sampled(most=12)
+
 Ops = Callable[[], list[Any]]
 WIDTH = 32
 

@@ -20,7 +20,10 @@ from fuser import recipe as recipes
 from fuser.runtime.graph_memory import GraphMemory
 from fuser.runtime.graphed import GraphedForward
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated", "error:Graphed module")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* is emulated", "error:Graphed module"),
+    pytest.mark.sampled(most=12),
+]
 
 BF16 = torch.bfloat16
 SHAPE = (6, 8)

@@ -22,6 +22,8 @@ from fuser import recipe as recipes
 from fuser import torch_private
 from fuser.precision import contexts, recomputation
 
+pytestmark = pytest.mark.sampled(most=12)
+
 Step = Callable[[fuser.Sequential, torch.Tensor], torch.Tensor]
 every_kind = pytest.mark.parametrize("use_reentrant", [False, True])
 MXFP8 = recipes.MXFP8BlockScaling()

@@ -26,6 +26,8 @@ from oracles import (
 
 import fuser
 
+pytestmark = pytest.mark.sampled(most=12)
+
 N = 6
 FP32, BF16 = torch.float32, torch.bfloat16
 

@@ -78,12 +78,12 @@ def train(rank: int, name: str, end: str, folder: str) -> None:
         while end == "hangs" and not Path(folder, "survivor.pt").exists():
             time.sleep(0.1)
         os._exit(DIED)
-    begin, error = time.monotonic(), "no error"
+    error = "no error"
     try:
         step(model)
     except Exception as found:
         error = f"{type(found).__name__}: {found}"
-    torch.save((error, time.monotonic() - begin), f"{folder}/survivor.pt")
+    torch.save(error, f"{folder}/survivor.pt")
     os._exit(0)  # nothing that waits for the other rank
 
 
@@ -105,9 +105,8 @@ def test_the_others_end_with_an_error_and_the_last_checkpoint_loads(
     for process in processes:
         process.join(600)
     assert [process.exitcode for process in processes] == [0, DIED]
-    error, seconds = torch.load(tmp_path / "survivor.pt")
+    error = torch.load(tmp_path / "survivor.pt")
     assert "Error" in error, error
-    assert seconds < 2 * TIMEOUT
     if name == "fully_shard":
         model = plain()
         state = model.state_dict()
