@@ -72,7 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     alike: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
+        is_varied = isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        if is_varied and item.get_closest_marker("sampled"):
             alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: list[pytest.Item] = []
     for group in alike.values():

@@ -25,7 +25,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -222,6 +222,8 @@ def _library(sources: Path, module: str | Path, symbols: tuple[str, ...]) -> Pat
         headers = headers | own | _own_headers(top, f"own{number}")
         included += f'#include "own{number}/{top.name}"\n'
     text = _translation_unit(included + _rewritten(path), symbols)
+    if not included and not isinstance(module, Path):
+        headers = _reached(text, headers)
     key = _digest(_toolchain(), text, *headers, *headers.values())
 
     def make(folder: Path) -> None:
@@ -235,6 +237,18 @@ def _library(sources: Path, module: str | Path, symbols: tuple[str, ...]) -> Pat
         _compile([*prelude, "-shared", str(source), "-o", str(folder / f"{name}.so")])
 
     return _cached(key, f"{name}.so", make)
+
+
+def _reached(text: str, headers: Mapping[str, str]) -> dict[str, str]:
+    """Those of ``headers`` that a source includes, directly or not; others may change."""
+    found: dict[str, str] = {}
+    left = INCLUDE.findall(text)
+    while left:
+        name = left.pop()
+        if name in headers and name not in found:
+            found[name] = headers[name]
+            left += INCLUDE.findall(headers[name])
+    return dict(sorted(found.items()))
 
 
 def _headers(sources: Path) -> dict[str, str]:

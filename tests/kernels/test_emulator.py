@@ -587,6 +587,30 @@ def test_an_edited_header_is_seen(tmp_path: Path) -> None:
         assert y.tolist() == [offset] * 3
 
 
+def test_a_kernel_is_compiled_again_for_the_headers_that_it_includes_alone(tmp_path: Path) -> None:
+    (tmp_path / "fuser").mkdir()
+    headers = {
+        "used": "#include <fuser/deep.cuh>\n",
+        "deep": "constexpr int kOne = 1;\n",
+        "other": "constexpr int kTwo = 2;\n",
+    }
+    for name, text in headers.items():
+        (tmp_path / "fuser" / f"{name}.cuh").write_text(text)
+    (tmp_path / "fill.cu").write_text(
+        "#include <fuser/used.cuh>\n"
+        'extern "C" __global__ void fuser_fill(int* y) { y[0] = kOne; }\n'
+    )
+
+    def compiled() -> Path:
+        return compilation.library(tmp_path, "fill", ("fuser_fill",))
+
+    before = compiled()
+    (tmp_path / "fuser" / "other.cuh").write_text("constexpr int kTwo = 3;\n")
+    assert compiled() == before
+    (tmp_path / "fuser" / "deep.cuh").write_text("constexpr int kOne = 2;\n")
+    assert compiled() != before
+
+
 def test_a_machine_without_the_tools_skips_and_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
