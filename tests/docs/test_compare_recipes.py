@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import csv
 import math
-import os
 import statistics
 import sys
 from itertools import groupby
 from pathlib import Path
 
 import pytest
-from emulator.compile import locked
+from once import made_once
 from paths import EXAMPLES
 from scripts import Terminal, printed_by, refusal_by
 
@@ -45,12 +44,9 @@ def run_main(out: Path, *arguments: str) -> str:
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder with the results of all runs, and what was printed: made by one worker for all."""
-    own = tmp_path_factory.getbasetemp()
-    out = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "comparison"
-    out.mkdir(exist_ok=True)
-    with locked(out / "lock"):
-        if not (out / "printed").exists():
-            (out / "printed").write_text(run_main(out))
+    out = made_once(
+        tmp_path_factory, "comparison", lambda out: (out / "printed").write_text(run_main(out))
+    )
     return out, (out / "printed").read_text()
 
 

@@ -16,6 +16,7 @@ import formats_picture
 import kernels_picture
 import pytest
 import sentences
+from once import made_once
 from paths import ROOT
 
 import fuser
@@ -35,13 +36,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the built site; its notebooks have run."""
     for tool in ("sphinx", "myst_nb"):
         pytest.importorskip(tool, reason="Sphinx builds the site: pip install -e .[docs]")
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
-    done = subprocess.run(
-        [*command, "-c", "docs/site", ".", str(folder)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
+
+    def build(folder: Path) -> None:
+        command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+        command += ["-c", "docs/site", ".", str(folder)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    return made_once(tmp_path_factory, "site", build)
 
 
 def test_the_site_has_every_document(site: Path) -> None:
