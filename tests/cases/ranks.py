@@ -1,8 +1,8 @@
 """Cases that run on several ranks, which start once for all of them: gloo on a CPU, NCCL on GPUs.
 
-Ranks on a CPU are forked from one process, which has imported what :mod:`warm` does; alone each would
-take four seconds for it. ``FUSER_TEST_BACKEND=nccl pytest tests/sharded`` runs the cases on GPUs, a
-rank on each; these ranks are new processes, as fork and CUDA do not go together.
+Ranks on a CPU are forked from one process, which has imported what :mod:`warm` does; each would
+take four seconds for it alone. ``FUSER_TEST_BACKEND=nccl pytest tests/sharded`` runs the cases on
+GPUs, a rank on each; these ranks are new processes, as fork and CUDA do not go together.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 
+import networkx  # noqa: F401
 import numpy  # noqa: F401
 import pytest  # noqa: F401
 import torch
