@@ -107,18 +107,32 @@ def compiled(
     library = library or libraries()[-1]
     path = sources / f"{name}.cu"
     kept = compilation.cache() / f"nvrtc-{compilation_key(path, capability, library)}.json"
-    known: dict[str, Sequence[int]] = json.loads(kept.read_text()) if kept.exists() else {}
+    known = _known(kept)
     missing = tuple(symbol for symbol in symbols if symbol not in known)
     if missing:
         found = _compile(path, missing, capability, library)
         with compilation.locked(kept.with_suffix(".lock")):
             # Another process may have compiled other kernels of the same source.
-            known = (json.loads(kept.read_text()) if kept.exists() else {}) | found
+            known = _known(kept) | found
             written = kept.with_suffix(".new")
             written.write_text(json.dumps(known))
             written.replace(kept)
     arch = module.arch_name(capability)
     return [Resources(symbol, arch, *known[symbol]) for symbol in symbols]
+
+
+def _known(kept: Path) -> dict[str, Sequence[int]]:
+    """What a file keeps by symbol; nothing if it is not there, or not as it was written."""
+    try:
+        known = json.loads(kept.read_text())
+    except (OSError, ValueError):
+        return {}
+    values = known.values() if isinstance(known, dict) else [None]
+    return known if all(map(_are_resources, values)) else {}
+
+
+def _are_resources(value: object) -> bool:
+    return isinstance(value, list) and [type(number) for number in value] == [int] * 4
 
 
 def capabilities_of(sources: Path, name: str) -> tuple[tuple[int, int], ...]:
