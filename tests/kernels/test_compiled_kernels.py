@@ -98,8 +98,6 @@ def test_comments_spaces_and_folders_do_not_change_the_digest(
 
 # -- the record ------------------------------------------------------------------
 
-Found = list[tuple[str, tuple[int, int]]]
-
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
