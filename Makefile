@@ -8,6 +8,8 @@ TORCH ?=
 TORCH_INDEX ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
+# Environments that take packages of .venv need its Python.
+BASE_PYTHON = $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 # A release that is not final makes pip take others that are not, of torch alone.
 TORCH_SPEC := $(if $(filter nightly,$(TORCH)),"torch>=2.11.dev0",$(addprefix torch==,$(filter-out newest,$(TORCH))))
 ifeq ($(TORCH)$(TORCH_INDEX),nightly)
@@ -57,9 +59,9 @@ WHEEL_VENV ?= .venv-wheel
 TAG ?=
 REPOSITORY ?=
 
-.PHONY: demo demo-sharded compare mutants test test-stage test-fast test-nightly counts test-cuda-build \
-	test-floors test-integrations test-elsewhere docs lint format wheel release-check release-notes \
-	clean
+.PHONY: demo demo-sharded compare mutants test test-stage test-fast test-nightly counts compiled \
+	test-cuda-build test-floors test-integrations test-elsewhere docs lint format wheel release-check \
+	release-notes clean
 
 demo: $(VENV)/.ready
 	OMP_WAIT_POLICY=passive $(BIN)/python $(DEMO_$(MODEL)) $(RECIPE_FLAGS) $(DEMO_FLAGS)
@@ -100,7 +102,8 @@ test-fast: $(VENV)/.ready
 test-cuda-build: $(CUDA_VENV)/.ready
 	$(CUDA_VENV)/bin/python $(PYTEST) $(CUDA_BUILD_TESTS)
 
-# The tests of other libraries, in an environment of their own; torchtitan's need triton too.
+# The tests of other libraries, in an environment of their own, on top of .venv if it is there;
+# torchtitan's need triton too.
 test-integrations: $(INTEGRATIONS_VENV)/.ready
 	$(INTEGRATIONS_VENV)/bin/python $(PYTEST) $(INTEGRATIONS_TESTS)
 
@@ -108,12 +111,19 @@ test-integrations: $(INTEGRATIONS_VENV)/.ready
 test-floors: $(FLOORS_VENV)/.ready
 	$(FLOORS_VENV)/bin/python $(PYTEST) $(FLOORS_TESTS)
 
-# The distributions, built as for the package index, and the wheel in a fresh environment.
+# Compiles the kernels whose text differs from tests/kernels/compiled.json, and records them there:
+# `make test` then has nothing to compile.
+compiled: $(VENV)/.ready
+	$(BIN)/python tests/compiled_kernels.py
+
+# The distributions, built as for the package index, and the wheel in a fresh environment, to which
+# .venv lends what fuser requires if it is there.
 wheel: $(BUILD_VENV)/.ready
 	rm -rf dist $(WHEEL_VENV)
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BUILD_VENV)/bin/python -m build --no-isolation
 	$(BUILD_VENV)/bin/python -m twine check --strict dist/*
-	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(BASE_PYTHON) -m venv $(WHEEL_VENV)
+	test ! -e $(VENV)/.ready || $(BIN)/python tests/lent.py $(WHEEL_VENV) fuser-ops
 	$(WHEEL_VENV)/bin/python $(PIP_INSTALL) -c constraints.txt dist/*.whl
 	$(WHEEL_VENV)/bin/python -I tests/installed.py
 
@@ -136,7 +146,8 @@ $(FLOORS_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt co
 	touch $@
 
 $(INTEGRATIONS_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
+	$(BASE_PYTHON) -m venv $(INTEGRATIONS_VENV)
+	test ! -e $(VENV)/.ready || $(BIN)/python tests/lent.py $(INTEGRATIONS_VENV)
 	$(INTEGRATIONS_VENV)/bin/python $(PIP_INSTALL) \
 		-c constraints.txt -e ".[test,integrations]" -e ./forecast
 	touch $@

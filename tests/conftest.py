@@ -155,8 +155,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what took the time, what the compile check found, and which checks could not run."""
     write_seconds(terminalreporter)
     stats = terminalreporter.stats
-    found = [dict(report.user_properties) for report in stats.get("passed", [])]
-    found = [properties for properties in found if "compiled" in properties]
+    reported = [dict(report.user_properties) for report in stats.get("passed", [])]
+    recorded = sum(properties.get("recorded", 0) for properties in reported)
+    if recorded:
+        terminalreporter.write_line(
+            f"{recorded} kernels not compiled: unchanged since tests/kernels/compiled.json."
+        )
+    found = [properties for properties in reported if "compiled" in properties]
     if found:
         kernels = [kernel for properties in found for kernel in properties["compiled"]]
         widest = max(kernels, key=lambda kernel: kernel[1])[0]

@@ -107,13 +107,13 @@ def compiled(
     library = library or libraries()[-1]
     path = sources / f"{name}.cu"
     kept = compilation.cache() / f"nvrtc-{compilation_key(path, capability, library)}.json"
-    known: dict[str, Sequence[int]] = json.loads(kept.read_text()) if kept.exists() else {}
+    known = _known(kept)
     missing = tuple(symbol for symbol in symbols if symbol not in known)
     if missing:
         found = _compile(path, missing, capability, library)
         with compilation.locked(kept.with_suffix(".lock")):
             # Another process may have compiled other kernels of the same source.
-            known = (json.loads(kept.read_text()) if kept.exists() else {}) | found
+            known = _known(kept) | found
             written = kept.with_suffix(".new")
             written.write_text(json.dumps(known))
             written.replace(kept)
@@ -121,20 +121,32 @@ def compiled(
     return [Resources(symbol, arch, *known[symbol]) for symbol in symbols]
 
 
+def _known(kept: Path) -> dict[str, Sequence[int]]:
+    """What a file keeps by symbol; nothing if it is not there, or not as it was written."""
+    try:
+        known = json.loads(kept.read_text())
+    except (OSError, ValueError):
+        return {}
+    values = known.values() if isinstance(known, dict) else [None]
+    return known if all(map(_are_resources, values)) else {}
+
+
+def _are_resources(value: object) -> bool:
+    return isinstance(value, list) and [type(number) for number in value] == [int] * 4
+
+
 def capabilities_of(sources: Path, name: str) -> tuple[tuple[int, int], ...]:
     """The architectures that a source of kernels is for: Hopper alone if it uses its products."""
-    texts = _with_headers(sources / f"{name}.cu")
+    texts = texts_of(sources / f"{name}.cu")
     return HOPPER if any(Path(header).name == "sm90.cuh" for header in texts) else CAPABILITIES
 
 
 def compilation_key(path: Path, capability: tuple[int, int], library: ctypes.CDLL) -> str:
     """The hash of what a compilation depends on: compiler, options, source and its headers."""
     binary = Path(library._name).stat()
-    compiler = (*_version(library), library._name, binary.st_size, binary.st_mtime_ns)
-    # Where folders are does not matter, and the hash of all sources changes with any of them.
-    ignored = ("-I", "-DFUSER_SOURCES=")
-    options = [o for o in _options(path, capability, library) if not o.startswith(ignored)]
-    texts = _with_headers(path)
+    compiler = (*version(library), library._name, binary.st_size, binary.st_mtime_ns)
+    options = portable_options(path, capability, library)
+    texts = texts_of(path)
     uses_hash = any("FUSER_SOURCES" in text for text in texts.values())
     parts = [compiler, options, sorted(texts.items())]
     if uses_hash:
@@ -142,7 +154,13 @@ def compilation_key(path: Path, capability: tuple[int, int], library: ctypes.CDL
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _with_headers(path: Path) -> dict[str, str]:
+def portable_options(path: Path, capability: tuple[int, int], library: ctypes.CDLL) -> list[str]:
+    """The options of a compilation, without folders and the hash of all sources."""
+    ignored = ("-I", "-DFUSER_SOURCES=")
+    return [o for o in _options(path, capability, library) if not o.startswith(ignored)]
+
+
+def texts_of(path: Path) -> dict[str, str]:
     """The texts of a source and of the headers that it includes, directly or not, by their names.
 
     A header that is not found here is NVRTC's own.
@@ -173,7 +191,7 @@ def _options(path: Path, capability: tuple[int, int], library: ctypes.CDLL) -> l
     options = [*module.compile_options(path.parent, capability), *CUPY_OPTIONS]
     # A source elsewhere, in a test, includes fuser's headers too.
     options += [f"-I{module.KERNELS}", f"-I{cuda_include()}", "--ptxas-options=-v"]
-    if _version(library) >= CACHES:
+    if version(library) >= CACHES:
         # A kernel that comes from the cache, which a machine with a driver has, leaves no log.
         options.append("--no-cache")
     return options
@@ -231,7 +249,8 @@ def resources(log: str) -> dict[str, tuple[int, int, int, int]]:
     return found
 
 
-def _version(library: ctypes.CDLL) -> tuple[int, int]:
+def version(library: ctypes.CDLL) -> tuple[int, int]:
+    """The version of CUDA that an NVRTC belongs to."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check(library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     return major.value, minor.value

@@ -1,6 +1,8 @@
 """Cases that run on several ranks, which start once for all of them: gloo on a CPU, NCCL on GPUs.
 
-``FUSER_TEST_BACKEND=nccl pytest tests/sharded`` runs them on GPUs, a rank on each.
+Ranks on a CPU are forked from one process, which has imported what :mod:`warm` does; each would
+take four seconds for it alone. ``FUSER_TEST_BACKEND=nccl pytest tests/sharded`` runs the cases on
+GPUs, a rank on each; these ranks are new processes, as fork and CUDA do not go together.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import functools
 import gc
 import hashlib
 import importlib
+import multiprocessing.forkserver
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -114,6 +118,34 @@ def _run(
         return results
 
 
+def are_forked() -> bool:
+    """Whether ranks are forked here; a process that has looked for GPUs may not be."""
+    return sys.platform == "linux" and not torch.cuda.is_available()
+
+
+def start_method() -> str:
+    """How ranks start here, for contexts of multiprocessing; what they are forked from is warm."""
+    if not are_forked():
+        return "spawn"
+    multiprocessing.set_forkserver_preload(["warm"])
+    # Not every Python gives that process the folders of its imports.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+        multiprocessing.forkserver.ensure_running()
+    return "forkserver"
+
+
+def end_with_parent() -> None:
+    """End this process when the one that asked for it ends, killed or not."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+
+        def wait() -> None:
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=wait, daemon=True).start()
+
+
 def _started(
     module: str,
     attribute: str,
@@ -129,8 +161,11 @@ def _started(
     died = ""
     try:
         with mock.patch.dict(os.environ, FUSER_TEST_BACKEND=backend):  # read by the ranks
-            torch.multiprocessing.spawn(
-                _run_on_rank, (module, attribute, names, count, str(folder)), nprocs=count
+            torch.multiprocessing.start_processes(
+                _run_on_rank,
+                (module, attribute, names, count, str(folder)),
+                nprocs=count,
+                start_method=start_method(),
             )
     except (
         torch.multiprocessing.ProcessExitedException,
@@ -152,6 +187,7 @@ def _started(
 def _run_on_rank(
     rank: int, module: str, attribute: str, names: tuple[str, ...] | None, count: int, folder: str
 ) -> None:
+    end_with_parent()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".* is emulated")
     store = dist.FileStore(f"{folder}/rendezvous", count)

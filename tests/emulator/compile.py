@@ -25,7 +25,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -108,17 +108,34 @@ def cache() -> Path:
     return Path(tempfile.mkdtemp(prefix="fuser-emulator-"))
 
 
-def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
-    """``cache()/key/name``, made by ``make(folder)`` once, whoever asks first."""
+def _cached(key: str, name: str, make: Callable[[Path], None], *others: str) -> Path:
+    """``cache()/key/name``, made by ``make(folder)`` once, whoever asks first, with ``others``.
+
+    Files that are no longer as they were made, as after a full disk, are made anew.
+    """
     folder = cache() / key
     folder.mkdir(exist_ok=True)
+    files = [folder / file for file in (name, *others)]
     done = folder / f"{name}.done"
-    if not done.exists():
+    if not _are_as_noted(files, done):
         with locked(folder / f"{name}.lock"):
-            if not done.exists():
+            if not _are_as_noted(files, done):
+                for file in files:
+                    file.unlink(missing_ok=True)  # not overwritten: a process may have loaded it
                 make(folder)
-                done.touch()
+                done.write_text(_contents(files))
     return folder / name
+
+
+def _are_as_noted(files: Sequence[Path], done: Path) -> bool:
+    try:
+        return done.read_text(errors="replace") == _contents(files)
+    except OSError:
+        return False
+
+
+def _contents(files: Sequence[Path]) -> str:
+    return " ".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
 
 
 @contextmanager
@@ -186,7 +203,7 @@ def _prelude() -> Path:
         shutil.copy(HERE / "include" / "emulator" / "cuda.hpp", header)
         _compile(["-x", "c++-header", str(header), "-o", str(header.with_suffix(".hpp.gch"))])
 
-    return _cached(_toolchain(), "cuda.hpp", make)
+    return _cached(_toolchain(), "cuda.hpp", make, "cuda.hpp.gch")
 
 
 def library(sources: Path, module: str | Path, symbols: tuple[str, ...]) -> Path:

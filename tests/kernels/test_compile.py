@@ -5,13 +5,24 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import compiled_kernels
 import nvrtc
 import pytest
+from compiled_kernels import (
+    ALL,
+    OTHERS,
+    TOGETHER,
+    kind,
+    library_for,
+    share,
+    step_within,
+    symbols_of,
+)
 from kernel_instantiations import instantiations, kernels_of
 from nvrtc import CAPABILITIES, CompileError, Resources, compiled, resources
 from paths import EMULATOR_KERNELS
@@ -25,41 +36,6 @@ needs_nvrtc = pytest.mark.skipif(
     nvrtc.why_unavailable() is not None, reason=f"needs NVRTC: {nvrtc.why_unavailable()}"
 )
 
-# For Hopper every kernel is compiled with --full, and a sample of two fifths without it. Each other
-# architecture gets every kind of kernel, and of a kind so many that about BUDGET compilations are
-# made in all: 0.25 s each, or a second for all of them where the same text was compiled before.
-# Hopper's are compiled by the newest NVRTC that is here and the others' by the oldest: what one
-# takes another may refuse.
-ALL = (9, 0)
-OTHERS = tuple(other for other in CAPABILITIES if other != ALL)
-BUDGET = 1900
-
-# Kernels of one test, so that no process has minutes of work when the others have none.
-TOGETHER = 64
-
-
-def kind(symbol: str) -> tuple[str, ...]:
-    """What stays of a symbol without its types: the kernel, its producer and its store."""
-    return tuple(re.findall(r"\w+(?:Producer|Store)\b|^\w+", symbol))
-
-
-def share(symbols: Sequence[str], capability: tuple[int, int], step: int) -> tuple[str, ...]:
-    """The symbols of a source to compile for an architecture: all for Hopper.
-
-    Each of the others gets every ``step``-th symbol of a kind, or one of them, each another one.
-    """
-    if capability == ALL:
-        return tuple(symbols)
-    kinds: dict[tuple[str, ...], list[str]] = {}
-    for symbol in symbols:
-        kinds.setdefault(kind(symbol), []).append(symbol)
-    number = OTHERS.index(capability)
-    found: list[str] = []
-    for alike in kinds.values():
-        first = number * max(1, step // len(OTHERS))
-        found += alike[first % step :: step] or [alike[number % len(alike)]]
-    return tuple(found)
-
 
 @functools.cache
 def sampled(symbols: tuple[str, ...]) -> frozenset[str]:
@@ -67,20 +43,13 @@ def sampled(symbols: tuple[str, ...]) -> frozenset[str]:
     return frozenset(symbols[i] for i in sample([re.findall(r"[\w:]+", s) for s in symbols]))
 
 
-def step_within(known: Mapping[str, Sequence[str]], budget: int = BUDGET) -> int:
-    """The step of :func:`share` with which all architectures take about ``budget`` compilations."""
-    total = sum(map(len, known.values()))
-    return max(1, -(-total * len(OTHERS) // max(1, budget - total)))
-
-
 def parts() -> list[Any]:
     """Source, architecture and number of each part of the symbols that one test compiles."""
-    step = step_within(instantiations())
     return [
         pytest.param(name, capability, first, id=f"{name}-{module.arch_name(capability)}-{first}")
-        for name, symbols in instantiations().items()
+        for name in instantiations()
         for capability in nvrtc.capabilities_of(module.KERNELS, name)
-        for first in range(0, len(share(symbols, capability, step)), TOGETHER)
+        for first in range(0, len(symbols_of(name, capability)), TOGETHER)
     ]
 
 
@@ -94,12 +63,19 @@ def test_kernels_compile_and_spill_nothing(
     pytestconfig: pytest.Config,
 ) -> None:
     start = time.perf_counter()
-    symbols = share(instantiations()[name], capability, step_within(instantiations()))
-    library = nvrtc.libraries()[-1 if capability == ALL else 0]
+    symbols = symbols_of(name, capability)
     part = symbols[first : first + TOGETHER]
-    if capability == ALL and not pytestconfig.option.full:
-        part = tuple(symbol for symbol in part if symbol in sampled(symbols))
-    kernels = compiled(module.KERNELS, name, part, capability, library)
+    if not pytestconfig.option.full:
+        record = compiled_kernels.read()
+        if compiled_kernels.is_recorded(name, capability, record):
+            entry = record[name][module.arch_name(capability)]
+            assert entry["kernels"] == len(symbols)
+            assert 0 < entry["registers"] <= 255
+            record_property("recorded", len(part))
+            return
+        if capability == ALL:
+            part = tuple(symbol for symbol in part if symbol in sampled(symbols))
+    kernels = compiled(module.KERNELS, name, part, capability, library_for(capability))
     record_property("compiled", [(str(k), k.registers) for k in kernels])
     record_property("seconds", time.perf_counter() - start)
     in_memory = [str(k) for k in kernels if k.spill_bytes or k.stack_bytes]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
+from ranks import end_with_parent, start_method
 from torch.distributed.fsdp import fully_shard
 
 import fuser
@@ -60,6 +61,7 @@ def step(model: Any) -> None:
 
 
 def train(rank: int, name: str, end: str, folder: str) -> None:
+    end_with_parent()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -96,7 +98,7 @@ def test_the_others_end_with_an_error_and_the_last_checkpoint_loads(
 ) -> None:
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("torch is built without gloo")
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context(start_method())
     processes = [
         context.Process(target=train, args=(rank, name, end, str(tmp_path))) for rank in range(2)
     ]
