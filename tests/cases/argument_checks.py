@@ -1,0 +1,215 @@
+"""What rows of arguments assert: values and gradients of an op against its formula in fp64."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from oracles import Formula, random_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fuser
+
+Make = Callable[[torch.dtype], Any]
+FP32, BF16 = torch.float32, torch.bfloat16
+# Relative errors. A slip of an argument makes one hundred times more.
+TOLERANCES = {FP32: 1e-5, BF16: 8e-3}
+QUANTIZED = 0.2
+"""E4M3 rounds values and gradients by 6%, and a product may cancel; other arguments make 1 or more."""
+E4M3 = fuser.recipe.Float8CurrentScaling(fp8_format=fuser.recipe.Format.E4M3)
+
+
+def near(actual: torch.Tensor, exact: torch.Tensor, tolerance: float, *, name: str = "") -> None:
+    """Assert the shape, the error of the whole, and that no element is wrong."""
+    assert actual.shape == exact.shape, f"{name}: {actual.shape}, not {exact.shape}"
+    error, size = actual.detach().double() - exact.detach(), exact.detach()
+    if size.numel():
+        whole = float(error.norm() / size.norm().clamp(min=1e-30))
+        worst = float(error.abs().max() / size.abs().max().clamp(min=1e-30))
+        assert whole <= tolerance, f"{name} is off by {whole:.2g}, not {tolerance}"
+        assert worst <= 4 * tolerance, f"An element of {name} is off by {worst:.2g}"
+
+
+def leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies that get gradients, if they are floating; else the tensors."""
+    return [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
+
+
+def in_fp64(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return leaves([t.detach().double() if t.is_floating_point() else t for t in tensors])
+
+
+def results(
+    run: Callable[..., Any], inputs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Outputs of a call, and gradients of ``wanted`` for some gradient of each output."""
+    outputs = run(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    floating = [y for y in outputs if y.is_floating_point()]
+    grads = [random_tensor(y.shape, BF16, 90 + i).to(y.dtype) for i, y in enumerate(floating)]
+    torch.autograd.backward(floating, grads)
+    named = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+    for i, tensor in enumerate(wanted):
+        if tensor.requires_grad:
+            named[f"gradient {i}"] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+    return named
+
+
+def fill(op: torch.nn.Module, spread: float = 1.0) -> list[torch.nn.Parameter]:
+    """The parameters of an op, with random values."""
+    parameters = list(op.parameters())
+    with torch.no_grad():
+        for i, parameter in enumerate(parameters):
+            parameter.copy_(random_tensor(parameter.shape, parameter.dtype, 50 + i, spread))
+    return parameters
+
+
+def agrees(
+    make: Make,
+    formula: Formula,
+    *inputs: torch.Tensor,
+    dtypes: Sequence[torch.dtype] = (FP32, BF16),
+    in_pipelines: bool = True,
+) -> None:
+    """Values and gradients of an op, alone and before another op, are those of its formula.
+
+    ``make`` gets the dtype; the formula gets the main input, parameters, and extra inputs.
+    """
+    for dtype in dtypes:
+        for factor in (1.0, 0.5) if in_pipelines else (1.0,):
+            op = make(dtype)
+            parameters = fill(op)
+            run = op if factor == 1.0 else fuser.Sequential(op, fuser.ConstantScale(factor))
+            given = leaves([t.to(dtype) if t.is_floating_point() else t for t in inputs])
+            actual = results(run, given, [given[0], *parameters, *given[1:]])
+            x, *others = in_fp64([given[0], *parameters, *given[1:]])
+            for tensor, parameter in zip(others, parameters, strict=False):
+                tensor.requires_grad_(parameter.requires_grad)
+            exact = results(_times(formula, factor), [x, *others], [x, *others])
+            _compare(actual, exact, TOLERANCES[dtype], f"{dtype}, times {factor}")
+
+
+def agrees_quantized(
+    make: Make,
+    formula: Formula,
+    *inputs: torch.Tensor,
+    recipe: Any = E4M3,
+    tolerance: float = QUANTIZED,
+) -> None:
+    """As :func:`agrees` between two linears under a recipe: the op's output is quantized."""
+    op = make(BF16)
+    parameters = fill(op)
+    given = leaves([t.to(BF16) if t.is_floating_point() else t for t in inputs])
+    with torch.no_grad():
+        features = formula(*in_fp64([given[0], *parameters, *given[1:]])).shape[-1]
+    linear = fuser.BasicLinear(features, 16, dtype=BF16)
+    fill(linear)
+    model = fuser.Sequential(op, linear)
+    with fuser.autocast(recipe=recipe):
+        actual = results(model, given, [given[0], *parameters, *given[1:], linear.weight])
+    *others, weight = in_fp64([given[0], *parameters, *given[1:], linear.weight])
+
+    def whole(*tensors: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = formula(*tensors)
+        return y @ weight.T
+
+    exact = results(whole, others, [*others, weight])
+    _compare(actual, exact, tolerance, "quantized")
+
+
+def _times(formula: Formula, factor: float) -> Formula:
+    return formula if factor == 1.0 else lambda *tensors: factor * formula(*tensors)
+
+
+def _compare(
+    actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], tolerance: float, where: str
+) -> None:
+    assert actual.keys() == exact.keys()
+    for name, tensor in exact.items():
+        near(actual[name], tensor, tolerance, name=f"{name} of {where}")
+
+
+def saved_by(run: Callable[[], Any]) -> list[torch.Tensor]:
+    """The tensors that a forward saves for its backward."""
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return kept
+
+
+def refuses(run: Callable[[], Any], match: str) -> None:
+    """The call raises a sentence with ``match`` in it."""
+    try:
+        run()
+    except (fuser.InputError, fuser.InputTypeError, fuser.StateError) as error:
+        assert re.search(match, str(error)), str(error)
+    else:
+        raise AssertionError(f"No error says {match}.")
+
+
+@contextlib.contextmanager
+def rank_0_of_2() -> Iterator[Any]:
+    """Process groups of two ranks, of which this is one and the other does nothing.
+
+    An all-reduce leaves the values of this rank. Yields the group of this rank alone.
+    """
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield torch.distributed.new_group([0])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class Tracker:
+    """Forks a generator of its own: what is drawn inside are numbers of another seed."""
+
+    SEED = 1234
+
+    def fork(self) -> contextlib.AbstractContextManager[Any]:
+        return self._forked()
+
+    @contextlib.contextmanager
+    def _forked(self) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.SEED)
+            yield
+
+
+def kaiming(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    """A weight as ``torch.nn.Linear`` draws it, from the seed of :class:`Tracker`."""
+    with Tracker().fork():
+        weight = torch.empty(shape, dtype=dtype)
+        for matrix in weight if weight.dim() == 3 else [weight]:
+            torch.nn.init.kaiming_uniform_(matrix, a=5**0.5)
+        return weight
+
+
+# -- parameters ---------------------------------------------------------------------------
+
+
+def parameters_are_in(op: torch.nn.Module, dtype: torch.dtype) -> None:
+    """All parameters of an op have a dtype that is not torch's default."""
+    assert dtype is not torch.get_default_dtype()
+    dtypes = [parameter.dtype for parameter in op.parameters()]
+    assert dtypes == [dtype] * len(dtypes)
+    assert dtypes
+
+
+def is_on_meta_until_its_first_call(op: torch.nn.Module, *inputs: torch.Tensor) -> None:
+    """Parameters have no memory, and are allocated, as the same objects, at the first forward."""
+    before = list(op.parameters())
+    assert before
+    assert all(parameter.is_meta for parameter in before)
+    op(*inputs)
+    after = list(op.parameters())
+    assert list(map(id, after)) == list(map(id, before))
+    assert all(parameter.device.type == "cpu" for parameter in after)
+    assert all(parameter.isfinite().all() for parameter in after)
