@@ -86,8 +86,7 @@ def agrees(
             given = leaves([t.to(dtype) if t.is_floating_point() else t for t in inputs])
             actual = results(run, given, [given[0], *parameters, *given[1:]])
             x, *others = in_fp64([given[0], *parameters, *given[1:]])
-            for tensor, parameter in zip(others, parameters, strict=False):
-                tensor.requires_grad_(parameter.requires_grad)
+            _freeze_as([x, *others], parameters)
             exact = results(_times(formula, factor), [x, *others], [x, *others])
             _compare(actual, exact, TOLERANCES[dtype], f"{dtype}, times {factor}")
 
@@ -111,6 +110,7 @@ def agrees_quantized(
     with fuser.autocast(recipe=recipe):
         actual = results(model, given, [given[0], *parameters, *given[1:], linear.weight])
     *others, weight = in_fp64([given[0], *parameters, *given[1:], linear.weight])
+    _freeze_as(others, parameters)
 
     def whole(*tensors: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = formula(*tensors)
@@ -118,6 +118,12 @@ def agrees_quantized(
 
     exact = results(whole, others, [*others, weight])
     _compare(actual, exact, tolerance, "quantized")
+
+
+def _freeze_as(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+    """Let the tensors after the first, which are the parameters in fp64, be frozen as these."""
+    for tensor, parameter in zip(tensors[1:], parameters, strict=False):
+        tensor.requires_grad_(parameter.requires_grad)
 
 
 def _times(formula: Formula, factor: float) -> Formula:
@@ -213,3 +219,60 @@ def is_on_meta_until_its_first_call(op: torch.nn.Module, *inputs: torch.Tensor) 
     assert list(map(id, after)) == list(map(id, before))
     assert all(parameter.device.type == "cpu" for parameter in after)
     assert all(parameter.isfinite().all() for parameter in after)
+
+
+def is_drawn_by_the_tracker(make: Callable[[], Any], weights: Callable[[Any], list[Any]]) -> None:
+    """Weights are drawn in the context of :class:`Tracker`, also after meta; nothing else is."""
+    before = torch.random.get_rng_state()
+    op = make()
+    assert torch.equal(torch.random.get_rng_state(), before), "It has drawn outside of the context."
+    with torch.no_grad():
+        for step in ("made", "reset"):
+            with Tracker().fork():
+                exact = [_drawn(weight) for weight in weights(op)]
+            for weight, values in zip(weights(op), exact, strict=True):
+                assert torch.equal(weight, values), f"{step}: drawn from another generator"
+                weight.zero_()
+            (op if hasattr(op, "reset_parameters") else op.members[0]).reset_parameters()
+    with fuser.quantized_model_init(recipe=E4M3):
+        quantized = make()
+    near(weights(quantized)[0].dequantize(), exact[0].double(), QUANTIZED)
+
+
+def _drawn(weight: torch.Tensor) -> torch.Tensor:
+    values = torch.empty(weight.shape, dtype=weight.dtype)
+    for matrix in values if values.dim() == 3 else [values]:
+        torch.nn.init.kaiming_uniform_(matrix, a=5**0.5)
+    return values
+
+
+def accumulates(
+    make: Make, formula: Formula, *inputs: torch.Tensor, weights: Callable[[Any], list[Any]]
+) -> None:
+    """Gradients of weights are added to ``main_grad``, or replace it; all others are returned."""
+    for dtype, tolerance, recipe in (
+        (FP32, TOLERANCES[FP32], None),
+        (BF16, TOLERANCES[BF16], None),
+        (BF16, QUANTIZED, E4M3),
+    ):
+        for is_overwritten in (False, True):
+            op = make(dtype)
+            parameters = fill(op)
+            own = weights(op)
+            for weight in own:
+                weight.main_grad = torch.full(weight.shape, 0.5)
+                weight.overwrite_main_grad = is_overwritten
+            given = leaves([t.to(dtype) if t.is_floating_point() else t for t in inputs])
+            tensors = [given[0], *parameters, *given[1:]]
+            with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+                actual = results(op, given, tensors)
+            for i, tensor in enumerate(tensors):
+                if any(tensor is weight for weight in own):
+                    assert tensor.grad is None
+                    actual[f"gradient {i}"] = tensor.main_grad - (0.0 if is_overwritten else 0.5)
+            others = in_fp64(tensors)
+            _freeze_as(others, parameters)
+            exact = results(formula, others, others)
+            _compare(actual, exact, tolerance, f"{dtype}, {recipe}")
+    op = make(FP32)
+    refuses(lambda: op(*leaves(inputs[:1]), *inputs[1:]).sum().backward(), "has no main_grad")
