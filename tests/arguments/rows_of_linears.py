@@ -14,8 +14,11 @@ from argument_checks import (
     TOLERANCES,
     Tracker,
     accumulates,
+    added,
+    added_in_backward,
     agrees,
     agrees_quantized,
+    gathered,
     is_drawn_by_the_tracker,
     is_on_meta_until_its_first_call,
     leaves,
@@ -23,6 +26,7 @@ from argument_checks import (
     parameters_are_in,
     rank_0_of_2,
     refuses,
+    scattered,
 )
 from argument_rows import Of, sets
 from oracles import Formula, random_tensor
@@ -32,6 +36,10 @@ import fuser
 X = random_tensor((4, 6), BF16, 1)
 ALONE = "the group of one rank"
 """Stands for a group that there is only while the check runs."""
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _linears(name: str, formula: Formula) -> None:
@@ -69,17 +77,24 @@ def _linears(name: str, formula: Formula) -> None:
                 op = cls(6, 8, **own)
                 assert tuple(op.weight.shape) == shape
                 assert f"{mode} parallel over 2 ranks" in repr(op)
-                x = X[:, : shape[1]]
-                plan = fuser.Sequential(op).plan(x.float().requires_grad_())
-                sides = (str(plan).partition("backward")[0], str(plan).partition("backward")[2])
                 is_row = mode == "row"
-                assert ("all-reduce output (2 ranks" in sides[0]) is is_row
-                assert ("all-reduce grad_input (2 ranks" in sides[1]) is not is_row
-                # The other rank adds nothing.
-                agrees(lambda dtype, own=own: cls(6, 8, dtype=dtype, **own), formula, x)
-                agrees_quantized(lambda dtype, own=own: cls(6, 8, dtype=dtype, **own), formula, x)
                 if has_bias:
                     assert tuple(op.bias.shape) == ((8,) if is_row else (4,))
+                check_parallel(
+                    lambda dtype, own=own: cls(6, 8, dtype=dtype, **own),
+                    (_same, added) if is_row else (added_in_backward, _same),
+                    X[:, : shape[1]],
+                )
+
+    def check_parallel(make: Any, communication: tuple[Formula, Formula], x: torch.Tensor) -> None:
+        """Between two communications the product and the bias, which the twin of rank 0 adds too."""
+        before, after = communication
+
+        def of_ranks(x: torch.Tensor, *parameters: torch.Tensor) -> Any:
+            return after(formula(before(x), *parameters))
+
+        agrees(make, of_ranks, x)
+        agrees_quantized(make, of_ranks, x)
 
     @sets(path, tensor_parallel_group=ALONE)
     def ranks_of_a_linear(given: dict[str, Any]) -> None:
@@ -101,20 +116,21 @@ def _linears(name: str, formula: Formula) -> None:
     def rows_of_a_sequence_are_sharded(given: dict[str, Any]) -> None:
         refuses(lambda: cls(6, 8, **given), "sequence_parallel")
         with rank_0_of_2():
-            for mode, rows, forward, backward in (
-                ("column", 8, "all-gather input (2 ranks", "reduce-scatter grad_input (2 ranks"),
-                ("row", 2, "reduce-scatter output (2 ranks", "all-gather grad_output (2 ranks"),
+            for mode, communication, forward, backward in (
+                ("column", (gathered, _same), "all-gather input", "reduce-scatter grad_input"),
+                ("row", (_same, scattered), "reduce-scatter output", "all-gather grad_output"),
             ):
-                op = cls(6, 8, tensor_parallel_mode=mode, **given)
-                (x,) = leaves([X[:, : op.weight.shape[1]].float()])
-                y = op(x)
-                assert tuple(y.shape) == (rows, op.weight.shape[0])
-                y.sum().backward()
-                assert x.grad.shape == x.shape
-                plan = str(fuser.Sequential(op).plan(x))
+
+                def make(dtype: torch.dtype, mode: str = mode) -> Any:
+                    return cls(6, 8, dtype=dtype, tensor_parallel_mode=mode, **given)
+
+                op = make(FP32)
+                x = X[:, : op.weight.shape[1]]
+                plan = str(fuser.Sequential(op).plan(x.float().requires_grad_()))
                 sides = plan.partition("  backward ")
-                assert forward in sides[0]
-                assert backward in sides[2]
+                assert f"{forward} (2 ranks" in sides[0]
+                assert f"{backward} (2 ranks" in sides[2]
+                check_parallel(make, communication, x)
 
     @sets(path, rng_state_tracker_function=Tracker)
     def a_tracker_draws_the_weight(given: dict[str, Any]) -> None:
@@ -180,6 +196,7 @@ def _each_rank_has_a_part_of_the_bias(given: dict[str, Any]) -> None:
         assert tuple(op.bias.shape) == (6,)
         assert "parallel over 2 ranks" in repr(op)
         agrees(lambda dtype: fuser.Bias(12, dtype=dtype, **given), oracles.bias, X)
+        agrees_quantized(lambda dtype: fuser.Bias(12, dtype=dtype, **given), oracles.bias, X)
         refuses(lambda: fuser.Bias(5, **given), "5")
 
 

@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from oracles import Formula, random_tensor
@@ -161,17 +162,73 @@ def refuses(run: Callable[[], Any], match: str) -> None:
         raise AssertionError(f"No error says {match}.")
 
 
+# -- two ranks ------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def rank_0_of_2() -> Iterator[Any]:
-    """Process groups of two ranks, of which this is one and the other does nothing.
+    """Process groups of two ranks: this one, and a twin that has the same tensors.
 
-    An all-reduce leaves the values of this rank. Yields the group of this rank alone.
+    Yields the group of this rank alone.
     """
+    collectives = {"_gather": _gather, "_scatter": _scatter, "_add": _add, "_exchange": _exchange}
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        yield torch.distributed.new_group([0])
+        with mock.patch.multiple("fuser.communication.collectives", **collectives):
+            yield torch.distributed.new_group([0])
     finally:
         torch.distributed.destroy_process_group()
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+def _gather(out: torch.Tensor, x: torch.Tensor, group: Any) -> _Done:
+    out.copy_(torch.cat([x, x]))
+    return _Done()
+
+
+def _scatter(out: torch.Tensor, x: torch.Tensor, group: Any) -> _Done:
+    out.copy_(x[: len(out)] + x[: len(out)])
+    return _Done()
+
+
+def _add(out: torch.Tensor, group: Any) -> _Done:
+    out.mul_(2)
+    return _Done()
+
+
+def _exchange(
+    out: torch.Tensor, x: torch.Tensor, received: Any, sent: Any, group: Any
+) -> _Done:
+    """Both ranks send this one the rows that are for rank 0, and none for rank 1."""
+    rows = len(x) // 2 if sent is None else sent[0]
+    assert sent is None or sent[1] == 0
+    out.copy_(torch.cat([x[:rows], x[:rows]]))
+    return _Done()
+
+
+def added(x: torch.Tensor) -> torch.Tensor:
+    """The sum over the two ranks; each passes the gradient of the sum on."""
+    return x + x.detach()
+
+
+def added_in_backward(x: torch.Tensor) -> torch.Tensor:
+    """The same values, whose gradients of the two ranks are added."""
+    return 2 * x - x.detach()
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    """The rows of both ranks, whose gradients are added."""
+    return torch.cat([added_in_backward(x), x.detach()])
+
+
+def scattered(x: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of the sum; the gradient has the rows of both."""
+    own, others = x.chunk(2)
+    return own + others + (own - others).detach()
 
 
 class Tracker:
