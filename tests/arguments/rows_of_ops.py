@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # Imported for their rows.
 import rows_of_activations  # noqa: F401
+import rows_of_experts  # noqa: F401
 import rows_of_groups  # noqa: F401
 import rows_of_linears  # noqa: F401
 import rows_of_norms  # noqa: F401

@@ -26,7 +26,8 @@ E4M3 = fuser.recipe.Float8CurrentScaling(fp8_format=fuser.recipe.Format.E4M3)
 def near(actual: torch.Tensor, exact: torch.Tensor, tolerance: float, *, name: str = "") -> None:
     """Assert the shape, the error of the whole, and that no element is wrong."""
     assert actual.shape == exact.shape, f"{name}: {actual.shape}, not {exact.shape}"
-    error, size = actual.detach().double() - exact.detach(), exact.detach()
+    size = exact.detach().double()
+    error = actual.detach().double() - size
     if size.numel():
         whole = float(error.norm() / size.norm().clamp(min=1e-30))
         worst = float(error.abs().max() / size.abs().max().clamp(min=1e-30))
@@ -88,7 +89,8 @@ def agrees(
             actual = results(run, given, [given[0], *parameters, *given[1:]])
             x, *others = in_fp64([given[0], *parameters, *given[1:]])
             _freeze_as([x, *others], parameters)
-            exact = results(_times(formula, factor), [x, *others], [x, *others])
+            scaled = formula if factor == 1.0 else _then(formula, lambda y, f=factor: f * y)
+            exact = results(scaled, [x, *others], [x, *others])
             _compare(actual, exact, TOLERANCES[dtype], f"{dtype}, times {factor}")
 
 
@@ -104,7 +106,7 @@ def agrees_quantized(
     parameters = fill(op)
     given = leaves([t.to(BF16) if t.is_floating_point() else t for t in inputs])
     with torch.no_grad():
-        features = formula(*in_fp64([given[0], *parameters, *given[1:]])).shape[-1]
+        features = _first(formula(*in_fp64([given[0], *parameters, *given[1:]]))).shape[-1]
     linear = fuser.BasicLinear(features, 16, dtype=BF16)
     fill(linear)
     model = fuser.Sequential(op, linear)
@@ -113,11 +115,7 @@ def agrees_quantized(
     *others, weight = in_fp64([given[0], *parameters, *given[1:], linear.weight])
     _freeze_as(others, parameters)
 
-    def whole(*tensors: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = formula(*tensors)
-        return y @ weight.T
-
-    exact = results(whole, others, [*others, weight])
+    exact = results(_then(formula, lambda y: y @ weight.T), others, [*others, weight])
     _compare(actual, exact, tolerance, "quantized")
 
 
@@ -127,8 +125,20 @@ def _freeze_as(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tenso
         tensor.requires_grad_(parameter.requires_grad)
 
 
-def _times(formula: Formula, factor: float) -> Formula:
-    return formula if factor == 1.0 else lambda *tensors: factor * formula(*tensors)
+def _first(outputs: Any) -> torch.Tensor:
+    y: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
+    return y
+
+
+def _then(formula: Formula, last: Formula) -> Formula:
+    """``last`` of the main output; extra outputs as they are."""
+
+    def both(*tensors: torch.Tensor) -> Any:
+        outputs = formula(*tensors)
+        y = last(_first(outputs))
+        return (y, *outputs[1:]) if isinstance(outputs, tuple) else y
+
+    return both
 
 
 def _compare(
@@ -203,10 +213,10 @@ def _add(out: torch.Tensor, group: Any) -> _Done:
 def _exchange(
     out: torch.Tensor, x: torch.Tensor, received: Any, sent: Any, group: Any
 ) -> _Done:
-    """Both ranks send this one the rows that are for rank 0, and none for rank 1."""
+    """Both ranks send this one the rows that are for rank 0; rank 1 has no rows of its own."""
     rows = len(x) // 2 if sent is None else sent[0]
-    assert sent is None or sent[1] == 0
-    out.copy_(torch.cat([x[:rows], x[:rows]]))
+    is_sent_by_both = received is None or received[1]
+    out.copy_(torch.cat([x[:rows], x[:rows]] if is_sent_by_both else [x[:rows]]))
     return _Done()
 
 
@@ -278,15 +288,19 @@ def is_on_meta_until_its_first_call(op: torch.nn.Module, *inputs: torch.Tensor) 
     assert all(parameter.isfinite().all() for parameter in after)
 
 
-def is_drawn_by_the_tracker(make: Callable[[], Any], weights: Callable[[Any], list[Any]]) -> None:
-    """Weights are drawn in the context of :class:`Tracker`, also after meta; nothing else is."""
+def is_drawn_by_the_tracker(
+    make: Callable[[], Any], weights: Callable[[Any], list[Any]], *, each_alone: bool = False
+) -> None:
+    """Weights are drawn in a context of :class:`Tracker`, or each in its own; nothing else is."""
     before = torch.random.get_rng_state()
     op = make()
     assert torch.equal(torch.random.get_rng_state(), before), "It has drawn outside of the context."
     with torch.no_grad():
         for step in ("made", "reset"):
-            with Tracker().fork():
-                exact = [_drawn(weight) for weight in weights(op)]
+            exact = []
+            for some in [[w] for w in weights(op)] if each_alone else [weights(op)]:
+                with Tracker().fork():
+                    exact += map(_drawn, some)
             for weight, values in zip(weights(op), exact, strict=True):
                 assert torch.equal(weight, values), f"{step}: drawn from another generator"
                 weight.zero_()
