@@ -145,9 +145,7 @@ def _rows_of_low_probability_are_dropped(given: dict[str, Any]) -> None:
     own = {"drop_policy": "position", **given}
     _check_permute(own, capacity=CAPACITY, drop_policy="probs")
     _check_permute(own, capacity=12, drop_policy="probs")
-    refuses(
-        lambda: moe.permute(X, INDICES, num_experts=EXPERTS, drop_policy="probs"), "no probs"
-    )
+    refuses(lambda: moe.permute(X, INDICES, num_experts=EXPERTS, drop_policy="probs"), "no probs")
 
 
 @sets("fuser.moe.permute", probs=PROBS)
@@ -275,9 +273,7 @@ def _ranks_of_a_dispatch(given: dict[str, Any]) -> None:
         for dtype, tolerance in TOLERANCES.items():
             x, probs = leaves([X.to(dtype), PROBS.to(dtype)])
             op = fuser.MoeDispatch(EXPERTS, **own)
-            actual = results(
-                lambda x, probs, op=op: op(x, NEAR, probs)[:3], [x, probs], [x, probs]
-            )
+            actual = results(lambda x, probs, op=op: op(x, NEAR, probs)[:3], [x, probs], [x, probs])
             tensors = in_fp64([x, probs])
             exact = results(_of_two_ranks, tensors, tensors)
             for name in exact:
@@ -368,7 +364,9 @@ def _check_router(given: dict[str, Any], top_k: int, **expected: Any) -> None:
     top_k=Of(2, instead=1),
 )
 def _sizes_of_a_router(given: dict[str, Any]) -> None:
-    assert tuple(moe.Router(**{"hidden": 6, "num_experts": 4, "top_k": 2, **given}).weight.shape) == (
+    assert tuple(
+        moe.Router(**{"hidden": 6, "num_experts": 4, "top_k": 2, **given}).weight.shape
+    ) == (
         4,
         6,
     )

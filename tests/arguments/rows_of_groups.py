@@ -313,9 +313,7 @@ def _adapters_of_groups_in_another_dtype(given: dict[str, Any]) -> None:
         assert {d for name, d in dtypes.items() if "lora" not in name} == {BF16}
         formula = grouped(options, rank=2)
         inputs = (X, torch.tensor([3, 4]))
-        agrees(
-            lambda dtype, o=options: _lora(**o, **given), formula, *inputs, dtypes=(BF16,)
-        )
+        agrees(lambda dtype, o=options: _lora(**o, **given), formula, *inputs, dtypes=(BF16,))
         agrees_quantized(lambda dtype, o=options: _lora(**o, **given), formula, *inputs)
         op(X, inputs[1]).sum().backward()
         assert {p.grad.dtype for name, p in op.named_parameters() if "lora" in name} == {FP32}

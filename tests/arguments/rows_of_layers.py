@@ -455,9 +455,7 @@ def _groups(*, num_groups: int = 2, **options: Any) -> Any:
 PATH = "fuser.modules.GroupedLinear"
 
 
-@sets(
-    PATH, num_gemms=Of(2, instead=3), in_features=Of(6, instead=5), out_features=Of(8, instead=7)
-)
+@sets(PATH, num_gemms=Of(2, instead=3), in_features=Of(6, instead=5), out_features=Of(8, instead=7))
 def _sizes_of_a_grouped_layer(given: dict[str, Any]) -> None:
     shapes = {name: tuple(p.shape) for name, p in _Grouped(**given).named_parameters()}
     weights = {"weight0": (8, 6), "weight1": (8, 6)}
@@ -544,9 +542,7 @@ def _weights(layer: Any) -> list[Any]:
 def _a_tracker_draws_the_weights_of_a_layer(given: dict[str, Any]) -> None:
     for is_one in (False, True):
         is_drawn_by_the_tracker(
-            lambda is_one=is_one: _Grouped(
-                out_features=128, single_grouped_weight=is_one, **given
-            ),
+            lambda is_one=is_one: _Grouped(out_features=128, single_grouped_weight=is_one, **given),
             _weights,
         )
 
@@ -581,9 +577,7 @@ def _group_of_one_rank(given: dict[str, Any]) -> None:
 
 
 def _check_one_rank(given: dict[str, Any]) -> None:
-    agrees(
-        lambda dtype: _Grouped(dtype=dtype, **given), grouped({}), X, SIZES, in_pipelines=False
-    )
+    agrees(lambda dtype: _Grouped(dtype=dtype, **given), grouped({}), X, SIZES, in_pipelines=False)
 
 
 @sets(PATH, sequence_parallel=True)
@@ -606,7 +600,10 @@ def _row_of_a_refusal(name: str, make: Make, argument: str, value: Any) -> None:
         make(**{argument: off})
 
 
-for _name, _make in {**{n: layer[0] for n, layer in LAYERS.items()}, "GroupedLinear": _Grouped}.items():
+for _name, _make in {
+    **{n: layer[0] for n, layer in LAYERS.items()},
+    "GroupedLinear": _Grouped,
+}.items():
     _on = dict(REFUSED)
     if _name == "GroupedLinear":
         _on |= {"tp_size": 2, "set_parallel_mode": True}

@@ -139,7 +139,10 @@ def _linears(name: str, formula: Formula) -> None:
     @sets(path, accumulate_into_main_grad=True)
     def the_weight_gradient_goes_into_main_grad(given: dict[str, Any]) -> None:
         accumulates(
-            lambda dtype: cls(6, 8, dtype=dtype, **given), formula, X, weights=lambda op: [op.weight]
+            lambda dtype: cls(6, 8, dtype=dtype, **given),
+            formula,
+            X,
+            weights=lambda op: [op.weight],
         )
         accumulates(  # in a fusion of the linear with the addition
             lambda dtype: fuser.Sequential(
@@ -259,7 +262,11 @@ def _dropout_before_adapters(given: dict[str, Any]) -> None:
 
 
 def check_dropout(
-    op: Any, frozen: list[torch.Tensor], adapters: list[torch.Tensor], dtype: torch.dtype, *extras: Any
+    op: Any,
+    frozen: list[torch.Tensor],
+    adapters: list[torch.Tensor],
+    dtype: torch.dtype,
+    *extras: Any,
 ) -> None:
     """With adapters that are the identity, and weights of zero, the output is the dropout."""
     with torch.no_grad():

@@ -28,9 +28,13 @@ NORMS = {fuser.LayerNorm: oracles.layernorm, fuser.RMSNorm: oracles.rmsnorm}
 def _the_normalized_dimensions(given: dict[str, Any]) -> None:
     for norm, formula in NORMS.items():
         op = norm(**given)
-        assert [tuple(p.shape) for p in op.parameters()] == [(3, 5)] * (1 + (norm is fuser.LayerNorm))
+        assert [tuple(p.shape) for p in op.parameters()] == [(3, 5)] * (
+            1 + (norm is fuser.LayerNorm)
+        )
         agrees(lambda dtype, norm=norm: norm(dtype=dtype, **given), formula(2), X)
-        refuses(lambda op=op: op(X.float().transpose(1, 2)), r"its last dimensions must be \(3, 5\)")
+        refuses(
+            lambda op=op: op(X.float().transpose(1, 2)), r"its last dimensions must be \(3, 5\)"
+        )
         for shape in ((5,), [5]):
             agrees(lambda dtype, norm=norm, n=shape: norm(n, dtype=dtype), formula(1), X)
 
@@ -53,7 +57,9 @@ def _eps_of_a_norm(given: dict[str, Any]) -> None:
 def _gain_around_zero(given: dict[str, Any]) -> None:
     for norm, formula in NORMS.items():
         assert torch.equal(norm(5, **given).weight, torch.zeros(5))
-        agrees(lambda dtype, norm=norm: norm(5, dtype=dtype, **given), formula(zero_centered=True), X)
+        agrees(
+            lambda dtype, norm=norm: norm(5, dtype=dtype, **given), formula(zero_centered=True), X
+        )
         agrees_quantized(
             lambda dtype, norm=norm: norm(5, dtype=dtype, **given), formula(zero_centered=True), X
         )
@@ -150,7 +156,9 @@ def _row_of_the_batch_dimension(dim: int) -> None:
             pair = _scales(x.shape[batch_dim])
             formula = _adaptive(batch_dim=batch_dim)
             agrees(lambda _, own=own: fuser.AdaptiveLayerNorm(5, **own), formula, x, *pair)
-            agrees_quantized(lambda _, own=own: fuser.AdaptiveLayerNorm(5, **own), formula, x, *pair)
+            agrees_quantized(
+                lambda _, own=own: fuser.AdaptiveLayerNorm(5, **own), formula, x, *pair
+            )
 
     sets("fuser.AdaptiveLayerNorm", batch_dim=dim)(samples_along_another_dimension)
 

@@ -87,7 +87,9 @@ def _in_e4m3(x: torch.Tensor) -> torch.Tensor:
     return (x.detach().float() * scale).to(torch.float8_e4m3fn).float() / scale
 
 
-def _quantized(given: dict[str, Any]) -> tuple[Any, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+def _quantized(
+    given: dict[str, Any],
+) -> tuple[Any, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Output, input, gradient of the input, and of the output, of ``Quantize`` alone."""
     (x,) = leaves([random_tensor((4, 6), FP32, 3)])
     grad = random_tensor((4, 6), FP32, 4)

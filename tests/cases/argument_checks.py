@@ -56,7 +56,9 @@ def results(
     named = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
     for i, tensor in enumerate(wanted):
         if tensor.requires_grad:
-            named[f"gradient {i}"] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            named[f"gradient {i}"] = (
+                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            )
     return named
 
 
@@ -217,9 +219,7 @@ def _add(out: torch.Tensor, group: Any) -> _Done:
     return _Done()
 
 
-def _exchange(
-    out: torch.Tensor, x: torch.Tensor, received: Any, sent: Any, group: Any
-) -> _Done:
+def _exchange(out: torch.Tensor, x: torch.Tensor, received: Any, sent: Any, group: Any) -> _Done:
     """Both ranks send this one the rows that are for rank 0; rank 1 has no rows of its own."""
     rows = len(x) // 2 if sent is None else sent[0]
     is_sent_by_both = received is None or received[1]
