@@ -9,7 +9,6 @@ import torch
 from argument_checks import (
     BF16,
     FP32,
-    QUANTIZED,
     TOLERANCES,
     agrees,
     agrees_quantized,
@@ -20,6 +19,7 @@ from argument_checks import (
     refuses,
     results,
     saved_by,
+    untyped,
 )
 from argument_rows import Of, sets
 from oracles import Formula, random_tensor
@@ -29,15 +29,23 @@ import fuser
 X = random_tensor((6, 12), BF16, 1, 3.0)
 SCALES = random_tensor((6,), BF16, 2)
 
+
+def _clamped_swiglu(
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    glu_linear_offset: float = 1.0,
+    glu_interleave_size: int | None = None,
+) -> Formula:
+    return oracles.clamped_swiglu(limit, alpha, glu_linear_offset, glu_interleave_size)
+
+
 # By name of the class: the formula with arguments of the constructor.
 GATED: dict[str, Any] = {
     "SwiGLU": lambda glu_interleave_size=None: oracles.gated(oracles.silu, glu_interleave_size),
     "SiTUGLU": lambda beta1=4.0, beta2=25.0, glu_interleave_size=None: oracles.situglu(
         beta1, beta2, glu_interleave_size
     ),
-    "ClampedSwiGLU": lambda limit=7.0, alpha=1.702, glu_linear_offset=1.0, glu_interleave_size=None: (
-        oracles.clamped_swiglu(limit, alpha, glu_linear_offset, glu_interleave_size)
-    ),
+    "ClampedSwiGLU": _clamped_swiglu,
 }
 SCALED = {
     "ScaledSwiGLU": "SwiGLU",
@@ -63,8 +71,8 @@ def _row_of_gated(name: str, argument: str) -> None:
 
     @sets(f"fuser.{name}", **{argument: value})
     def values_of_a_gated_activation(given: dict[str, Any]) -> None:
-        agrees(lambda _: cls(**given), formula, X, *extras)
-        agrees_quantized(lambda _: cls(**given), formula, X, *extras)
+        agrees(untyped(cls, **given), formula, X, *extras)
+        agrees_quantized(untyped(cls, **given), formula, X, *extras)
 
 
 for _name in (*GATED, *SCALED):
@@ -80,7 +88,7 @@ def _the_erf_form(given: dict[str, Any]) -> None:
             (fuser.GELU, oracles.gelu_erf),
             (fuser.GEGLU, oracles.gated(oracles.gelu_erf)),
         ):
-            agrees(lambda _, cls=cls: cls(**given), formula, X, dtypes=(dtype,))
+            agrees(untyped(cls, **given), formula, X, dtypes=(dtype,))
             plan = str(fuser.Sequential(cls(**given)).plan(X.to(dtype)))
             assert ("_erf" in plan) or not is_seen
 
@@ -88,11 +96,11 @@ def _the_erf_form(given: dict[str, Any]) -> None:
 @sets("fuser.ScaledTanhSReLU", tanh_clamp_scale=Of(1.5, instead=3.0))
 def _the_soft_bound(given: dict[str, Any]) -> None:
     formula = oracles.scaled(oracles.tanh_srelu(1.5))
-    agrees(lambda _: fuser.ScaledTanhSReLU(**given), formula, X, SCALES)
-    agrees_quantized(lambda _: fuser.ScaledTanhSReLU(**given), formula, X, SCALES)
+    agrees(untyped(fuser.ScaledTanhSReLU, **given), formula, X, SCALES)
+    agrees_quantized(untyped(fuser.ScaledTanhSReLU, **given), formula, X, SCALES)
 
 
-# -- what an activation keeps ---------------------------------------------------------
+# -- what an activation keeps -----------------------------------------------------------
 
 CACHING: dict[str, dict[str, Formula]] = {
     "Activation": {
@@ -163,8 +171,6 @@ def _row_of_recomputing(name: str, formula: Formula, others: dict[str, Any]) -> 
         for sizes in ([6], [2, 4], [0, 1, 4]):
             _check_experts(cls(**others, **given), formula, sizes)
 
-    del experts_keep_no_activation
-
 
 def _check_experts(activation: Any, formula: Formula, sizes: list[int]) -> None:
     """Two grouped linears with the activation between them: it is not saved, and not missed."""
@@ -205,5 +211,3 @@ def _check_experts(activation: Any, formula: Formula, sizes: list[int]) -> None:
 
 for _name, (_formula, _others) in RECOMPUTED.items():
     _row_of_recomputing(_name, _formula, _others)
-
-assert QUANTIZED > max(TOLERANCES.values())

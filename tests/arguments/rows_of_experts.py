@@ -18,6 +18,7 @@ from argument_checks import (
     rank_0_of_2,
     refuses,
     results,
+    untyped,
 )
 from argument_rows import Of, sets
 from oracles import random_tensor
@@ -79,7 +80,7 @@ def _permuted(
     )
 
 
-# -- permute and unpermute ------------------------------------------------------------------------
+# -- permute and unpermute --------------------------------------------------------------
 
 
 def _check_permute(given: dict[str, Any], with_probs: bool = True, **expected: Any) -> None:
@@ -207,7 +208,7 @@ def _weights_of_rows(given: dict[str, Any]) -> None:
     _check_unpermute(given, PROBS)
 
 
-# -- MoeDispatch and MoeCombine ---------------------------------------------------------------------
+# -- MoeDispatch and MoeCombine ---------------------------------------------------------
 
 
 def _dispatch(given: dict[str, Any], **options: Any) -> Any:
@@ -217,8 +218,8 @@ def _dispatch(given: dict[str, Any], **options: Any) -> Any:
         return _permuted(x, indices, probs, EXPERTS, **options)
 
     inputs = (X, INDICES, PROBS)
-    agrees(lambda _: fuser.MoeDispatch(**{**own, **given}), formula, *inputs)
-    agrees_quantized(lambda _: fuser.MoeDispatch(**{**own, **given}), formula, *inputs)
+    agrees(untyped(fuser.MoeDispatch, **{**own, **given}), formula, *inputs)
+    agrees_quantized(untyped(fuser.MoeDispatch, **{**own, **given}), formula, *inputs)
 
 
 @sets("fuser.MoeDispatch", num_experts=Of(EXPERTS, instead=EXPERTS + 1))
@@ -308,7 +309,7 @@ def _factors() -> Iterator[tuple[float, torch.dtype]]:
     yield from ((1.0, FP32), (3.0, FP32), (-1.0, BF16))
 
 
-# -- Router -------------------------------------------------------------------------------------
+# -- Router -----------------------------------------------------------------------------
 
 
 def _routed(

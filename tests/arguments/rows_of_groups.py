@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import oracles
@@ -83,13 +84,13 @@ def check(
         own = {"num_groups": len(sizes), **given}
         inputs = (X, torch.tensor(sizes), *extras)
         agrees(
-            lambda dtype, own=own: make(dtype=dtype, **own),
+            partial(make, **own),
             formula,
             *inputs,
             in_pipelines=len(sizes) == 3,
         )
         agrees_quantized(
-            lambda dtype, own=own: make(dtype=dtype, **own),
+            partial(make, **own),
             formula,
             *inputs,
             tolerance=1.5 * QUANTIZED if rank else QUANTIZED,  # of few rows, and few columns
@@ -177,7 +178,7 @@ _rows_of_both("GroupedLinear", {})
 _rows_of_both("LoRAGroupedLinear", {"rank": 2})
 
 
-# -- GroupedLinear alone ------------------------------------------------------------------------
+# -- GroupedLinear alone ----------------------------------------------------------------
 
 
 def _weights(op: Any) -> list[Any]:
@@ -189,8 +190,8 @@ def _a_tracker_draws_the_weights(given: dict[str, Any]) -> None:
     for groups in (1, 3):
         for is_one in (False, True):
             is_drawn_by_the_tracker(
-                lambda n=groups, is_one=is_one: fuser.GroupedLinear(
-                    n, 16, 128, single_grouped_weight=is_one, **given
+                partial(
+                    fuser.GroupedLinear, groups, 16, 128, single_grouped_weight=is_one, **given
                 ),
                 _weights,
             )
@@ -201,8 +202,8 @@ def _weight_gradients_go_into_main_grad(given: dict[str, Any]) -> None:
     for is_one in (False, True):
         for sizes in ([5], [0, 5], [1, 2, 4]):
             accumulates(
-                lambda dtype, n=len(sizes), is_one=is_one: fuser.GroupedLinear(
-                    n, 6, 8, dtype=dtype, single_grouped_weight=is_one, **given
+                partial(
+                    fuser.GroupedLinear, len(sizes), 6, 8, single_grouped_weight=is_one, **given
                 ),
                 grouped({"single_grouped_weight": is_one}),
                 X,
@@ -220,9 +221,7 @@ def _weight_gradients_come_later(given: dict[str, Any]) -> None:
     ):
         for is_one in (False, True):
             check_delayed(
-                lambda dtype, is_one=is_one: fuser.GroupedLinear(
-                    2, 6, 8, dtype=dtype, single_grouped_weight=is_one, **given
-                ),
+                partial(fuser.GroupedLinear, 2, 6, 8, single_grouped_weight=is_one, **given),
                 grouped({"single_grouped_weight": is_one}),
                 dtype,
                 tolerance,
@@ -231,8 +230,8 @@ def _weight_gradients_come_later(given: dict[str, Any]) -> None:
 
 
 def check_delayed(make: Any, formula: Formula, dtype: Any, tolerance: float, recipe: Any) -> None:
-    """Two backwards leave two weight gradients, which come in their order; the others do not wait."""
-    op, sizes = make(dtype), torch.tensor([3, 4])
+    """Two backwards leave two weight gradients, which come in order; others do not wait."""
+    op, sizes = make(dtype=dtype), torch.tensor([3, 4])
     parameters = fill(op)
     weights = _weights(op)
     exact = [p.detach().double().requires_grad_() for p in parameters]
@@ -259,7 +258,7 @@ def check_delayed(make: Any, formula: Formula, dtype: Any, tolerance: float, rec
                 near(parameter.grad, one, tolerance)
 
 
-# -- LoRAGroupedLinear alone --------------------------------------------------------------------
+# -- LoRAGroupedLinear alone ------------------------------------------------------------
 
 
 def _lora(**given: Any) -> Any:
@@ -313,7 +312,8 @@ def _adapters_of_groups_in_another_dtype(given: dict[str, Any]) -> None:
         assert {d for name, d in dtypes.items() if "lora" not in name} == {BF16}
         formula = grouped(options, rank=2)
         inputs = (X, torch.tensor([3, 4]))
-        agrees(lambda dtype, o=options: _lora(**o, **given), formula, *inputs, dtypes=(BF16,))
-        agrees_quantized(lambda dtype, o=options: _lora(**o, **given), formula, *inputs)
+        make = partial(_lora, single_grouped_weight=is_one, **given)
+        agrees(make, formula, *inputs, dtypes=(BF16,))
+        agrees_quantized(make, formula, *inputs)
         op(X, inputs[1]).sum().backward()
         assert {p.grad.dtype for name, p in op.named_parameters() if "lora" in name} == {FP32}

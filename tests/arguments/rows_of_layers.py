@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import oracles
@@ -159,19 +160,19 @@ LAYERS: dict[str, tuple[Make, Callable[..., Formula], tuple[str, ...]]] = {
 
 
 def check(make: Make, given: dict[str, Any], formula: Formula) -> None:
-    agrees(lambda dtype: make(dtype=dtype, **given), formula, X, in_pipelines=False)
+    agrees(partial(make, **given), formula, X, in_pipelines=False)
 
 
 def check_quantized(make: Make, given: dict[str, Any], formula: Formula) -> None:
     """A layer is a pipeline of its own, under the recipe."""
-    agrees_quantized(lambda dtype: make(dtype=dtype, **given), formula, X, tolerance=0.3)
+    agrees_quantized(partial(make, **given), formula, X, tolerance=0.3)
 
 
 def _named(layer: Any, names: tuple[str, ...]) -> list[Any]:
     return [getattr(layer, name) for name in names]
 
 
-# -- sizes, and rows that all layers have -----------------------------------------------------------
+# -- sizes, and rows that all layers have -----------------------------------------------
 
 
 @sets("fuser.modules.Linear", in_features=Of(6, instead=5), out_features=Of(8, instead=7))
@@ -246,7 +247,7 @@ def _rows(name: str, make: Make, formula: Callable[..., Formula], names: tuple[s
     def gradients_of_weights_go_into_main_grad(given: dict[str, Any]) -> None:
         for bias in (True, False):
             accumulates(
-                lambda dtype, bias=bias: make(dtype=dtype, bias=bias, **given),
+                partial(make, bias=bias, **given),
                 formula(bias=bias),
                 X,
                 weights=lambda layer: _named(layer, names),
@@ -285,7 +286,7 @@ for _name, _layer in LAYERS.items():
     _rows(_name, *_layer)
 
 
-# -- norms and activations ----------------------------------------------------------------------------
+# -- norms and activations --------------------------------------------------------------
 
 
 def _rows_of_norms(name: str, make: Make, formula: Callable[..., Formula]) -> None:
@@ -334,7 +335,7 @@ def _activation_between_linears(given: dict[str, Any]) -> None:
     for name, act in ACTIVATIONS.items():  # bf16 rounds around the kink of a ReLU
         own = {"activation": name}
         agrees(
-            lambda dtype, own=own: _mlp(dtype=dtype, **own),
+            partial(_mlp, **own),
             _of_mlp(act=act),
             X,
             dtypes=(FP32,),
@@ -360,12 +361,12 @@ def _a_function_initialises_the_last_weight(given: dict[str, Any]) -> None:
     check_init(_mlp, given, "fc2_weight", ("fc1_weight",))
 
 
-# -- ranks ------------------------------------------------------------------------------------------
+# -- ranks ------------------------------------------------------------------------------
 
 
 def _on_two_ranks(make: Make, given: dict[str, Any], formula: Formula, x: torch.Tensor = X) -> None:
-    agrees(lambda dtype: make(dtype=dtype, **given), formula, x, in_pipelines=False)
-    agrees_quantized(lambda dtype: make(dtype=dtype, **given), formula, x, tolerance=0.3)
+    agrees(partial(make, **given), formula, x, in_pipelines=False)
+    agrees_quantized(partial(make, **given), formula, x, tolerance=0.3)
 
 
 def _rows_of_ranks(name: str, make: Make, formula: Callable[..., Formula]) -> None:
@@ -445,7 +446,7 @@ def _column_and_row_parallel_linears(given: dict[str, Any]) -> None:
         _on_two_ranks(_mlp, {"activation": "swiglu", **given}, gated)
 
 
-# -- GroupedLinear ------------------------------------------------------------------------------------
+# -- GroupedLinear ----------------------------------------------------------------------
 
 
 def _groups(*, num_groups: int = 2, **options: Any) -> Any:
@@ -519,9 +520,7 @@ def _weight_gradients_of_a_layer_come_later(given: dict[str, Any]) -> None:
     ):
         for is_one in (False, True):
             check_delayed(
-                lambda dtype, is_one=is_one: _Grouped(
-                    dtype=dtype, single_grouped_weight=is_one, **given
-                ),
+                partial(_Grouped, single_grouped_weight=is_one, **given),
                 grouped({"single_grouped_weight": is_one}),
                 dtype,
                 tolerance,
@@ -542,7 +541,7 @@ def _weights(layer: Any) -> list[Any]:
 def _a_tracker_draws_the_weights_of_a_layer(given: dict[str, Any]) -> None:
     for is_one in (False, True):
         is_drawn_by_the_tracker(
-            lambda is_one=is_one: _Grouped(out_features=128, single_grouped_weight=is_one, **given),
+            partial(_Grouped, out_features=128, single_grouped_weight=is_one, **given),
             _weights,
         )
 
@@ -551,9 +550,7 @@ def _a_tracker_draws_the_weights_of_a_layer(given: dict[str, Any]) -> None:
 def _weight_gradients_of_a_layer_go_into_main_grad(given: dict[str, Any]) -> None:
     for is_one in (False, True):
         accumulates(
-            lambda dtype, is_one=is_one: _Grouped(
-                dtype=dtype, single_grouped_weight=is_one, **given
-            ),
+            partial(_Grouped, single_grouped_weight=is_one, **given),
             grouped({"single_grouped_weight": is_one}),
             X,
             SIZES,
@@ -577,7 +574,7 @@ def _group_of_one_rank(given: dict[str, Any]) -> None:
 
 
 def _check_one_rank(given: dict[str, Any]) -> None:
-    agrees(lambda dtype: _Grouped(dtype=dtype, **given), grouped({}), X, SIZES, in_pipelines=False)
+    agrees(partial(_Grouped, **given), grouped({}), X, SIZES, in_pipelines=False)
 
 
 @sets(PATH, sequence_parallel=True)
@@ -586,16 +583,17 @@ def _rows_of_groups_are_on_one_rank(given: dict[str, Any]) -> None:
     _check_one_rank({"parallel_mode": "column", **given})
 
 
-# -- options that are refused, or ignored -------------------------------------------------------------
+# -- options that are refused, or ignored -----------------------------------------------
 
 
 def _row_of_a_refusal(name: str, make: Make, argument: str, value: Any) -> None:
     @sets(f"fuser.modules.{name}", **{argument: value})
     def a_layer_does_not_do_that(given: dict[str, Any]) -> None:
         off = False if value is True else 1 if argument == "tp_size" else None
+        owner = "_Grouped" if name == "GroupedLinear" else name
         refuses(
             lambda: make(**given),
-            rf"{name.replace('GroupedLinear', '_Grouped')} got {argument}=.*, so it takes only {off}",
+            rf"{owner} got {argument}=.*, so it takes only {off}",
         )
         make(**{argument: off})
 

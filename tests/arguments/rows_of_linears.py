@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import oracles
@@ -52,8 +53,8 @@ def _linears(name: str, formula: Formula) -> None:
     def sizes_of_a_linear(given: dict[str, Any]) -> None:
         sizes = {"in_features": 6, "out_features": 8, **given}
         assert tuple(cls(**sizes).weight.shape) == (8, 6)
-        agrees(lambda dtype: cls(dtype=dtype, **sizes), formula, X)
-        agrees_quantized(lambda dtype: cls(dtype=dtype, **sizes), formula, X)
+        agrees(partial(cls, **sizes), formula, X)
+        agrees_quantized(partial(cls, **sizes), formula, X)
         refuses(lambda: cls(**sizes)(torch.zeros(4, 5)), "its last dimension must be 6")
 
     @sets(path, device="meta")
@@ -81,13 +82,13 @@ def _linears(name: str, formula: Formula) -> None:
                 if has_bias:
                     assert tuple(op.bias.shape) == ((8,) if is_row else (4,))
                 check_parallel(
-                    lambda dtype, own=own: cls(6, 8, dtype=dtype, **own),
+                    partial(cls, 6, 8, **own),
                     (_same, added) if is_row else (added_in_backward, _same),
                     X[:, : shape[1]],
                 )
 
     def check_parallel(make: Any, communication: tuple[Formula, Formula], x: torch.Tensor) -> None:
-        """Between two communications the product and the bias, which the twin of rank 0 adds too."""
+        """Between two communications the product and the bias, which the twin adds too."""
         before, after = communication
 
         def of_ranks(x: torch.Tensor, *parameters: torch.Tensor) -> Any:
@@ -105,9 +106,7 @@ def _linears(name: str, formula: Formula) -> None:
                 assert tuple(op.weight.shape) == (8, 6)
                 assert "ranks" not in str(fuser.Sequential(op).plan(X.float().requires_grad_()))
                 agrees(
-                    lambda dtype, mode=mode: cls(
-                        6, 8, dtype=dtype, tensor_parallel_mode=mode, **own
-                    ),
+                    partial(cls, 6, 8, tensor_parallel_mode=mode, **own),
                     formula,
                     X,
                 )
@@ -139,7 +138,7 @@ def _linears(name: str, formula: Formula) -> None:
     @sets(path, accumulate_into_main_grad=True)
     def the_weight_gradient_goes_into_main_grad(given: dict[str, Any]) -> None:
         accumulates(
-            lambda dtype: cls(6, 8, dtype=dtype, **given),
+            partial(cls, 6, 8, **given),
             formula,
             X,
             weights=lambda op: [op.weight],
@@ -163,18 +162,18 @@ def _a_linear_without_bias(given: dict[str, Any]) -> None:
     op = fuser.Linear(6, 8, **given)
     assert op.bias is None
     assert [name for name, _ in op.named_parameters()] == ["basic_ops.0.weight"]
-    agrees(lambda dtype: fuser.Linear(6, 8, dtype=dtype, **given), oracles.linear, X)
-    agrees_quantized(lambda dtype: fuser.Linear(6, 8, dtype=dtype, **given), oracles.linear, X)
+    agrees(partial(fuser.Linear, 6, 8, **given), oracles.linear, X)
+    agrees_quantized(partial(fuser.Linear, 6, 8, **given), oracles.linear, X)
 
 
-# -- Bias ---------------------------------------------------------------------------------
+# -- Bias -------------------------------------------------------------------------------
 
 
 @sets("fuser.Bias", size=Of(6, instead=5))
 def _size_of_a_bias(given: dict[str, Any]) -> None:
     assert torch.equal(fuser.Bias(**given).bias, torch.zeros(6))
-    agrees(lambda dtype: fuser.Bias(dtype=dtype, **given), oracles.bias, X)
-    agrees_quantized(lambda dtype: fuser.Bias(dtype=dtype, **given), oracles.bias, X)
+    agrees(partial(fuser.Bias, **given), oracles.bias, X)
+    agrees_quantized(partial(fuser.Bias, **given), oracles.bias, X)
     refuses(lambda: fuser.Bias(**given)(torch.zeros(4, 5)), "its last dimension must be 6")
 
 
@@ -198,8 +197,8 @@ def _each_rank_has_a_part_of_the_bias(given: dict[str, Any]) -> None:
         op = fuser.Bias(12, **given)
         assert tuple(op.bias.shape) == (6,)
         assert "parallel over 2 ranks" in repr(op)
-        agrees(lambda dtype: fuser.Bias(12, dtype=dtype, **given), oracles.bias, X)
-        agrees_quantized(lambda dtype: fuser.Bias(12, dtype=dtype, **given), oracles.bias, X)
+        agrees(partial(fuser.Bias, 12, **given), oracles.bias, X)
+        agrees_quantized(partial(fuser.Bias, 12, **given), oracles.bias, X)
         refuses(lambda: fuser.Bias(5, **given), "5")
 
 
@@ -207,12 +206,10 @@ def _each_rank_has_a_part_of_the_bias(given: dict[str, Any]) -> None:
 def _ranks_of_a_bias(given: dict[str, Any]) -> None:
     with rank_0_of_2() as alone:
         own = {"tensor_parallel_group": alone} if given else given
-        agrees(
-            lambda dtype: fuser.Bias(6, dtype=dtype, tensor_parallel=True, **own), oracles.bias, X
-        )
+        agrees(partial(fuser.Bias, 6, tensor_parallel=True, **own), oracles.bias, X)
 
 
-# -- LoRALinear -----------------------------------------------------------------------------
+# -- LoRALinear -------------------------------------------------------------------------
 
 
 def lora(scale: float = 1.0, *, has_bias: bool = True) -> Formula:
@@ -224,9 +221,9 @@ def lora(scale: float = 1.0, *, has_bias: bool = True) -> Formula:
     return formula
 
 
-def _lora(given: dict[str, Any], **others: Any) -> Callable[[torch.dtype], Any]:
+def _lora(given: dict[str, Any], **others: Any) -> Callable[..., Any]:
     sizes = {"in_features": 6, "out_features": 8, "rank": 2, **others}
-    return lambda dtype: fuser.LoRALinear(**{"dtype": dtype, **sizes, **given})
+    return partial(fuser.LoRALinear, **{**sizes, **given})
 
 
 @sets(
@@ -236,7 +233,7 @@ def _lora(given: dict[str, Any], **others: Any) -> Callable[[torch.dtype], Any]:
     rank=Of(2, instead=3),
 )
 def _sizes_of_adapters(given: dict[str, Any]) -> None:
-    op = _lora(given)(FP32)
+    op = _lora(given)(dtype=FP32)
     shapes = {name: tuple(parameter.shape) for name, parameter in op.named_parameters()}
     assert shapes == {"weight": (8, 6), "bias": (8,), "lora_A": (2, 6), "lora_B": (8, 2)}
     agrees(_lora(given), lora(), X)
@@ -247,7 +244,7 @@ def _sizes_of_adapters(given: dict[str, Any]) -> None:
 def _factor_of_the_adapters(given: dict[str, Any]) -> None:
     agrees(_lora(given), lora(2.5), X)
     agrees_quantized(_lora(given), lora(2.5), X)
-    op = _lora(given)(FP32)
+    op = _lora(given)(dtype=FP32)
     with torch.no_grad():
         op.lora_B.fill_(0.25)
     exact = op.weight.double() + 2.5 * op.lora_B.double() @ op.lora_A.double()
@@ -286,14 +283,14 @@ def check_dropout(
 
 @sets("fuser.LoRALinear", bias=False)
 def _adapters_without_bias(given: dict[str, Any]) -> None:
-    assert "bias" not in _lora(given)(FP32).state_dict()
+    assert "bias" not in _lora(given)(dtype=FP32).state_dict()
     agrees(_lora(given), lora(has_bias=False), X)
     agrees_quantized(_lora(given), lora(has_bias=False), X)
 
 
 @sets("fuser.LoRALinear", device="meta")
 def _device_of_adapters(given: dict[str, Any]) -> None:
-    op = _lora(given)(FP32)
+    op = _lora(given)(dtype=FP32)
     is_on_meta_until_its_first_call(op, X.float())
     assert torch.equal(op.lora_B, torch.zeros(8, 2))
     near(op(X.float()), X.double() @ op.weight.double().T, TOLERANCES[FP32])
@@ -308,7 +305,7 @@ def _dtype_of_adapters(given: dict[str, Any]) -> None:
 
 @sets("fuser.LoRALinear", adapter_dtype=FP32)
 def _adapters_in_another_dtype(given: dict[str, Any]) -> None:
-    op = _lora(given)(BF16)
+    op = _lora(given)(dtype=BF16)
     assert {p.dtype for p in (op.weight, op.bias)} == {BF16}
     assert {p.dtype for p in (op.lora_A, op.lora_B)} == {FP32}
     agrees(_lora(given), lora(), X, dtypes=(BF16,))

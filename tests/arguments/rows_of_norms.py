@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import oracles
@@ -14,6 +15,7 @@ from argument_checks import (
     near,
     parameters_are_in,
     refuses,
+    untyped,
 )
 from argument_rows import Of, ignores, sets
 from oracles import random_tensor
@@ -28,28 +30,19 @@ NORMS = {fuser.LayerNorm: oracles.layernorm, fuser.RMSNorm: oracles.rmsnorm}
 def _the_normalized_dimensions(given: dict[str, Any]) -> None:
     for norm, formula in NORMS.items():
         op = norm(**given)
-        assert [tuple(p.shape) for p in op.parameters()] == [(3, 5)] * (
-            1 + (norm is fuser.LayerNorm)
-        )
-        agrees(lambda dtype, norm=norm: norm(dtype=dtype, **given), formula(2), X)
-        refuses(
-            lambda op=op: op(X.float().transpose(1, 2)), r"its last dimensions must be \(3, 5\)"
-        )
+        assert {tuple(p.shape) for p in op.parameters()} == {(3, 5)}
+        agrees(partial(norm, **given), formula(2), X)
+        refuses(partial(op, X.float().transpose(1, 2)), r"its last dimensions must be \(3, 5\)")
         for shape in ((5,), [5]):
-            agrees(lambda dtype, norm=norm, n=shape: norm(n, dtype=dtype), formula(1), X)
+            agrees(partial(norm, shape), formula(1), X)
 
 
 @sets("fuser.LayerNorm", eps=0.75)
 def _eps_of_a_norm(given: dict[str, Any]) -> None:
     for norm, formula in NORMS.items():
-        agrees(lambda dtype, norm=norm: norm(5, dtype=dtype, **given), formula(eps=0.75), X)
-        for shape, eps in (((3, 5), 0.75), (5, 0.75)):
-            dims = 1 if shape == 5 else 2
-            agrees_quantized(
-                lambda dtype, norm=norm, n=shape: norm(n, dtype=dtype, **given),
-                formula(dims, eps),
-                X,
-            )
+        agrees(partial(norm, 5, **given), formula(eps=0.75), X)
+        for dims, shape in enumerate((5, (3, 5)), 1):
+            agrees_quantized(partial(norm, shape, **given), formula(dims, eps=0.75), X)
         _check_after_an_addition(norm, formula(eps=0.75), given)
 
 
@@ -57,14 +50,10 @@ def _eps_of_a_norm(given: dict[str, Any]) -> None:
 def _gain_around_zero(given: dict[str, Any]) -> None:
     for norm, formula in NORMS.items():
         assert torch.equal(norm(5, **given).weight, torch.zeros(5))
+        agrees(partial(norm, 5, **given), formula(zero_centered=True), X)
+        agrees_quantized(partial(norm, 5, **given), formula(zero_centered=True), X)
         agrees(
-            lambda dtype, norm=norm: norm(5, dtype=dtype, **given), formula(zero_centered=True), X
-        )
-        agrees_quantized(
-            lambda dtype, norm=norm: norm(5, dtype=dtype, **given), formula(zero_centered=True), X
-        )
-        agrees(
-            lambda dtype, norm=norm: norm((3, 5), dtype=dtype, **given),
+            partial(norm, (3, 5), **given),
             formula(2, zero_centered=True),
             X,
         )
@@ -108,8 +97,8 @@ def _device_of_gains(given: dict[str, Any]) -> None:
 
 @sets("fuser.L2Normalization", eps=2.0)
 def _eps_of_the_sum_of_squares(given: dict[str, Any]) -> None:
-    agrees(lambda _: fuser.L2Normalization(**given), oracles.l2norm(2.0), X)
-    agrees_quantized(lambda _: fuser.L2Normalization(**given), oracles.l2norm(2.0), X)
+    agrees(untyped(fuser.L2Normalization, **given), oracles.l2norm(2.0), X)
+    agrees_quantized(untyped(fuser.L2Normalization, **given), oracles.l2norm(2.0), X)
 
 
 ignores("fuser.LayerNorm", "kernels take all multiprocessors", "sm_margin")
@@ -123,7 +112,8 @@ def _adaptive(eps: float = 1e-5, batch_dim: int = 0) -> Any:
     def formula(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         shape = [n if i in (batch_dim, x.dim() - 1) else 1 for i, n in enumerate(x.shape)]
         normed = oracles.layernorm(eps=eps)(x, torch.ones(5).double(), torch.zeros(5).double())
-        return normed * (1 + scale.reshape(shape)) + shift.reshape(shape)
+        y: torch.Tensor = normed * (1 + scale.reshape(shape)) + shift.reshape(shape)
+        return y
 
     return formula
 
@@ -134,7 +124,7 @@ def _scales(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @sets("fuser.AdaptiveLayerNorm", hidden_size=Of(5, instead=3))
 def _hidden_size_of_the_adaptive_norm(given: dict[str, Any]) -> None:
-    agrees(lambda _: fuser.AdaptiveLayerNorm(**given), _adaptive(), X, *_scales(4))
+    agrees(untyped(fuser.AdaptiveLayerNorm, **given), _adaptive(), X, *_scales(4))
     x = torch.zeros(4, 3, 3)
     refuses(
         lambda: fuser.AdaptiveLayerNorm(**given)(x, torch.zeros(4, 3), torch.zeros(4, 3)),
@@ -144,8 +134,8 @@ def _hidden_size_of_the_adaptive_norm(given: dict[str, Any]) -> None:
 
 @sets("fuser.AdaptiveLayerNorm", eps=0.75)
 def _eps_of_the_adaptive_norm(given: dict[str, Any]) -> None:
-    agrees(lambda _: fuser.AdaptiveLayerNorm(5, **given), _adaptive(0.75), X, *_scales(4))
-    agrees_quantized(lambda _: fuser.AdaptiveLayerNorm(5, **given), _adaptive(0.75), X, *_scales(4))
+    agrees(untyped(fuser.AdaptiveLayerNorm, 5, **given), _adaptive(0.75), X, *_scales(4))
+    agrees_quantized(untyped(fuser.AdaptiveLayerNorm, 5, **given), _adaptive(0.75), X, *_scales(4))
 
 
 def _row_of_the_batch_dimension(dim: int) -> None:
@@ -155,10 +145,8 @@ def _row_of_the_batch_dimension(dim: int) -> None:
             x = X if batch_dim == 1 else random_tensor((2, 3, 4, 5), BF16, 1)
             pair = _scales(x.shape[batch_dim])
             formula = _adaptive(batch_dim=batch_dim)
-            agrees(lambda _, own=own: fuser.AdaptiveLayerNorm(5, **own), formula, x, *pair)
-            agrees_quantized(
-                lambda _, own=own: fuser.AdaptiveLayerNorm(5, **own), formula, x, *pair
-            )
+            agrees(untyped(fuser.AdaptiveLayerNorm, 5, **own), formula, x, *pair)
+            agrees_quantized(untyped(fuser.AdaptiveLayerNorm, 5, **own), formula, x, *pair)
 
     sets("fuser.AdaptiveLayerNorm", batch_dim=dim)(samples_along_another_dimension)
 

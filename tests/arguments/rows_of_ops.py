@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 # Imported for their rows.
-import rows_of_activations
-import rows_of_experts
-import rows_of_groups
+import rows_of_activations  # noqa: F401
+import rows_of_experts  # noqa: F401
+import rows_of_groups  # noqa: F401
 import rows_of_layers
-import rows_of_linears
-import rows_of_norms
+import rows_of_linears  # noqa: F401
+import rows_of_norms  # noqa: F401
 import rows_of_pipelines  # noqa: F401
 
 OPTIONS: dict[str, tuple[str, ...]] = rows_of_layers.OPTIONS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import oracles
@@ -23,6 +24,7 @@ from argument_checks import (
     refuses,
     saved_by,
     scattered,
+    untyped,
 )
 from argument_rows import Of, ignores, sets
 from oracles import Formula, random_tensor
@@ -40,8 +42,8 @@ def _factor_of_a_scale(given: dict[str, Any]) -> None:
     def formula(x: torch.Tensor) -> torch.Tensor:
         return -1.25 * x
 
-    agrees(lambda _: fuser.ConstantScale(**given), formula, X)
-    agrees_quantized(lambda _: fuser.ConstantScale(**given), formula, X)
+    agrees(untyped(fuser.ConstantScale, **given), formula, X)
+    agrees_quantized(untyped(fuser.ConstantScale, **given), formula, X)
     agrees(  # in fusions of a linear, which take the scale into their products
         lambda dtype: fuser.Sequential(
             fuser.BasicLinear(6, 8, dtype=dtype),
@@ -74,12 +76,12 @@ def _probability_of_zeros(given: dict[str, Any]) -> None:
 
 @sets("fuser.Reshape", shape=Of((3, -1), instead=(2, 12)))
 def _shape_of_the_output(given: dict[str, Any]) -> None:
-    agrees(lambda _: fuser.Reshape(**given), lambda x: x.reshape(3, 8), X)
-    agrees_quantized(lambda _: fuser.Reshape(**given), lambda x: x.reshape(3, 8), X)
+    agrees(untyped(fuser.Reshape, **given), lambda x: x.reshape(3, 8), X)
+    agrees_quantized(untyped(fuser.Reshape, **given), lambda x: x.reshape(3, 8), X)
     refuses(lambda: fuser.Reshape(**given)(torch.zeros(4)), "do not fit")
 
 
-# -- Quantize ---------------------------------------------------------------------------------
+# -- Quantize ---------------------------------------------------------------------------
 
 
 def _in_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +120,7 @@ def _gradients_are_quantized(given: dict[str, Any]) -> None:
         assert not torch.equal(dx, grad)
 
 
-# -- communication ----------------------------------------------------------------------------
+# -- communication ----------------------------------------------------------------------
 
 COLLECTIVES: tuple[tuple[Any, Formula, str], ...] = (
     (fuser.AllGather, gathered, "all-gather"),
@@ -132,11 +134,11 @@ def _row_of_a_group(path: str, *cases: tuple[Any, Formula, str]) -> None:
     def the_group_communicates(given: dict[str, Any]) -> None:
         with rank_0_of_2() as alone:
             for op, formula, kind in cases:
-                agrees(lambda _, op=op: op(), formula, X)
-                agrees_quantized(lambda _, op=op: op(), formula, X)
+                agrees(untyped(op), formula, X)
+                agrees_quantized(untyped(op), formula, X)
                 own = {"process_group": alone} if given else given
                 assert op(**own).process_group is alone
-                agrees(lambda _, op=op, own=own: op(**own), lambda x: x * 1, X)
+                agrees(untyped(op, **own), lambda x: x * 1, X)
                 assert kind not in str(fuser.Sequential(op(**own)).plan(X.float()))
 
 
@@ -153,8 +155,8 @@ def _gradients_of_all_ranks_are_added(given: dict[str, Any]) -> None:
         return 2 * x
 
     with rank_0_of_2():
-        agrees(lambda _: fuser.AllReduce(**given), formula, X)
-        agrees_quantized(lambda _: fuser.AllReduce(**given), formula, X)
+        agrees(untyped(fuser.AllReduce, **given), formula, X)
+        agrees_quantized(untyped(fuser.AllReduce, **given), formula, X)
         plan = fuser.Sequential(fuser.AllReduce(**given)).plan(X.float().requires_grad_())
         assert "all-reduce grad_input (2 ranks" in str(plan)
 
@@ -163,7 +165,7 @@ for _op in ("AddExtraInput", "MakeExtraOutput"):
     ignores(f"fuser.{_op}", "a tensor of the caller is never changed", "in_place")
 
 
-# -- pipelines --------------------------------------------------------------------------------
+# -- pipelines --------------------------------------------------------------------------
 
 
 class _AddsOne(fuser.FusedOperation):
@@ -201,7 +203,7 @@ def _of_scales(make: Callable[..., Any]) -> None:
 def _fusions_of_a_container(given: dict[str, Any]) -> None:
     _of_scales(lambda ops: fuser.Sequential(*ops, **given))
     model = fuser.Sequential(*(fuser.ConstantScale(2.0) for _ in range(2)), **given)
-    for same in (model[:], model + [], 1 * model):
+    for same in (model[:], model.__add__([]), 1 * model):
         assert_close(same(X.float()), 4 * X.float() + 1)
     assert_close(fuser.Sequential(model, fuser.Identity())(X.float()), 4 * X.float() + 1)
 
@@ -224,7 +226,7 @@ def _ops_of_a_pipeline(given: dict[str, Any]) -> None:
     )
     names = [type(op).__name__ for op in make(FP32).pipeline.basic_ops]
     assert names == ["ConstantScale", "BasicLinear", "Bias", "GELU"]
-    refuses(lambda: fuser.OperationFuser([torch.nn.ReLU()]), "got ReLU")
+    refuses(lambda: fuser.OperationFuser(torch.nn.Sequential(torch.nn.ReLU())), "got ReLU")
 
 
 class _Module(torch.nn.Module):
@@ -252,7 +254,7 @@ def _channels_with_an_end_outside(given: dict[str, Any]) -> None:
 
     extra = random_tensor(X.shape, BF16, 3)
     agrees(
-        lambda _: _Module(fuser.OperationFuser(ops(), **given), ops()),
+        untyped(_Module, fuser.OperationFuser(ops(), **given), ops()),
         formula,
         X,
         extra,
@@ -274,7 +276,7 @@ def _ops_of_a_fused_op(given: dict[str, Any]) -> None:
     refuses(lambda: fuser.FusedOperation([]), "no basic ops")
 
 
-# -- what a container keeps ------------------------------------------------------------------
+# -- what a container keeps -------------------------------------------------------------
 
 LOSSY = fuser.activation_memory_budget(1, lossy_activation_inputs=True)
 
@@ -289,10 +291,10 @@ def _a_budget_of_zero_keeps_the_inputs(given: dict[str, Any]) -> None:
             everything = fuser.activation_memory_budget(None)
             assert _kept(dtype, memory_budget=everything) == {hidden: 2, wide: 1, narrow: 1}
             assert _kept(dtype, memory_budget=LOSSY) == {hidden: 1, wide: 1}
-    agrees(lambda dtype: _block(dtype, **given), _block_formula, X)
-    agrees_quantized(lambda dtype: _block(dtype, **given), _block_formula, X)
+    agrees(partial(_block, **given), _block_formula, X)
+    agrees_quantized(partial(_block, **given), _block_formula, X)
     model = _block(FP32, **given)
-    for same in (model[:], model + [], 1 * model):
+    for same in (model[:], model.__add__([]), 1 * model):
         assert same.memory_budget is model.memory_budget
     refuses(lambda: fuser.Sequential(memory_budget=0.5), "0.5")
 
