@@ -1,17 +1,14 @@
-"""Rows of the arguments of ops, layers, experts and functions."""
+"""Rows of the arguments of ops, layers and experts: each subject has a file of its own."""
 
 from __future__ import annotations
 
-import torch
-from argument_rows import sets
-from torch.testing import assert_close
+# Imported for their rows.
+import rows_of_activations  # noqa: F401
+import rows_of_experts  # noqa: F401
+import rows_of_groups  # noqa: F401
+import rows_of_layers
+import rows_of_linears  # noqa: F401
+import rows_of_norms  # noqa: F401
+import rows_of_pipelines  # noqa: F401
 
-import fuser
-
-OPTIONS: dict[str, tuple[str, ...]] = {}
-
-
-@sets("fuser.RMSNorm", eps=0.5)
-def _eps_of_the_norm(given: dict[str, object]) -> None:
-    op, x = fuser.RMSNorm(8, **given), torch.randn(4, 8)
-    assert_close(op(x), x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.5))
+OPTIONS: dict[str, tuple[str, ...]] = rows_of_layers.OPTIONS

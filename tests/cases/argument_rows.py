@@ -107,13 +107,15 @@ def public(modules: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
     Classes that share a constructor are one: their first has its arguments.
     """
-    seen: set[int] = set()
+    seen: set[Any] = set()
     for module in modules:
         for name in sorted(importlib.import_module(module).__all__):
             value = getattr(importlib.import_module(module), name)
             if not callable(value) or isinstance(value, ModuleType) or not _is_called(value):
                 continue
-            key = id(value.__init__ if inspect.isclass(value) else value)
+            # A named tuple has the ``__init__`` of every object, and a ``__new__`` of its own.
+            is_class = inspect.isclass(value)
+            key = (value.__init__, value.__new__) if is_class else value
             if key not in seen:
                 seen.add(key)
                 yield f"{module}.{name}", value
