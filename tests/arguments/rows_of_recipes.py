@@ -15,6 +15,7 @@ from operands_in_fp64 import (
     Format,
     Operands,
     Product,
+    around,
     assert_experts_compute,
     assert_linear_computes,
     samples,
@@ -349,7 +350,7 @@ SIZES = (1.0, 16.0, 0.5, 0.25, 0.125)
 
 
 def assert_steps_compute(
-    recipe: DelayedScaling,
+    recipe: Any,
     *,
     length: int = 1024,
     algorithm: str = "max",
@@ -359,7 +360,7 @@ def assert_steps_compute(
     factor: float = 1.0,
     in_experts: bool = False,
 ) -> None:
-    """Steps of a linear, with the scales of the loop that defines them.
+    """Steps of a linear under a recipe or in a context: scales are those of the defining loop.
 
     ``factor`` is how much larger the amaxes of another rank are.
     """
@@ -378,7 +379,7 @@ def assert_steps_compute(
             parameter.copy_(weight)
         parameter.grad = None
         leaf = x.clone().requires_grad_()
-        with fuser.autocast(recipe=recipe):
+        with around(recipe):
             y = linear(leaf, *rows_of_groups)
         y.backward(dy)
         scales = [1.0, 1.0, 1.0]
@@ -428,11 +429,13 @@ def _weight_gradients_of_the_values(given: Given) -> None:
 
 
 @contextlib.contextmanager
-def beside_a_larger_rank(factor: float, first: int = 0) -> Iterator[list[Any]]:
+def beside_a_larger_rank(
+    factor: float, first: int = 0, own: list[Any] | None = None
+) -> Iterator[list[Any]]:
     """In a process group of two, whose other rank has amaxes ``factor`` times as large.
 
     It stands in for ranks: reductions multiply, from element ``first`` on. Yields the groups over
-    which they went.
+    which they went. A group of its own is added to ``own``.
     """
     distributed = torch.distributed
     groups: list[Any] = []
@@ -446,6 +449,8 @@ def beside_a_larger_rank(factor: float, first: int = 0) -> Iterator[list[Any]]:
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
+        if own is not None:
+            own.append(distributed.new_group([0]))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(distributed, "get_world_size", lambda group=None: 2)
             patch.setattr(distributed, "all_reduce", largest)

@@ -16,6 +16,7 @@ from number_formats import E2M1, E4M3, Array, SmallFloat
 
 import fuser
 from fuser.formats import HADAMARD_SIGNS
+from fuser.recipe import Recipe
 
 
 class Copies(NamedTuple):
@@ -223,14 +224,19 @@ def samples(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return made[0], made[1], made[2]
 
 
+def around(recipe: Any) -> Any:
+    """The context of a forward: autocast under a recipe, or the context that is given."""
+    return fuser.autocast(recipe=recipe) if isinstance(recipe, Recipe) else recipe
+
+
 def assert_linear_computes(recipe: Any, operands: Operands) -> None:
-    """What a linear returns under ``recipe``, forward and both gradients."""
+    """What a linear returns under a recipe or in a context, forward and both gradients."""
     x, weight, dy = samples()
     linear = fuser.BasicLinear(INPUTS, OUTPUTS)
     with torch.no_grad():
         linear.weight.copy_(weight)
     leaf = x.clone().requires_grad_()
-    with fuser.autocast(recipe=recipe):
+    with around(recipe):
         y = linear(leaf)
     y.backward(dy)
     exact = operands.products(x.numpy(), weight.numpy(), dy.numpy())
@@ -248,7 +254,7 @@ def assert_experts_compute(recipe: Any, operands: Operands) -> None:
         for parameter, values in zip(linear.parameters(), weights, strict=True):
             parameter.copy_(values)
     leaf = x.clone().requires_grad_()
-    with fuser.autocast(recipe=recipe):
+    with around(recipe):
         y = linear(leaf, torch.tensor(SPLITS))
     y.backward(dy)
     grads = [parameter.grad for parameter in linear.parameters()]
