@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import cpu_graphs
 import operands_in_fp64 as formats
 import pytest
 import torch
@@ -27,7 +28,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import fuser
-from fuser.recipe import Float8CurrentScaling, MXFP8BlockScaling
+from fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from fuser.runtime import pipeline
 
 INPUTS, OUTPUTS = formats.INPUTS, formats.OUTPUTS
@@ -127,13 +128,14 @@ makes_weights("fuser.fp8_model_init", fuser.fp8_model_init)
 
 
 def bytes_kept(model: nn.Module, x: torch.Tensor) -> int:
-    """Of what a forward keeps for its backward, each memory once."""
+    """Of what a forward keeps for its backward beside the parameters, each memory once."""
     kept: dict[int, int] = {}
+    own = {parameter.data_ptr() for parameter in model.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         parts = tensor.buffers().values() if isinstance(tensor, fuser.QuantizedTensor) else [tensor]
         for part in parts:
-            if part is not None:
+            if part is not None and part.data_ptr() not in own:
                 storage = part.untyped_storage()
                 kept[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -509,7 +511,8 @@ def _pipelines_of_a_model(given: Given) -> None:
     plan = fuser.plan(model, torch.empty(8, 32, device="meta"))
     assert plan.parameters == 32 + 64 * 32 + 64
     (part,) = plan.plans.values()
-    assert str(part) == str(model.plan(torch.empty(8, 32)))
+    assert part.key == model.plan(torch.empty(8, 32)).key
+    assert [each.flops for each in plan.parts] == [3 * 2 * 8 * 32 * 64]
 
 
 @sets("fuser.plan", training=False)
@@ -563,24 +566,21 @@ def _layers_of_a_model(given: Given) -> None:
     assert {row.layer for row in report.rows()} == {"0.0"}
 
 
-@sets("fuser.is_fp8_available", return_reason=True)
-@sets("fuser.is_fp8_block_scaling_available", return_reason=True)
-@sets("fuser.is_mxfp8_available", return_reason=True)
-@sets("fuser.is_nvfp4_available", return_reason=True)
-def _reason_on_a_cpu(given: Given) -> None:
-    """Values are the same on a CPU; it has no products of these formats."""
-    names = {
-        fuser.is_fp8_available: "Float8CurrentScaling",
-        fuser.is_fp8_block_scaling_available: "Float8BlockScaling",
-        fuser.is_mxfp8_available: "MXFP8BlockScaling",
-        fuser.is_nvfp4_available: "NVFP4BlockScaling",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)
-        for function, name in names.items():
-            is_available, reason = function(**given)  # type: ignore[misc]
-            assert is_available
-            assert f"{name} is emulated on a CPU" in reason
+for _function, _recipe in (
+    (fuser.is_fp8_available, "Float8CurrentScaling"),
+    (fuser.is_fp8_block_scaling_available, "Float8BlockScaling"),
+    (fuser.is_mxfp8_available, "MXFP8BlockScaling"),
+    (fuser.is_nvfp4_available, "NVFP4BlockScaling"),
+):
+
+    @sets(f"fuser.{_function.__name__}", return_reason=True)
+    def _reason_on_a_cpu(given: Given, function: Any = _function, recipe: str = _recipe) -> None:
+        """Values are the same on a CPU, which has no products of these formats."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            is_available, reason = function(**given)
+        assert is_available
+        assert f"{recipe} is emulated on a CPU" in reason
 
 
 @sets("fuser.is_bf16_available", return_reason=True)
@@ -642,7 +642,7 @@ def _rows_apart_again(given: Given) -> None:
     assert torch.equal(fuser.deinterleave_glu_tensor(**whole), ROWS)
 
 
-PLAIN = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 64), nn.GELU())
+PLAIN = nn.Sequential(nn.RMSNorm(32, eps=1e-5), nn.Linear(32, 64), nn.GELU("tanh"))
 OPS = block()
 
 
@@ -660,7 +660,7 @@ def _names_of_torchs_modules(given: Given) -> None:
     own = {name.removeprefix("model."): value for name, value in state.items()}
     PLAIN.load_state_dict(own)
     x = leaf(4, 32).detach()
-    assert_close(PLAIN(x), F.gelu(OPS[:2](x)))
+    assert_close(PLAIN(x), OPS(x))
 
 
 ignores("fuser.plain_keys", "torch gives it to every hook", "local_metadata")
@@ -737,3 +737,142 @@ registers(
     fuser.register_forward_backward_fusion,
     *("forward", "backward"),
 )
+
+
+# -- graphs --------------------------------------------------------------------------------
+
+
+def graphed(*args: Any, **given: Any) -> Any:
+    """Modules whose graphs a stand-in captures, on a CPU."""
+    made: Any = fuser.make_graphed_callables(*args, **given)
+    return made
+
+
+@contextlib.contextmanager
+def _capturing() -> Iterator[list[Any]]:
+    """Yields the pools of memory that captures were given."""
+    pools: list[Any] = []
+
+    def capture(graph: Any, pool: Any = None) -> Any:
+        pools.append(pool)
+        return cpu_graphs.capture(graph, pool)
+
+    with pytest.MonkeyPatch.context() as patch:
+        cpu_graphs.use_stand_in(patch)
+        patch.setattr(torch.cuda, "graph", capture)
+        yield pools
+
+
+class Linear(nn.Module):
+    """A linear of the samples, and a parameter of which its output does not depend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = fuser.BasicLinear(INPUTS, OUTPUTS)
+        self.unused = nn.Parameter(torch.zeros(1))
+        self.calls = 0
+        with torch.no_grad():
+            self.linear.weight.copy_(samples()[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y: torch.Tensor = self.linear(x)
+        return y
+
+
+def _replayed(module: Linear, operands: Operands, context: Any = None) -> None:
+    """A call of a graphed module, whose values are those of its own forward."""
+    calls, (x, weight, dy) = module.calls, samples()
+    module.zero_grad()
+    given = x.clone().requires_grad_()
+    with context or contextlib.nullcontext():
+        y = module(given)
+    y.backward(dy)
+    assert module.calls == calls
+    exact = operands.products(*numpy(x, weight, dy))
+    exact["y"].assert_equals(y, "y")
+    exact["dx"].assert_equals(_grad(given), "dx")
+    exact["dw"].assert_equals(_grad(module.linear.weight), "dw")
+
+
+def _grad(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def _sample() -> torch.Tensor:
+    return torch.zeros_like(samples()[0]).requires_grad_()
+
+
+GRAPHED = "fuser.make_graphed_callables"
+UNUSED: Given = {"allow_unused_input": True}
+MODULE = Linear()
+
+
+@sets(GRAPHED, modules=Of(MODULE, instead=Linear()))
+def _module_that_replays(given: Given) -> None:
+    with _capturing():
+        made = graphed(**given, sample_args=(_sample(),), **UNUSED)
+        _replayed(MODULE, UNQUANTIZED)
+        assert made is MODULE
+    del MODULE.forward
+
+
+@sets(GRAPHED, sample_args=Of((_sample(),), instead=(torch.zeros(1, INPUTS),)))
+def _tensors_that_a_graph_takes(given: Given) -> None:
+    with _capturing():
+        module = graphed(Linear(), **given, **UNUSED)
+        _replayed(module, UNQUANTIZED)
+
+
+@sets(GRAPHED, num_warmup_iters=5)
+def _calls_before_the_capture(given: Given) -> None:
+    """And one more, and that of the capture."""
+    with _capturing():
+        module = graphed(Linear(), (_sample(),), **given, **UNUSED)
+        assert module.calls == 7
+        _replayed(module, UNQUANTIZED)
+
+
+@sets(GRAPHED, allow_unused_input=True)
+def _parameters_without_a_gradient(given: Given) -> None:
+    with _capturing():
+        module = graphed(Linear(), (_sample(),), **given)
+        _replayed(module, UNQUANTIZED)
+        assert module.unused.grad is None
+
+
+@sets(GRAPHED, enabled=False)
+def _graph_without_quantization(given: Given) -> None:
+    with _capturing():
+        with fuser.autocast(recipe=Float8CurrentScaling()):
+            module = graphed(Linear(), (_sample(),), **given, **UNUSED)
+        _replayed(module, UNQUANTIZED)
+
+
+@sets(GRAPHED, recipe=MXFP8BlockScaling())
+def _operands_in_a_graph(given: Given) -> None:
+    with _capturing():
+        module = graphed(Linear(), (_sample(),), **given, **UNUSED)
+        _replayed(module, MXFP8, fuser.autocast(recipe=MXFP8BlockScaling()))
+
+
+@sets(GRAPHED, amax_reduction_group="a group of its own")
+def _ranks_of_the_scales_of_a_graph(given: Given) -> None:
+    own: list[Any] = []
+    with beside_a_larger_rank(4.0, FLAGS, own) as groups, _capturing():
+        group = dict.fromkeys(given, own[0])
+        module = graphed(Linear(), (_sample(),), recipe=DelayedScaling(), **group, **UNUSED)
+        x, _, dy = samples()
+        for _ in range(2):
+            module(x.clone().requires_grad_()).backward(dy)
+    assert groups
+    assert set(groups) == set(own)
+
+
+@sets(GRAPHED, pool=(77, 0))
+def _memory_of_a_graph(given: Given) -> None:
+    with _capturing() as pools:
+        module = graphed(Linear(), (_sample(),), **given, **UNUSED)
+        assert pools == [(77, 0), (77, 0)]
+        _replayed(module, UNQUANTIZED)
