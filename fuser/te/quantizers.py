@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from fuser import tensors
+from fuser.communication import resolved
 from fuser.errors import InputError
 from fuser.formats import DType
 from fuser.functional.lazy import LazyTensor
@@ -100,7 +101,10 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
         if isinstance(value, ChangeableQuantizer):
             return Quantizer.__call__(value, tensor)
         if self.with_amax_reduction:
-            return value.bound_to(self.amax_reduction_group)(tensor)
+            group = self.amax_reduction_group
+            if group is None:  # all ranks
+                group = resolved(type(self).__name__, None)
+            return value.bound_to(group)(tensor)
         return value(tensor)
 
     def quantize(

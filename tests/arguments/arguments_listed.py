@@ -5,6 +5,7 @@ from __future__ import annotations
 # Imported for their rows.
 import rows_of_functions
 import rows_of_ops
+import rows_of_quantizers
 import rows_of_recipes  # noqa: F401
 import rows_of_te
 
@@ -14,6 +15,7 @@ MODULES = ("fuser", "fuser.modules", "fuser.moe", "fuser.te.pytorch", "fuser.rec
 OPTIONS: dict[str, tuple[str, ...]] = {
     **rows_of_functions.OPTIONS,
     **rows_of_ops.OPTIONS,
+    **rows_of_quantizers.OPTIONS,
     **rows_of_te.OPTIONS,
 }
 

@@ -222,6 +222,27 @@ def test_an_amax_is_reduced_over_the_group_of_the_quantizer(
     assert together(values())._quantizer.reduced_amaxes is None
 
 
+def test_without_a_group_an_amax_is_reduced_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed = torch.distributed
+
+    def all_reduce(amax: torch.Tensor, op: Any, group: Any) -> None:
+        assert group is distributed.group.WORLD
+        amax.mul_(4)
+
+    alone, together = (
+        fuser.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=is_reduced)
+        for is_reduced in (False, True)
+    )
+    with pytest.raises(fuser.StateError, match="init_process_group first"):
+        together(values())
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(distributed, "all_reduce", all_reduce)
+        assert torch.equal(together(values())._scale_inv, 4 * alone(values())._scale_inv)
+    finally:
+        distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
