@@ -152,6 +152,7 @@ class LoRALinear(LoRAAdapters, BasicLinear):
             like = getattr(adapted, name)
             setattr(adapted, name, torch.nn.Parameter(torch.empty_like(like, device=weight.device)))
         hold_once(adapted.weight)
+        adapted.train(linear.training)
         adapted._reset(["lora_A", "lora_B"])
         return adapted
 

@@ -351,8 +351,10 @@ def _find_unit(
     module: torch.nn.Module, opened: Sequence[torch.nn.Module], *, takes_norms: bool
 ) -> tuple[Unit | None, str | None]:
     experts = experts_unit(module)
+    if isinstance(experts, str):
+        return None, experts
     if experts is not None:
-        return (None, experts) if isinstance(experts, str) else (experts, None)
+        return _unless_refused(module, experts)
     linears = [part for c in module.children() if (part := linear_part(c, "")) is not None]
     if not linears and not opened:
         return None, None
@@ -367,6 +369,11 @@ def _find_unit(
         return None, unit if looks_convertible else None
     if unit.is_one_chain and not is_proved(module, unit):
         return None, "its values differ from those of " + unit.text
+    return _unless_refused(module, unit)
+
+
+def _unless_refused(module: torch.nn.Module, unit: Unit) -> tuple[Unit | None, str | None]:
+    """The unit, or why the module cannot run it as it is."""
     why_not = (_has_plain_weights(module) and unit.refusal(module)) or why_no_subclass(module)
     return (None, why_not) if why_not else (unit, None)
 

@@ -13,6 +13,7 @@ from fuser.conversion.modules import bare
 from fuser.conversion.parts import PLAIN_TENSORS, Chain, Part
 from fuser.conversion.trace import parameters_of
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit
+from fuser.op import COMPUTE_DTYPES
 
 CHANNELS = ("split sizes", "probs", "rows")
 
@@ -67,19 +68,19 @@ class ExpertsPart(Part):
         return x, experts, probs
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
-        for name in (self.up, self.down):
+        shapes = {self.up: (2 * self.width, self.hidden), self.down: (self.hidden, self.width)}
+        first = owner._parameters.get(self.up)
+        for name, shape in shapes.items():
             weight = owner._parameters.get(name)
-            if weight is None:
+            if weight is None or first is None:
                 return f"{name} is computed at each call, as by PEFT's target_parameters"
             if type(weight) not in PLAIN_TENSORS:
                 return f"{name} is a {type(weight).__name__}"
-        if tuple(owner._parameters[self.up].shape) != self._shape:  # type: ignore[union-attr]
-            return f"{self.up} has another shape"
+            if weight.dtype not in COMPUTE_DTYPES or weight.dtype is not first.dtype:
+                return f"{name} is {weight.dtype}"
+            if tuple(weight.shape) != (self.experts, *shape):
+                return f"{name} has another shape"
         return None
-
-    @property
-    def _shape(self) -> tuple[int, int, int]:
-        return self.experts, 2 * self.width, self.hidden
 
     @property
     def text(self) -> str:

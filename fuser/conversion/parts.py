@@ -143,6 +143,8 @@ class LinearPart(Part):
                 return f"the weight of {name} is {weight.dtype}"
             if (linear._parameters.get("bias") is not None) != self.has_bias:
                 return f"the bias of {name} was added or removed"
+            if weight.shape != first.shape:
+                return f"the weight of {name} has another shape, {tuple(weight.shape)}"
             rows += weight.shape[1 if self.is_transposed else 0]
         if (rows, weight.shape[0 if self.is_transposed else 1]) != self.shape:
             return f"the weight of {name} has another shape, {tuple(weight.shape)}"

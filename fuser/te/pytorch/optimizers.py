@@ -115,7 +115,9 @@ class _Fused(torch.optim.Optimizer):
 
     @staticmethod
     def _write(parameter: torch.Tensor, values: torch.Tensor) -> None:
-        if not _is_plain(parameter):
+        if _is_plain(parameter):  # torch's fused kernels raise no version
+            torch.autograd.graph.increment_version(parameter)
+        else:
             parameter.detach().copy_(values)
 
     def _gradients(

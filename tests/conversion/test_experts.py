@@ -1,0 +1,346 @@
+"""Experts as transformers has them, without the library: converted, changed, and look-alikes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_convert import pipelines_run
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+import fuser
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
+
+E, HIDDEN, WIDTH, TOKENS = 4, 32, 48, 10
+RECIPES: dict[str, Any] = {
+    "none": None,
+    "current": fuser.recipe.Float8CurrentScaling(),
+    "mxfp8": fuser.recipe.MXFP8BlockScaling(),
+}
+
+
+class Experts(nn.Module):
+    """A gated feed-forward for each expert, in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(E, 2 * WIDTH, HIDDEN) * 0.2)
+        self.down_proj = nn.Parameter(torch.randn(E, HIDDEN, WIDTH) * 0.2)
+
+    def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        gate, up = F.linear(x, self.gate_up_proj[e]).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down_proj[e])
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        out = torch.zeros_like(hidden_states)
+        for e in range(E):
+            token, place = torch.where(top_k_index == e)
+            y = self.expert(hidden_states[token], e) * top_k_weights[token, place, None]
+            out = out.index_add(0, token, y.to(out.dtype))
+        return out
+
+
+class AnyArguments(Experts):
+    """Whose forward is that of an implementation, chosen by its config, as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"experts_implementation": "eager"}
+
+    def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        return Experts.forward(self, *args, **keywords)
+
+
+class AnyArgumentsAlone(AnyArguments):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.config
+
+
+class Block(nn.Module):
+    """A router and experts."""
+
+    def __init__(self, make: Callable[[], Experts] = Experts, k: int = 2) -> None:
+        super().__init__()
+        self.k = k
+        self.router = nn.Linear(HIDDEN, E, bias=False)
+        self.experts = make()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs, experts = self.router(x).softmax(-1).topk(self.k, dim=-1)
+        y: torch.Tensor = self.experts(x, experts, probs)
+        return y
+
+
+def made(make: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(0)
+    return make()
+
+
+def data() -> torch.Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(3))
+
+
+def results(model: nn.Module, x: torch.Tensor, recipe: Any = None) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    leaf = x.detach().clone().requires_grad_()
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        y = model(leaf)
+    y.float().square().sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert leaf.grad is not None
+    return {"y": y.detach(), "x": leaf.grad, **grads}
+
+
+def assert_close(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = 1e-5
+) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        error = (found[name].double() - value.double()).norm()
+        assert error <= bound * value.double().norm() + 1e-12, name
+
+
+@pytest.mark.parametrize("k", [1, 2, E])
+@pytest.mark.parametrize("make", [Experts, AnyArguments])
+@pytest.mark.parametrize("name", RECIPES)
+def test_converted_experts_have_the_values_of_their_loop(
+    name: str, make: Callable[[], Experts], k: int
+) -> None:
+    plain, model = (made(lambda: Block(make, k)) for _ in range(2))
+    keys = list(model.state_dict())
+    report = fuser.convert(model)
+    (row,) = report.converted
+    assert (row.path, row.text) == ("experts", "4 experts: gate_up_proj, SwiGLU, down_proj")
+    assert not report.refused
+    assert list(model.state_dict()) == keys
+    assert pipelines_run(model, data()) == 1
+    exact = results(copy.deepcopy(plain).double(), data().double())
+    for _ in range(3):
+        found = results(model, data(), RECIPES[name])
+        assert_close(found, exact, 1e-5 if name == "none" else 0.2)
+        is_exact = (found["y"].double() - exact["y"]).norm() < 1e-5 * exact["y"].norm()
+        assert bool(is_exact) is (name == "none")  # quantized under a recipe
+    fuser.revert(model)
+    assert pipelines_run(model, data()) == 0
+    assert_close(results(model, data()), exact)
+
+
+def test_a_forward_of_any_arguments_without_a_config_is_not_taken_for_experts() -> None:
+    model = made(lambda: Block(AnyArgumentsAlone))
+    report = fuser.convert(model)
+    (row,) = report.refused
+    assert row.text == "its forward does not take tokens, experts and their weights"
+    assert pipelines_run(model, data()) == 0
+
+
+def test_an_expert_of_another_rank_gets_nothing() -> None:
+    """Its index is the number of experts here."""
+    experts, model = made(Experts), made(Experts)
+    fuser.convert(model)
+    x, probs = data(), torch.rand(TOKENS, 2)
+    chosen = torch.stack([torch.randperm(E + 1)[:2] for _ in range(TOKENS)])
+    assert (chosen == E).any()
+    torch.testing.assert_close(model(x, chosen, probs), experts(x, chosen, probs))
+    nowhere = torch.full((TOKENS, 2), E)
+    assert not model(x, nowhere, probs).any()
+    for none in (model, experts):
+        assert none(x[:0], chosen[:0], probs[:0]).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", "router", "all"])
+@pytest.mark.parametrize("training", [True, False])
+def test_frozen_experts_get_no_gradient(frozen: str, training: bool) -> None:
+    plain, model = (made(Block).train(training) for _ in range(2))
+    fuser.convert(model)
+    for one in (plain, model):
+        for name, parameter in one.named_parameters():
+            parameter.requires_grad_(frozen != "all" and frozen not in name)
+    assert_close(results(model, data()), results(plain, data()))
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deep copy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_converted_experts_are_converted(name: str) -> None:
+    plain, model = (made(lambda: Block(AnyArguments)) for _ in range(2))
+    fuser.convert(model)
+    twin = COPIES[name](model)
+    with torch.no_grad():
+        model.experts.down_proj.zero_()
+    assert pipelines_run(twin, data()) == 1
+    assert_close(results(twin, data()), results(plain, data()))
+
+
+# -- look-alikes ---------------------------------------------------------------------
+
+
+class Gelu(Experts):
+    def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        gate, up = F.linear(x, self.gate_up_proj[e]).chunk(2, dim=-1)
+        return F.linear(F.gelu(gate) * up, self.down_proj[e])
+
+
+class Swapped(Experts):
+    def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        up, gate = F.linear(x, self.gate_up_proj[e]).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down_proj[e])
+
+
+class Clamped(Experts):
+    def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        gate, up = F.linear(x, self.gate_up_proj[e]).clamp(max=7.0).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down_proj[e])
+
+
+class ScaledBefore(Experts):
+    """The weight of an expert multiplies its input."""
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        out = torch.zeros_like(hidden_states)
+        for e in range(E):
+            token, place = torch.where(top_k_index == e)
+            y = self.expert(hidden_states[token] * top_k_weights[token, place, None], e)
+            out = out.index_add(0, token, y)
+        return out
+
+
+class Averaged(Experts):
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        shares = top_k_weights / top_k_weights.sum(-1, keepdim=True)
+        return super().forward(hidden_states, top_k_index, shares)
+
+
+class Shared(Experts):
+    """One expert for all tokens beside those that are chosen."""
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        y = super().forward(hidden_states, top_k_index, top_k_weights)
+        return y + self.expert(hidden_states, 0)
+
+
+class WithBiases(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(E, HIDDEN))
+
+    def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        return super().expert(x, e) + self.bias[e]
+
+
+class Transposed(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(E, HIDDEN, 2 * WIDTH) * 0.2)
+        self.down_proj = nn.Parameter(torch.randn(E, WIDTH, HIDDEN) * 0.2)
+
+    def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        gate, up = (x @ self.gate_up_proj[e]).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ self.down_proj[e]
+
+
+LOOK_ALIKES = (Gelu, Swapped, Clamped, ScaledBefore, Averaged, Shared, WithBiases, Transposed)
+
+
+@pytest.mark.parametrize("make", LOOK_ALIKES)
+def test_experts_of_another_kind_stay_as_they_are(make: Callable[[], Experts]) -> None:
+    plain, model = (made(lambda: Block(make)) for _ in range(2))
+    report = fuser.convert(model)
+    assert [row.path for row in report.refused] == ["experts"]
+    assert not report.converted
+    found, expected = results(model, data()), results(plain, data())
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+# -- changes -------------------------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+class Loud(nn.Parameter):
+    """A weight whose products are doubled."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            y = func(*args, **(kwargs or {}))
+            return 2 * y if func is torch.Tensor.__getitem__ else y
+
+
+def other(experts: Any, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(getattr(experts, name).shape, dtype=dtype)
+
+
+NAMES = ("gate_up_proj", "down_proj")
+CHANGES: dict[str, Callable[[Any, str], Any]] = {
+    "parametrized": lambda e, name: parametrize.register_parametrization(e, name, Doubled()),
+    "of another class": lambda e, name: setattr(e, name, Loud(other(e, name))),
+    "another parameter": lambda e, name: setattr(e, name, nn.Parameter(other(e, name))),
+    "other data": lambda e, name: setattr(getattr(e, name), "data", other(e, name)),
+    "narrower rows": lambda e, name: setattr(
+        e, name, nn.Parameter(other(e, name)[:, :-8].contiguous())
+    ),
+    "fewer experts": lambda e, name: setattr(e, name, nn.Parameter(other(e, name)[:-1])),
+    "in fp64": lambda e, name: setattr(e, name, nn.Parameter(other(e, name, torch.float64))),
+    "in bf16": lambda e, name: setattr(e, name, nn.Parameter(other(e, name, torch.bfloat16))),
+    "a hook": lambda e, name: e.register_forward_hook(lambda m, args, y: 3 * y),
+    "a forward": lambda e, name: e.__dict__.update(forward=lambda *args: 3 * args[0]),
+}
+
+
+def outcome(model: nn.Module, x: torch.Tensor) -> Any:
+    """The results; None if a call raises."""
+    with contextlib.suppress(RuntimeError, IndexError):
+        return results(model, x)
+    return None
+
+
+@pytest.mark.parametrize("calls", [0, 3])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_experts_compute_what_their_own_forward_does(
+    change: str, name: str, calls: int
+) -> None:
+    """Or raise, where it does."""
+    plain, model = made(Block), made(Block)
+    fuser.convert(model)
+    for _ in range(calls):
+        model(data())
+    for one in (plain, model):
+        torch.manual_seed(7)
+        CHANGES[change](one.experts, name)
+    expected = outcome(plain, data())
+    found = outcome(model, data())
+    assert (found is None) == (expected is None)
+    if expected is not None:
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_experts_of_a_model_in_another_dtype_compute_in_it(when: str, dtype: torch.dtype) -> None:
+    plain, model = made(Block), made(Block)
+    if when == "after":
+        fuser.convert(model)
+        model(data())
+    plain, model = plain.to(dtype), model.to(dtype)
+    if when == "before":
+        fuser.convert(model)
+    x = data().to(dtype)
+    bound = {torch.float64: 1e-12, torch.float16: 5e-3}.get(dtype, 3e-2)
+    assert_close(results(model, x), results(plain, x), bound)
