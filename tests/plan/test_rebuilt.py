@@ -732,26 +732,44 @@ def test_a_budget_of_zero_keeps_nothing_without_gradients_and_runs_forward_once(
     assert calls == [3]
 
 
+def replace_parameter(model: Any) -> None:
+    """By one of the same version, so that nothing but the parameter differs."""
+    old = model[0].weight
+    new = torch.nn.Parameter(old.detach().clone())
+    while new._version < old._version:
+        new.add_(1)
+    assert new._version == old._version
+    model[0].weight = new
+
+
+def swap_parameters(model: Any) -> None:
+    """Two gains of one version."""
+    one, other = model[0], model[4]
+    one.weight, other.weight = other.weight, one.weight
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "gain": lambda model: model[0].weight.mul_(2),
+    "last gain": lambda model: model[4].weight.mul_(2),
     "weight": lambda model: model[1].weight.mul_(2),
     "epsilon": lambda model: setattr(model[0], "eps", 0.5),
     "probability": lambda model: setattr(model[3], "dropout_probability", 0.5),
     "op": lambda model: model.__setitem__(2, fuser.GLU()),
-    "parameter": lambda model: setattr(
-        model[0], "weight", torch.nn.Parameter(2 * model[0].weight.detach())
-    ),
+    "parameter": replace_parameter,
+    "parameters in another order": swap_parameters,
+    "module of torch": lambda model: model.__setitem__(5, torch.nn.Tanh()),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_with_a_budget_of_zero_a_change_before_backward_is_refused(change: Any) -> None:
-    ops = [fuser.RMSNorm(H), fuser.Linear(H, F), fuser.SwiGLU(), fuser.Dropout(0.1)]
+    ops = [fuser.RMSNorm(H), fuser.Linear(H, 2 * H), fuser.SwiGLU(), fuser.Dropout(0.1)]
+    ops += [fuser.RMSNorm(H), torch.nn.Tanh()]
     model = fuser.Sequential(*ops, memory_budget=0)
     x = torch.randn(T, H, requires_grad=True)
     y = model(x)
     with torch.no_grad():
-        change(model)
+        change(model)  # ``ops`` keeps what it replaces, whose id would be free else
     with pytest.raises(fuser.StateError, match="changed between its forward and its backward"):
         y.sum().backward()
     model(x).sum().backward()
