@@ -863,6 +863,47 @@ def test_a_graph_of_torch_compile_belongs_to_its_budget(recipe: Any) -> None:
         assert counters["stats"]["unique_graphs"] == graphs
 
 
+def saved_bytes(function: Any, model: torch.nn.Module) -> int:
+    """What one call of ``function`` keeps for backward, without the parameters of ``model``."""
+    kept = Kept(model)
+    x = oracles.leaf(oracles.random_tensor((T, H), BF16, 1))
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda t: t):
+        function(x)
+    return kept.nbytes
+
+
+BUDGETS: dict[str, fuser.activation_memory_budget | None] = {
+    "none": None,
+    "everything": EVERYTHING,
+    "default": fuser.activation_memory_budget(1),
+    "least": LEAST,
+    "lossy": fuser.activation_memory_budget(1, lossy_activation_inputs=True),
+    "inputs alone": fuser.activation_memory_budget(0),
+}
+
+
+@pytest.mark.parametrize(
+    ("own", "around"),
+    [
+        *(("none", around) for around in BUDGETS if around not in ("none", "inputs alone")),
+        *((own, "least") for own in BUDGETS if own not in ("none", "least")),
+        ("least", "everything"),
+    ],
+)
+def test_a_compiled_call_keeps_the_bytes_of_an_eager_one(own: str, around: str) -> None:
+    """The budget of the Sequential counts, and else that around the call; in a graph 0 is 1."""
+    torch._dynamo.reset()
+    model = swiglu().to(BF16)
+    model.memory_budget = BUDGETS[own]
+    of_eager = copy.deepcopy(model)
+    if own == "inputs alone":
+        of_eager.memory_budget = BUDGETS["default"]
+    compiled = torch.compile(lambda x: model(x), fullgraph=True, backend="eager")
+    with under(RECIPES["current"]), BUDGETS[around]:  # type: ignore[union-attr]
+        expected = saved_bytes(of_eager, of_eager)
+        assert [saved_bytes(compiled, model) for _ in range(3)] == [expected] * 3
+
+
 # -- experts ------------------------------------------------------------------------------
 
 EXPERTS, CHOSEN = 4, 2

@@ -240,12 +240,39 @@ def test_a_call_without_gradients_saves_nothing() -> None:
     assert made.noted.saved == ((), (), 0)
 
 
-def test_writes_to_an_output_do_not_change_the_input() -> None:
-    model, x = EXTRAS["views"](), rows()
-    before = x.clone()
-    with torch.no_grad():
-        whole(lambda x: model(x))(x).add_(1)
-    assert torch.equal(x, before)
+VIEWS: dict[str, Callable[[], torch.nn.Module]] = {
+    "views": EXTRAS["views"],
+    "one op": lambda: fuser.Identity(),
+    "extra output": lambda: fuser.Sequential(fuser.MakeExtraOutput(), fuser.GELU()),
+    "both outputs": lambda: fuser.Sequential(fuser.Identity(), fuser.MakeExtraOutput()),
+    "two extra outputs": lambda: fuser.Sequential(
+        fuser.MakeExtraOutput(), fuser.MakeExtraOutput(), fuser.Bias(WIDTH)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", VIEWS.values(), ids=VIEWS)
+def test_writes_to_an_output_change_neither_the_input_nor_another_output(make: Any) -> None:
+    """In each of the calls: the third one is replayed."""
+    with on_kernels():
+        model = make()
+        compiled = whole(lambda x: model(x), "eager")
+        for number in range(1, 5):
+            for grad in (True, False):
+                x = (number * rows()).requires_grad_(grad)
+                before = x.detach().clone()
+                found, expected = compiled(x), model(x)
+                pairs = list(zip(as_tuple(found), as_tuple(expected), strict=True))
+                for place, (one, other) in enumerate(pairs, start=1):
+                    assert torch.equal(one, other)
+                    one.detach().fill_(-place)
+                assert torch.equal(x, before)
+                for place, (one, _) in enumerate(pairs, start=1):
+                    assert (one == -place).all()
+
+
+def as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 @pytest.mark.parametrize("recipe", [None, CURRENT], ids=str)

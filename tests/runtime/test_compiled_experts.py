@@ -299,6 +299,27 @@ def test_the_dtype_of_its_own_weights_decides_whether_a_layer_reads_sizes(
         assert f"fuser.{name}" in targets
 
 
+@pytest.mark.parametrize("alone", [(), (0,), (1,), (0, 1)], ids=str)
+def test_the_host_waits_for_sizes_if_any_grouped_linear_does(
+    alone: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first, the last, both or none of two linears of one pipeline runs its groups alone."""
+    monkeypatch.setattr(
+        fuser.GroupedLinear, "runs_at_once", lambda self, _: self.out_features not in waiting
+    )
+    waiting = [(48, K)[place] for place in alone]
+    model = fuser.Sequential(
+        fuser.GroupedLinear(G, K, 48, bias=False), fuser.GroupedLinear(G, 48, K, bias=False)
+    )
+    graphs = torch._dynamo.testing.EagerAndRecordGraphs()
+    each = sizes(20, 0, 33, 20)
+    call = torch.compile(lambda x: model(x, each, each), backend=graphs, fullgraph=True)
+    assert torch.equal(call(tokens()), model(tokens(), each, each))
+    targets = [str(node.target) for node in graphs.graphs[0].graph.nodes]
+    assert ("fuser.host_forward" in targets) == bool(alone)
+    assert ("fuser.forward" in targets) == (not alone)
+
+
 def test_bad_values_are_refused_when_the_graph_runs() -> None:
     model = experts()
     compiled = whole(model)
