@@ -26,6 +26,7 @@ import fuser
 from fuser import modules
 from fuser import recipe as recipes
 from fuser.runtime import compiled as passes
+from fuser.runtime import compiled_runner
 from fuser.tensors import Float8Quantizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -300,6 +301,27 @@ def test_an_autocast_inside_the_graph_counts() -> None:
     assert not torch.equal(found[0], model(model(x)))
 
 
+@pytest.mark.parametrize("inner", [None, MXFP8, DELAYED], ids=str)
+@pytest.mark.parametrize("outer", [None, CURRENT, DELAYED], ids=str)
+def test_the_recipe_is_that_of_the_innermost_autocast_before_inside_and_after_it(
+    outer: Any, inner: Any
+) -> None:
+    """None: ``enabled=False``, or no outer autocast."""
+    models = [Blocks(1)]
+    models.append(copy.deepcopy(models[0]))
+    found = []
+    for model, function in zip(models, (models[0], whole(models[1], "eager")), strict=True):
+        outputs = []
+        with under(outer):
+            outputs += step(function, model, rows())
+            for _ in range(2):
+                with fuser.autocast(enabled=inner is not None, recipe=inner):
+                    outputs += step(function, model, 2 * rows())
+                outputs += step(function, model, 3 * rows())
+        found.append([*outputs, *step(function, model, rows())])
+    assert_equal(found[1], found[0])
+
+
 def test_a_recipe_may_be_made_inside_the_graph() -> None:
     model, x = Blocks(), rows()
 
@@ -395,6 +417,74 @@ def test_inputs_of_other_layouts_share_passes() -> None:
         for leaf, y in zip(leaves, outputs, strict=True):
             (leaf.grad,) = torch.autograd.grad(y.sum(), leaf)
     assert torch.equal(leaves[0].grad, leaves[1].grad.transpose(0, 1))
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.t().contiguous().t()
+
+
+IN_ONE_GRAPH: dict[str, tuple[Callable[[], list[torch.nn.Module]], Any]] = {
+    "ties of weights": (lambda: [three(tied) for tied in (None, 0, None)], lambda x: x),
+    "rows": (lambda: [three(None) for _ in range(3)], lambda x: x[:8]),
+    "strides": (lambda: [three(None) for _ in range(3)], turned),
+    "dtypes": (
+        lambda: [three(None), three(None).bfloat16(), three(None)],
+        lambda x: x.bfloat16(),
+    ),
+    "strides of weights": (lambda: [three(None), with_turned_weight(), three(None)], lambda x: x),
+}
+"""Pipelines of one structure, and an input for the second of them, which differ in one thing."""
+
+
+def with_turned_weight() -> torch.nn.Module:
+    model = three(None)
+    model[1].weight.data = turned(model[1].weight.data)  # type: ignore[index]
+    return model
+
+
+@pytest.mark.parametrize("is_last", [False, True], ids=["in the middle", "at the end"])
+@pytest.mark.parametrize(("make", "change"), IN_ONE_GRAPH.values(), ids=IN_ONE_GRAPH)
+def test_pipelines_of_one_graph_that_differ_in_one_thing_are_traced_apart(
+    make: Callable[[], list[torch.nn.Module]], change: Any, is_last: bool
+) -> None:
+    """The passes of equal blocks are traced once."""
+    models = torch.nn.ModuleList(make())
+    order = (0, 2, 1) if is_last else (0, 1, 2)
+
+    def call(x: torch.Tensor) -> Any:
+        found = [models[i](change(x) if i == 1 else x) for i in order]
+        return tuple(y.float() for y in found)
+
+    assert_equal(step(whole(call), models, rows(WIDTH)), step(call, models, rows(WIDTH)))
+
+
+def like(*shape: int, dtype: torch.dtype = BF16, device: str = "cpu") -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def test_each_field_of_the_layouts_of_a_trace_counts() -> None:
+    """Of the last tensor too; and which of them are one tensor, or in one memory, or missing."""
+    shared = like(2 * 8)
+    base = [like(8, 8), like(8, 8)]
+    others: dict[str, list[torch.Tensor | None]] = {
+        "shape": [base[0], like(8, 4).as_strided((8, 4), (8, 1))],
+        "strides": [base[0], turned(base[1])],
+        "dtype": [base[0], like(8, 8, dtype=torch.float16)],
+        "device": [base[0], like(8, 8, device="meta")],
+        "one tensor": [base[0], base[0]],
+        "missing first": [None, *base],
+        "missing last": [*base, None],
+        "parts of one memory": [shared[:8], shared[8:]],
+        "parts of two": [like(8), like(8)],
+        "the first two of three": [base[0], base[0], base[1]],
+        "the last two of three": [base[0], base[1], base[1]],
+        "three": [base[0], base[1], like(8, 8)],
+    }
+    keys = {name: compiled_runner._layouts_of(tensors) for name, tensors in others.items()}
+    keys["as it is"] = compiled_runner._layouts_of(base)
+    assert None not in keys.values()
+    assert len(set(keys.values())) == len(keys)
+    assert compiled_runner._layouts_of([like(8, 8), like(8, 8)]) == keys["as it is"]
 
 
 def test_hooks_on_saved_tensors_may_change_strides() -> None:

@@ -221,6 +221,35 @@ def test_weights_that_are_no_longer_one_buffer_are_read() -> None:
     assert_equal(step(compiled, *given), step(eager, *given))
 
 
+def apart() -> fuser.Sequential:
+    model = experts()
+    for linear in (model[0], model[2]):
+        for name, weight in list(linear.named_parameters()):
+            setattr(linear, name, torch.nn.Parameter(weight.detach().clone()))
+    return model
+
+
+def tied() -> fuser.Sequential:
+    model = experts()
+    model[0].weight2 = model[0].weight1
+    return model
+
+
+PAIRS = ((experts, apart), (tied, experts))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " ".join(f.__name__ for f in pair))
+def test_experts_of_one_graph_whose_weights_share_other_memory_are_traced_apart(pair: Any) -> None:
+    """Sizes, strides, dtypes and devices are equal."""
+    models = torch.nn.ModuleList(make() for make in pair)
+    each = sizes(20, 0, 33, 20)
+
+    def call(x: torch.Tensor) -> Any:
+        return tuple(model(x, each, torch.ones(T), each) for model in models)
+
+    assert_equal(step(whole(call), models, tokens()), step(call, models, tokens()))
+
+
 def test_gradients_of_experts_are_one_tensor_in_memory() -> None:
     """The passes return them as one result, and not as copies."""
     model = Experts()
