@@ -422,15 +422,21 @@ def test_a_missing_source_or_kernel_is_named(fake_cupy: type[FakeRawModule]) -> 
 # -- launching --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grid", [(0,), (4, 0), (4, 2, 0)])
+@pytest.mark.parametrize("grid", [(0,), (4, 0), (0, 4), (4, 2, 0), (4, 0, 2), (0, 4, 2)])
 def test_an_empty_grid_launches_nothing(
     grid: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*args: object) -> None:
-        raise AssertionError("a handle was asked for")
-
-    monkeypatch.setattr(module, "kernel", refuse)
-    Kernel("probe", "fuser_probe")(Launch(grid, (256,)), int64(0))
+    ran: list[Any] = []
+    heard: list[Any] = []
+    backend = types.SimpleNamespace(run=lambda *args: ran.append(args))
+    monkeypatch.setattr(launching, "backend", backend)
+    monkeypatch.setattr(launching.recording, "listener", lambda *args: heard.append(args))
+    kernel = Kernel("probe", "fuser_probe")
+    kernel(Launch(grid, (256,)), int64(0))
+    assert ran == heard == []
+    full = Launch(tuple(max(size, 1) for size in grid), (256,))
+    kernel(full, int64(0))
+    assert ran == heard == [(kernel, full, (int64(0),))]
 
 
 @pytest.mark.parametrize(

@@ -352,8 +352,10 @@ def test_a_write_before_a_tensor_at_an_odd_address_is_found() -> None:
 
 
 def test_the_last_element_is_inside() -> None:
-    x, y = torch.zeros(300)[100:203], torch.zeros(1)
-    run("read_at", ONE, x, y, int32(102), written=(y,))
+    x, y = torch.arange(300.0)[100:203], torch.zeros(1)
+    for index in (0, 102):
+        run("read_at", ONE, x, y, int32(index), written=(y,))
+        assert y.tolist() == [100 + index]
 
 
 def test_a_misaligned_vector_access_is_found() -> None:

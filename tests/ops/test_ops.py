@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -360,13 +361,48 @@ def test_another_form_of_gelu_is_refused_in_a_sentence(cls: Any, approximate: An
         cls(approximate)
 
 
-def test_arguments_of_other_libraries_are_accepted() -> None:
-    fuser.L2Normalization(eps=1e-6, seq_length=128, micro_batch_size=2)
-    fuser.RMSNorm(8, sm_margin={"forward": 4, "backward": 4, "inference": 0})
-    fuser.LayerNorm(8, sm_margin=4)
-    fuser.ScaledSwiGLU(activation_recompute_in_mlp=False)
-    fuser.Bias(8, tensor_parallel=True, tensor_parallel_group=None)
-    fuser.BasicLinear(8, 8, tensor_parallel_mode="column", sequence_parallel=True)
+OF_OTHERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "sizes of a batch": (
+        lambda **given: fuser.L2Normalization(eps=1e-6, **given),
+        {"seq_length": 128, "micro_batch_size": 2},
+    ),
+    "margins of each mode": (
+        lambda **given: fuser.RMSNorm(8, **given),
+        {"sm_margin": {"forward": 4, "backward": 4, "inference": 0}},
+    ),
+    "one margin": (lambda **given: fuser.LayerNorm(8, **given), {"sm_margin": 4}),
+    "recomputation": (
+        lambda **given: fuser.ScaledSwiGLU(**given),
+        {"activation_recompute_in_mlp": False},
+    ),
+    "a bias of one rank": (
+        lambda **given: fuser.Bias(8, **given),
+        {"tensor_parallel": True, "tensor_parallel_group": None},
+    ),
+    "a linear of one rank": (
+        lambda **given: fuser.BasicLinear(8, 8, **given),
+        {"tensor_parallel_mode": "column", "sequence_parallel": True},
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "given"), OF_OTHERS.values(), ids=OF_OTHERS)
+def test_arguments_of_other_libraries_change_nothing(
+    make: Callable[..., Any], given: dict[str, Any]
+) -> None:
+    """Without a process group; sizes of parameters, values and gradients are those without them."""
+    plain, op = randomize(make()), randomize(make(**given))
+    x, scales = torch.randn(3, 8), torch.rand(3)
+    found = []
+    for each in (plain, op):
+        inputs = [leaf(x.clone()), *[leaf(scales.clone())] * each.num_extra_inputs]
+        y = each(*inputs)
+        gradients = torch.autograd.grad(y.square().sum(), [*inputs, *each.parameters()])
+        found.append([y.detach(), *gradients])
+        assert not each.process_groups
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert list(op.state_dict()) == list(plain.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["input", "output"])

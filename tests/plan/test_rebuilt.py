@@ -735,26 +735,44 @@ def test_a_budget_of_zero_keeps_nothing_without_gradients_and_runs_forward_once(
     assert calls == [3]
 
 
+def replace_parameter(model: Any) -> None:
+    """By one of the same version, so that nothing but the parameter differs."""
+    old = model[0].weight
+    new = torch.nn.Parameter(old.detach().clone())
+    while new._version < old._version:
+        new.add_(1)
+    assert new._version == old._version
+    model[0].weight = new
+
+
+def swap_parameters(model: Any) -> None:
+    """Two gains of one version."""
+    one, other = model[0], model[4]
+    one.weight, other.weight = other.weight, one.weight
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "gain": lambda model: model[0].weight.mul_(2),
+    "last gain": lambda model: model[4].weight.mul_(2),
     "weight": lambda model: model[1].weight.mul_(2),
     "epsilon": lambda model: setattr(model[0], "eps", 0.5),
     "probability": lambda model: setattr(model[3], "dropout_probability", 0.5),
     "op": lambda model: model.__setitem__(2, fuser.GLU()),
-    "parameter": lambda model: setattr(
-        model[0], "weight", torch.nn.Parameter(2 * model[0].weight.detach())
-    ),
+    "parameter": replace_parameter,
+    "parameters in another order": swap_parameters,
+    "module of torch": lambda model: model.__setitem__(5, torch.nn.Tanh()),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_with_a_budget_of_zero_a_change_before_backward_is_refused(change: Any) -> None:
-    ops = [fuser.RMSNorm(H), fuser.Linear(H, F), fuser.SwiGLU(), fuser.Dropout(0.1)]
+    ops = [fuser.RMSNorm(H), fuser.Linear(H, 2 * H), fuser.SwiGLU(), fuser.Dropout(0.1)]
+    ops += [fuser.RMSNorm(H), torch.nn.Tanh()]
     model = fuser.Sequential(*ops, memory_budget=0)
     x = torch.randn(T, H, requires_grad=True)
     y = model(x)
     with torch.no_grad():
-        change(model)
+        change(model)  # ``ops`` keeps what it replaces, whose id would be free else
     with pytest.raises(fuser.StateError, match="changed between its forward and its backward"):
         y.sum().backward()
     model(x).sum().backward()
@@ -846,6 +864,47 @@ def test_a_graph_of_torch_compile_belongs_to_its_budget(recipe: Any) -> None:
             for one, other in zip(gradients(compiled), expected, strict=True):
                 torch.testing.assert_close(one, other)
         assert counters["stats"]["unique_graphs"] == graphs
+
+
+def saved_bytes(function: Any, model: torch.nn.Module) -> int:
+    """What one call of ``function`` keeps for backward, without the parameters of ``model``."""
+    kept = Kept(model)
+    x = oracles.leaf(oracles.random_tensor((T, H), BF16, 1))
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda t: t):
+        function(x)
+    return kept.nbytes
+
+
+BUDGETS: dict[str, fuser.activation_memory_budget | None] = {
+    "none": None,
+    "everything": EVERYTHING,
+    "default": fuser.activation_memory_budget(1),
+    "least": LEAST,
+    "lossy": fuser.activation_memory_budget(1, lossy_activation_inputs=True),
+    "inputs alone": fuser.activation_memory_budget(0),
+}
+
+
+@pytest.mark.parametrize(
+    ("own", "around"),
+    [
+        *(("none", around) for around in BUDGETS if around not in ("none", "inputs alone")),
+        *((own, "least") for own in BUDGETS if own not in ("none", "least")),
+        ("least", "everything"),
+    ],
+)
+def test_a_compiled_call_keeps_the_bytes_of_an_eager_one(own: str, around: str) -> None:
+    """The budget of the Sequential counts, and else that around the call; in a graph 0 is 1."""
+    torch._dynamo.reset()
+    model = swiglu().to(BF16)
+    model.memory_budget = BUDGETS[own]
+    of_eager = copy.deepcopy(model)
+    if own == "inputs alone":
+        of_eager.memory_budget = BUDGETS["default"]
+    compiled = torch.compile(lambda x: model(x), fullgraph=True, backend="eager")
+    with under(RECIPES["current"]), BUDGETS[around]:  # type: ignore[union-attr]
+        expected = saved_bytes(of_eager, of_eager)
+        assert [saved_bytes(compiled, model) for _ in range(3)] == [expected] * 3
 
 
 # -- experts ------------------------------------------------------------------------------

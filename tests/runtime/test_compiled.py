@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,7 +27,8 @@ import fuser
 from fuser import modules
 from fuser import recipe as recipes
 from fuser.runtime import compiled as passes
-from fuser.tensors import Float8Quantizer
+from fuser.runtime import compiled_runner
+from fuser.tensors import Float8Quantizer, nvfp4
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
@@ -240,12 +242,39 @@ def test_a_call_without_gradients_saves_nothing() -> None:
     assert made.noted.saved == ((), (), 0)
 
 
-def test_writes_to_an_output_do_not_change_the_input() -> None:
-    model, x = EXTRAS["views"](), rows()
-    before = x.clone()
-    with torch.no_grad():
-        whole(lambda x: model(x))(x).add_(1)
-    assert torch.equal(x, before)
+VIEWS: dict[str, Callable[[], torch.nn.Module]] = {
+    "views": EXTRAS["views"],
+    "one op": lambda: fuser.Identity(),
+    "extra output": lambda: fuser.Sequential(fuser.MakeExtraOutput(), fuser.GELU()),
+    "both outputs": lambda: fuser.Sequential(fuser.Identity(), fuser.MakeExtraOutput()),
+    "two extra outputs": lambda: fuser.Sequential(
+        fuser.MakeExtraOutput(), fuser.MakeExtraOutput(), fuser.Bias(WIDTH)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", VIEWS.values(), ids=VIEWS)
+def test_writes_to_an_output_change_neither_the_input_nor_another_output(make: Any) -> None:
+    """In each of the calls: the third one is replayed."""
+    with on_kernels():
+        model = make()
+        compiled = whole(lambda x: model(x), "eager")
+        for number in range(1, 5):
+            for grad in (True, False):
+                x = (number * rows()).requires_grad_(grad)
+                before = x.detach().clone()
+                found, expected = compiled(x), model(x)
+                pairs = list(zip(as_tuple(found), as_tuple(expected), strict=True))
+                for place, (one, other) in enumerate(pairs, start=1):
+                    assert torch.equal(one, other)
+                    one.detach().fill_(-place)
+                assert torch.equal(x, before)
+                for place, (one, _) in enumerate(pairs, start=1):
+                    assert (one == -place).all()
+
+
+def as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 @pytest.mark.parametrize("recipe", [None, CURRENT], ids=str)
@@ -271,6 +300,27 @@ def test_an_autocast_inside_the_graph_counts() -> None:
     found = step(whole(inside), model, x)
     assert_equal(found, expected)
     assert not torch.equal(found[0], model(model(x)))
+
+
+@pytest.mark.parametrize("inner", [None, MXFP8, DELAYED], ids=str)
+@pytest.mark.parametrize("outer", [None, CURRENT, DELAYED], ids=str)
+def test_the_recipe_is_that_of_the_innermost_autocast_before_inside_and_after_it(
+    outer: Any, inner: Any
+) -> None:
+    """None: ``enabled=False``, or no outer autocast."""
+    models = [Blocks(1)]
+    models.append(copy.deepcopy(models[0]))
+    found = []
+    for model, function in zip(models, (models[0], whole(models[1], "eager")), strict=True):
+        outputs = []
+        with under(outer):
+            outputs += step(function, model, rows())
+            for _ in range(2):
+                with fuser.autocast(enabled=inner is not None, recipe=inner):
+                    outputs += step(function, model, 2 * rows())
+                outputs += step(function, model, 3 * rows())
+        found.append([*outputs, *step(function, model, rows())])
+    assert_equal(found[1], found[0])
 
 
 def test_a_recipe_may_be_made_inside_the_graph() -> None:
@@ -368,6 +418,73 @@ def test_inputs_of_other_layouts_share_passes() -> None:
         for leaf, y in zip(leaves, outputs, strict=True):
             (leaf.grad,) = torch.autograd.grad(y.sum(), leaf)
     assert torch.equal(leaves[0].grad, leaves[1].grad.transpose(0, 1))
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.t().contiguous().t()
+
+
+IN_ONE_GRAPH: dict[str, tuple[Callable[[], list[torch.nn.Module]], Any]] = {
+    "ties of weights": (lambda: [three(tied) for tied in (None, 0, None)], lambda x: x),
+    "rows": (lambda: [three(None) for _ in range(3)], lambda x: x[:8]),
+    "strides": (lambda: [three(None) for _ in range(3)], turned),
+    "dtypes": (
+        lambda: [three(None), three(None).bfloat16(), three(None)],
+        lambda x: x.bfloat16(),
+    ),
+    "strides of weights": (lambda: [three(None), with_turned_weight(), three(None)], lambda x: x),
+}
+"""Pipelines of one structure, and an input for the second of them, which differ in one thing."""
+
+
+def with_turned_weight() -> torch.nn.Module:
+    model = three(None)
+    model[1].weight.data = turned(model[1].weight.data)  # type: ignore[index]
+    return model
+
+
+@pytest.mark.parametrize("is_last", [False, True], ids=["in the middle", "at the end"])
+@pytest.mark.parametrize(("make", "change"), IN_ONE_GRAPH.values(), ids=IN_ONE_GRAPH)
+def test_pipelines_of_one_graph_that_differ_in_one_thing_are_traced_apart(
+    make: Callable[[], list[torch.nn.Module]], change: Any, is_last: bool
+) -> None:
+    """The passes of equal blocks are traced once."""
+    models = torch.nn.ModuleList(make())
+    order = (0, 2, 1) if is_last else (0, 1, 2)
+
+    def call(x: torch.Tensor) -> Any:
+        found = [models[i](change(x) if i == 1 else x) for i in order]
+        return tuple(y.float() for y in found)
+
+    assert_equal(step(whole(call), models, rows(WIDTH)), step(call, models, rows(WIDTH)))
+
+
+def like(*shape: int, dtype: torch.dtype = BF16, device: str = "cpu") -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def test_each_field_of_the_layouts_of_a_trace_counts() -> None:
+    """Of the last tensor too; and which of them are one tensor, or in one memory, or missing."""
+    shared = like(2 * 8)
+    base = [like(8, 8), like(8, 8)]
+    others: dict[str, list[torch.Tensor | None]] = {
+        "shape": [base[0], like(8, 8)[:, :4]],
+        "strides": [base[0], turned(base[1])],
+        "dtype": [base[0], like(8, 8, dtype=torch.float16)],
+        "device": [base[0], like(8, 8, device="meta")],
+        "one tensor": [base[0], base[0]],
+        "one more that is missing": [*base, None],
+        "parts of one memory": [shared[:8], shared[8:]],
+        "parts of two": [like(8), like(8)],
+        "the first two of three": [base[0], base[0], base[1]],
+        "the last two of three": [base[0], base[1], base[1]],
+        "three": [base[0], base[1], like(8, 8)],
+    }
+    keys = {name: compiled_runner._layouts_of(tensors) for name, tensors in others.items()}
+    keys["as it is"] = compiled_runner._layouts_of(base)
+    assert None not in keys.values()
+    assert len(set(keys.values())) == len(keys)
+    assert compiled_runner._layouts_of([like(8, 8), like(8, 8)]) == keys["as it is"]
 
 
 def test_hooks_on_saved_tensors_may_change_strides() -> None:
@@ -919,6 +1036,61 @@ def test_stochastic_rounding_is_the_same_in_a_recomputation(how: str) -> None:
     assert not torch.equal(found[1], expected[1])
     close = torch.nn.functional.cosine_similarity(found[1], expected[1], dim=-1)
     assert close.mean() > 0.9
+
+
+def equal_gradients() -> torch.nn.Module:
+    """Two linears, whose outputs both leave: no gradient flows from the second to the first."""
+    model = fuser.Sequential(
+        fuser.BasicLinear(WIDTH, WIDTH), fuser.MakeExtraOutput(), fuser.BasicLinear(WIDTH, WIDTH)
+    )
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(WIDTH))
+        model[2].weight.zero_()
+    return model
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_equal_gradients_in_one_pass_round_differently(is_compiled: bool) -> None:
+    """And differently in each pass; without rounding at random they round alike."""
+    model = equal_gradients()
+    call = whole(lambda x: model(x), "eager") if is_compiled else model
+    dy = rows(33)[:32]
+    # What NVFP4 has exactly, so that both linears read one input.
+    x = torch.tensor([6, -6, 4, -3, 2, 1.5, -1, 0.5] * 4).repeat(32, WIDTH // 32)
+
+    def gradients(recipe: Any) -> list[Any]:
+        with under(recipe):
+            outputs = call(x)
+        return list(torch.autograd.grad(outputs, list(model.parameters()), (dy, dy)))
+
+    first, last = gradients(recipes.NVFP4BlockScaling(disable_stochastic_rounding=True))
+    assert torch.equal(first, last)
+    found = [gradient for _ in range(2) for gradient in gradients(ROUNDED)]
+    for one, other in itertools.combinations(found, 2):
+        assert not torch.equal(one, other)
+
+
+def test_the_seeds_of_a_pass_are_those_of_its_number_and_of_no_other_pass() -> None:
+    """In forward, which rounds at random too if a recipe says so, and in backward."""
+    given = recipes.QParams(stochastic_rounding=True)
+    drawn: list[list[int]] = [[]]
+    model, x = Blocks(1), rows()
+    draw = nvfp4.rounding_seed
+
+    def noted() -> int:
+        drawn[-1].append(draw())
+        return drawn[-1][-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvfp4, "rounding_seed", noted)
+        with under(recipes.NVFP4BlockScaling(disable_rht=True, fp4_quant_fwd_inp=given)):
+            y = whole(model, "eager")(x)
+            drawn.append([])
+            y.sum().backward()
+    forward, backward = drawn[-2:]
+    assert len(forward) > 1
+    assert len(backward) > 1
+    assert len({*forward, *backward}) == len(forward) + len(backward)
 
 
 # -- what cannot be in a graph -----------------------------------------------------------------

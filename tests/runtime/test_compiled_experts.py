@@ -221,6 +221,35 @@ def test_weights_that_are_no_longer_one_buffer_are_read() -> None:
     assert_equal(step(compiled, *given), step(eager, *given))
 
 
+def apart() -> fuser.Sequential:
+    model = experts()
+    for linear in (model[0], model[2]):
+        for name, weight in list(linear.named_parameters()):
+            setattr(linear, name, torch.nn.Parameter(weight.detach().clone()))
+    return model
+
+
+def tied() -> fuser.Sequential:
+    model = experts()
+    model[0].weight2 = model[0].weight1
+    return model
+
+
+PAIRS = ((experts, apart), (tied, experts))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " ".join(f.__name__ for f in pair))
+def test_experts_of_one_graph_whose_weights_share_other_memory_are_traced_apart(pair: Any) -> None:
+    """Sizes, strides, dtypes and devices are equal."""
+    models = torch.nn.ModuleList(make() for make in pair)
+    each = sizes(20, 0, 33, 20)
+
+    def call(x: torch.Tensor) -> Any:
+        return tuple(model(x, each, torch.ones(T), each) for model in models)
+
+    assert_equal(step(whole(call), models, tokens()), step(call, models, tokens()))
+
+
 def test_gradients_of_experts_are_one_tensor_in_memory() -> None:
     """The passes return them as one result, and not as copies."""
     model = Experts()
@@ -297,6 +326,27 @@ def test_the_dtype_of_its_own_weights_decides_whether_a_layer_reads_sizes(
         call(tokens(dtype=dtype), torch.ones(T), sizes(20, 0, 33, 20))
         targets = [str(node.target) for node in graphs.graphs[0].graph.nodes]
         assert f"fuser.{name}" in targets
+
+
+@pytest.mark.parametrize("alone", [(), (0,), (1,), (0, 1)], ids=str)
+def test_the_host_waits_for_sizes_if_any_grouped_linear_does(
+    alone: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first, the last, both or none of two linears of one pipeline runs its groups alone."""
+    monkeypatch.setattr(
+        fuser.GroupedLinear, "runs_at_once", lambda self, _: self.out_features not in waiting
+    )
+    waiting = [(48, K)[place] for place in alone]
+    model = fuser.Sequential(
+        fuser.GroupedLinear(G, K, 48, bias=False), fuser.GroupedLinear(G, 48, K, bias=False)
+    )
+    graphs = torch._dynamo.testing.EagerAndRecordGraphs()
+    each = sizes(20, 0, 33, 20)
+    call = torch.compile(lambda x: model(x, each, each), backend=graphs, fullgraph=True)
+    assert torch.equal(call(tokens()), model(tokens(), each, each))
+    targets = [str(node.target) for node in graphs.graphs[0].graph.nodes]
+    assert ("fuser.host_forward" in targets) == bool(alone)
+    assert ("fuser.forward" in targets) == (not alone)
 
 
 def test_bad_values_are_refused_when_the_graph_runs() -> None:
