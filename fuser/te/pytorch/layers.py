@@ -119,6 +119,8 @@ def _options(layer: str, options: dict[str, Any]) -> dict[str, Any]:
     if switches:
         _warn_of_overlap(layer, switches)
     taken.pop("save_original_input", None)
+    if not taken.get("fuse_wgrad_accumulation"):  # it has a second name, which may be on
+        taken.pop("fuse_wgrad_accumulation", None)
     if taken.get("parallel_mode") not in (None, "column", "row"):
         raise InputError(
             f"{layer} got parallel_mode={taken['parallel_mode']!r}; give 'column', 'row' or None."
