@@ -455,13 +455,14 @@ def _weight_gradients_that_are_left(given: Given) -> None:
         close(parameter.grad, parameters[name].grad)  # type: ignore[arg-type]
 
 
-@sets(GROUPED.path, single_grouped_weight=True, single_grouped_bias=True)
-def _one_parameter_of_all_groups(given: Given) -> None:
-    module, x = filled(GROUPED(**given)), torch.randn(5, 8)
-    (kind,) = (name.removeprefix("single_grouped_") for name in given)
-    assert module.get_parameter(kind).shape[0] == 2
-    assert not hasattr(module, f"{kind}0")
-    close(module(x, ROWS), reference("GroupedLinear", parameters_of(module), x))
+for _kind in ("weight", "bias"):
+
+    @sets(GROUPED.path, **{f"single_grouped_{_kind}": True})
+    def _one_parameter_of_all_groups(given: Given, kind: str = _kind) -> None:
+        module, x = filled(GROUPED(**given)), torch.randn(5, 8)
+        assert module.get_parameter(kind).shape[0] == 2
+        assert not hasattr(module, f"{kind}0")
+        close(module(x, ROWS), reference("GroupedLinear", parameters_of(module), x))
 
 
 @sets(GROUPED.path, parallel_mode="column")

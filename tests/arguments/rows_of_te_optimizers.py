@@ -139,8 +139,7 @@ def _gradients_of_another_name(given: Given) -> None:
     store_param_remainders=True,
 )
 def _what_the_state_cannot_be(given: Given) -> None:
-    (name,) = given
-    refuses(lambda: optimizers.FusedAdam(parameters(), **given), "FusedAdam got", name)
+    refuses(lambda: optimizers.FusedAdam(parameters(), **given), "FusedAdam got", *given)
 
 
 _UNUSED = "`zero_grad` of both libraries takes `set_to_none`"
