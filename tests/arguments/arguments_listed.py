@@ -9,7 +9,11 @@ import rows_of_quantizers
 import rows_of_recipes  # noqa: F401
 import rows_of_te
 
-MODULES = ("fuser", "fuser.modules", "fuser.moe", "fuser.te.pytorch", "fuser.recipe")
+MODULES = ("fuser", "fuser.modules", "fuser.moe", "fuser.recipe", *rows_of_te.MODULES)
+METHODS = (*rows_of_te.METHODS,)
+"""Methods whose arguments have rows too."""
+KNOWN_FAULTS: dict[tuple[str, str], str] = {**rows_of_te.KNOWN_FAULTS}
+"""Rows of what should be and is not yet: each must fail."""
 
 # By path: arguments that a function takes by ``**options``, and its signature does not name.
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -29,4 +33,5 @@ RESULTS: dict[str, str] = {
     "fuser.Step": _RESULT,
     "fuser.moe.Permuted": _RESULT,
     "fuser.moe.Routing": _RESULT,
+    **rows_of_te.RESULTS,
 }

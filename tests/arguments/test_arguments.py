@@ -8,14 +8,17 @@ from __future__ import annotations
 import argument_rows
 import pytest
 from argument_rows import IGNORED, ROWS, Row, arguments_of
-from arguments_listed import MODULES, OPTIONS, RESULTS
+from arguments_listed import KNOWN_FAULTS, METHODS, MODULES, OPTIONS, RESULTS
 
 PUBLIC = dict(argument_rows.public(MODULES))
+PUBLIC |= {path: argument_rows.found(path) for path in METHODS}
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: f"{row.path}-{row.argument}")
-def test_an_argument_changes_what_it_says(row: Row) -> None:
+def test_an_argument_changes_what_it_says(row: Row, request: pytest.FixtureRequest) -> None:
+    if (row.path, row.argument) in KNOWN_FAULTS:
+        request.applymarker(pytest.mark.xfail(strict=True))
     row.holds()
 
 
@@ -45,3 +48,4 @@ def test_rows_and_lists_name_arguments_that_there_are() -> None:
     assert not ROWS.keys() & IGNORED.keys()
     assert RESULTS.keys() <= PUBLIC.keys()
     assert OPTIONS.keys() <= PUBLIC.keys()
+    assert KNOWN_FAULTS.keys() <= ROWS.keys()

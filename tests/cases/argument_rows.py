@@ -23,6 +23,8 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
+from fuser import FuserError
+
 Check = Callable[[dict[str, Any]], None]
 
 
@@ -97,9 +99,10 @@ def ignores(path: str, reason: str, *arguments: str) -> None:
 
 
 def found(path: str) -> Any:
-    """The object that users import as ``path``."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    """The object that users import as ``path``, or the method of a class."""
+    owner, _, name = path.rpartition(".")
+    is_class = owner.rpartition(".")[2][0].isupper()
+    return getattr(found(owner) if is_class else importlib.import_module(owner), name)
 
 
 def public(modules: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -129,7 +132,19 @@ def _is_called(value: Any) -> bool:
 
 
 def arguments_of(value: Any) -> dict[str, inspect.Parameter]:
-    """The arguments that a signature names; those of ``**options`` are not among them."""
+    """The arguments that a signature names, without ``self`` and those of ``**options``."""
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(value).parameters
-    return {name: p for name, p in parameters.items() if p.kind not in variable}
+    named = {name: p for name, p in parameters.items() if p.kind not in variable}
+    return {name: p for name, p in named.items() if name != "self"}
+
+
+def refuses(make: Callable[[], object], *words: str) -> None:
+    """``make()`` raises an error of the library, whose sentence has each of ``words``."""
+    sentence = None
+    try:
+        make()
+    except FuserError as error:
+        sentence = str(error)
+    assert sentence is not None, f"No error has {', '.join(words)}."
+    assert all(word in sentence for word in words), sentence

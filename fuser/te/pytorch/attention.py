@@ -141,6 +141,7 @@ class DotProductAttention(torch.nn.Module):
         value_layer: torch.Tensor,
         attention_mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         qkv_format: str | None = None,
+        *,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
         core_attention_bias_type: str = "no_bias",

@@ -119,6 +119,8 @@ def _options(layer: str, options: dict[str, Any]) -> dict[str, Any]:
     if switches:
         _warn_of_overlap(layer, switches)
     taken.pop("save_original_input", None)
+    if not taken.get("fuse_wgrad_accumulation"):  # it has a second name, which may be on
+        taken.pop("fuse_wgrad_accumulation", None)
     if taken.get("parallel_mode") not in (None, "column", "row"):
         raise InputError(
             f"{layer} got parallel_mode={taken['parallel_mode']!r}; give 'column', 'row' or None."
@@ -168,6 +170,7 @@ class Linear(TransformerEngineBaseModule, modules.Linear):
         tp_group: GroupArgument = None,
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
         init_method: InitMethod | None = None,
         bias: bool = True,
         return_bias: bool = False,
@@ -184,6 +187,7 @@ class Linear(TransformerEngineBaseModule, modules.Linear):
                 "tp_group": tp_group,
                 "tp_size": tp_size,
                 "get_rng_state_tracker": get_rng_state_tracker,
+                "rng_tracker_name": rng_tracker_name,
                 "parallel_mode": parallel_mode,
             },
         )
@@ -231,6 +235,7 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: Any = None,
+        *,
         zero_centered_gamma: bool = False,
         **options: Any,
     ) -> None:
@@ -282,6 +287,7 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
         eps: float = 1e-5,
         sequence_parallel: bool = False,
         return_bias: bool = False,
+        *,
         bias: bool = True,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
@@ -328,6 +334,16 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
         }.items():
             _mark(self._parameters[name], dim, ranks)
         _zero_biases(self)
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> torch.Tensor:
+        """The output, of the shape of ``inp``."""
+        return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
 
 
 class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):

@@ -222,12 +222,12 @@ class FusedAdam(_Fused):
         self,
         params: Iterable[Any],
         lr: float | torch.Tensor = 1e-3,
-        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         *,
+        bias_correction: bool = True,
         adam_w_mode: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
@@ -407,6 +407,8 @@ class FusedSGD(_Fused):
         As of :class:`torch.optim.SGD`.
     wd_after_momentum
         False alone.
+    materialize_master_grads
+        Accepted, no effect: gradients are read as they are.
     master_weights
         As of :class:`FusedAdam`.
 
@@ -424,7 +426,9 @@ class FusedSGD(_Fused):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
+        *,
         wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
         master_weights: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:

@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fuser.precision import availability
+from fuser.precision.availability import (
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
 from fuser.precision.contexts import (
     autocast,
     current_recipe,
@@ -27,6 +33,10 @@ __all__ = [
     "fp8_model_init",
     "get_default_fp8_recipe",
     "get_default_recipe",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "quantized_model_init",
 ]
 
