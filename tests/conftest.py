@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections import Counter
-from collections.abc import Generator, Hashable, Iterator
+from collections.abc import Generator, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +170,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             f"{len(kernels)} kernels compiled by NVRTC in {seconds:.1f} s of all processes, or "
             f"earlier from the same text, without spills; the widest: {' '.join(widest.split())}."
         )
-    skipped = (report.longrepr for report in stats.get("skipped", []))
-    reasons = Counter(reason[2] for reason in skipped if isinstance(reason, tuple))
-    for reason, count in reasons.items():
-        if "needs the emulator" in reason or "needs NVRTC" in reason:
-            terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
+    for line in not_tested(stats.get("skipped", [])):
+        terminalreporter.write_line(line)
+
+
+def not_tested(skipped: Iterable[pytest.TestReport]) -> list[str]:
+    """A line for each thing that this machine lacks: what tests of it were skipped, and why."""
+    files: dict[str, Counter[str]] = {}
+    for report in skipped:
+        if isinstance(report.longrepr, tuple):
+            reason = report.longrepr[2].removeprefix("Skipped: ")
+            if reason.startswith("needs "):
+                file = report.nodeid.partition("::")[0].rpartition("/")[2]
+                files.setdefault(reason, Counter())[file] += 1
+    return [
+        f"{sum(counts.values())} skipped, of {', '.join(sorted(counts))}: {reason}"
+        for reason, counts in files.items()
+    ]

@@ -31,6 +31,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from needs import skip_without_ports
 
 RANKS = 2
 BACKEND = os.environ.get("FUSER_TEST_BACKEND", "gloo")
@@ -158,6 +159,7 @@ def _started(
         pytest.skip(f"torch is built without {backend}")
     if backend == "nccl" and torch.cuda.device_count() < count:
         pytest.skip(f"{count} ranks need {count} GPUs, and there are {torch.cuda.device_count()}")
+    skip_without_ports()
     died = ""
     try:
         with mock.patch.dict(os.environ, FUSER_TEST_BACKEND=backend):  # read by the ranks

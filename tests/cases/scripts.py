@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from needs import skip_without_ports
 from paths import EXAMPLES
 
 Main = Callable[[Sequence[str]], int | None]
@@ -42,6 +43,7 @@ def refusal_by(main: Main, arguments: Sequence[str]) -> str:
 
 def torchrun(script: Path | str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """A script, or "-m" and a module, on two ranks; it may import the examples."""
+    skip_without_ports()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(script), *arguments]
     paths = os.pathsep.join([str(EXAMPLES), *sys.path])

@@ -231,6 +231,18 @@ class Shared(Experts):
         return y + self.expert(hidden_states, 0)
 
 
+class Overwriting(Experts):
+    """The last expert of a token is the only one."""
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        out = torch.zeros_like(hidden_states)
+        for e in range(E):
+            token, place = torch.where(top_k_index == e)
+            y = self.expert(hidden_states[token], e) * top_k_weights[token, place, None]
+            out = out.index_copy(0, token, y)
+        return out
+
+
 class WithBiases(Experts):
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +263,10 @@ class Transposed(Experts):
         return (F.silu(gate) * up) @ self.down_proj[e]
 
 
-LOOK_ALIKES = (Gelu, Swapped, Clamped, ScaledBefore, Averaged, Shared, WithBiases, Transposed)
+LOOK_ALIKES = (
+    *(Gelu, Swapped, Clamped, ScaledBefore, Averaged, Shared, Overwriting, WithBiases),
+    Transposed,
+)
 
 
 @pytest.mark.parametrize("make", LOOK_ALIKES)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from emulator import emulated, why_unavailable
+from needs import needs_emulator
 from paths import ROOT
 
 import fuser
@@ -288,7 +289,7 @@ def test_the_page_on_extending_runs_and_its_kernels_run_in_the_emulator(
     squares.fusions = (extending["Powers"],)
     assert "it takes four squares at most" in squares.plan(x).refusals[0].reason
     if why_unavailable() is not None:
-        pytest.skip(f"the rest needs the emulator: {why_unavailable()}")
+        pytest.skip(f"needs the emulator: {why_unavailable()}")
     for dtype in (torch.float32, torch.bfloat16):
         wide = x.to(dtype)
         with emulated():
@@ -317,7 +318,7 @@ def test_the_sentence_of_check_on_the_page_is_what_check_says(extending: dict[st
     assert str(raised.value) == said
 
 
-@pytest.mark.skipif(why_unavailable() is not None, reason=f"needs it: {why_unavailable()}")
+@needs_emulator
 def test_the_kernel_test_and_the_kernels_of_contributing_work() -> None:
     test, kernels = snippets("CONTRIBUTING.md", "## Adding a kernel")
     names_after(test)["test_probe_writes_scale_times_x_plus_the_index"]()

@@ -42,7 +42,7 @@ GATHERED = {
 }
 EVERY_RECIPE = pytest.mark.parametrize("make", GATHERED.values(), ids=GATHERED)
 needs_emulator = pytest.mark.skipif(
-    why_unavailable() is not None, reason=f"needs it: {why_unavailable()}"
+    why_unavailable() is not None, reason=f"needs the emulator: {why_unavailable()}"
 )
 
 

@@ -334,6 +334,22 @@ def test_weights_in_the_memory_of_a_caller_stay_there() -> None:
     assert not any(w.any() for w in weights_of(op))
 
 
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 2, 3, 0), (0, 2, 1, 3)], ids=str)
+def test_parts_of_one_buffer_in_another_order_stay_there(order: tuple[int, ...]) -> None:
+    """Nothing but the weights is in it: whoever made it reads it in that order."""
+    op, reference = grouped(), grouped()
+    flat = torch.stack([weights_of(op)[g].detach() for g in order])
+    for place, g in enumerate(order):
+        weights_of(op)[g].data = flat[place]
+    del flat
+    places = [w.data_ptr() for w in weights_of(op)]
+    for turn in range(3):
+        found, wanted = step(op, turn), step(reference, turn)
+        assert [w.data_ptr() for w in weights_of(op)] == places
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), turn
+    assert not are_one_buffer(op)
+
+
 def test_a_weight_of_two_ops_stays_one_parameter_and_finds_a_place() -> None:
     """Not at each call another one: the op that comes first has its weights in one buffer."""
     one, other = grouped(bias=False), grouped(bias=False)

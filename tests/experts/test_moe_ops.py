@@ -9,7 +9,7 @@ import every_format as formats
 import oracles
 import pytest
 import torch
-from emulator import why_unavailable
+from needs import needs_emulator
 from one_launch_experts import in_one_launch
 from pipeline_kernels import on_kernels
 
@@ -304,7 +304,7 @@ def test_tokens_may_have_more_dimensions_any_strides_and_there_may_be_none() -> 
     none.sum().backward()
 
 
-@pytest.mark.skipif(why_unavailable() is not None, reason=f"needs it: {why_unavailable()}")
+@needs_emulator
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_on_kernels_every_call_follows_its_own_routing(dtype: torch.dtype) -> None:
     model, mlp = layer(dtype, capacity=64), fuser.Sequential(*experts(dtype))
@@ -329,7 +329,7 @@ def test_on_kernels_every_call_follows_its_own_routing(dtype: torch.dtype) -> No
             torch.testing.assert_close(a, c, rtol=bound, atol=bound)
 
 
-@pytest.mark.skipif(why_unavailable() is not None, reason=f"needs it: {why_unavailable()}")
+@needs_emulator
 @pytest.mark.parametrize("options", [{}, *list(OPTIONS.values())[1:4]], ids=str)
 def test_recorded_passes_follow_the_routing_of_each_call(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -373,7 +373,7 @@ def test_recorded_passes_follow_the_routing_of_each_call(
     assert len(played) == 6  # forwards and backwards of the last three steps
 
 
-@pytest.mark.skipif(why_unavailable() is not None, reason=f"needs it: {why_unavailable()}")
+@needs_emulator
 @pytest.mark.parametrize("options", [{}, OPTIONS["unused rows"]], ids=str)
 def test_a_whole_layer_is_recorded_where_no_size_is_read(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

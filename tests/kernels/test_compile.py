@@ -24,6 +24,7 @@ from compiled_kernels import (
     symbols_of,
 )
 from kernel_instantiations import instantiations, kernels_of
+from needs import needs_nvrtc
 from nvrtc import CAPABILITIES, CompileError, Resources, compiled, resources
 from paths import EMULATOR_KERNELS
 from samples import sample
@@ -31,10 +32,6 @@ from scripts import refusal_by
 
 from fuser.cuda import module
 from fuser.cuda.launch import Kernel
-
-needs_nvrtc = pytest.mark.skipif(
-    nvrtc.why_unavailable() is not None, reason=f"needs NVRTC: {nvrtc.why_unavailable()}"
-)
 
 
 @functools.cache

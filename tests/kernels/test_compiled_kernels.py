@@ -11,14 +11,11 @@ import compiled_kernels
 import nvrtc
 import pytest
 from compiled_kernels import digest, entry_of, is_recorded, read, without_comments, write
+from needs import needs_nvrtc
 from nvrtc import CompileError, Resources
 from scripts import refusal_by
 
 from fuser.cuda import module
-
-needs_nvrtc = pytest.mark.skipif(
-    nvrtc.why_unavailable() is not None, reason=f"needs NVRTC: {nvrtc.why_unavailable()}"
-)
 
 SOURCE = "#include <fuser/one.cuh>\n#include <fuser/other.cuh>\n__global__ void fuser_x() {}\n"
 HEADER = "// A number.\nconstexpr int kOne = 1;  /* one */\n"

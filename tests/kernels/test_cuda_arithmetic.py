@@ -10,6 +10,7 @@ import emulator
 import nvrtc
 import pytest
 import torch
+from needs import needs_nvrtc
 from paths import EMULATOR_KERNELS
 from quantize_cases import FLOAT8, Place
 
@@ -49,9 +50,7 @@ def test_scales_follow_from_any_amax(
     cases.check_scales(EMULATOR, dtype, pow2=pow2, eps=eps, when_infinite=when_infinite)
 
 
-@pytest.mark.skipif(
-    nvrtc.why_unavailable() is not None, reason=f"needs NVRTC: {nvrtc.why_unavailable()}"
-)
+@needs_nvrtc
 @pytest.mark.parametrize("capability", nvrtc.CAPABILITIES, ids=str)
 def test_they_compile_without_local_memory(capability: tuple[int, int]) -> None:
     kernels = nvrtc.compiled(EMULATOR_KERNELS, "arithmetic", cases.SYMBOLS, capability)

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import norm_store_cases as cases
-import nvrtc
 import pytest
 import torch
 from emulator import emulated, prepare
 from kernel_instantiations import instantiations
+from needs import needs_nvrtc
 from norm_store_cases import BLOCKS, ODD, STORES
 from normalization_cases import BF16, F32, Case, inputs_of
 from nvrtc import CAPABILITIES, compiled
@@ -74,7 +74,7 @@ def test_a_producer_takes_vectors_where_tiles_can(
     assert made.type.endswith(", true>") is is_aligned
 
 
-@pytest.mark.skipif(nvrtc.why_unavailable() is not None, reason="needs NVRTC")
+@needs_nvrtc
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=module.arch_name)
 def test_producers_and_stores_keep_their_data_in_registers(capability: tuple[int, int]) -> None:
     """All of them on Hopper; the other architectures share them out among themselves.

@@ -541,8 +541,30 @@ def call_backward(**changes: Any) -> None:
 
 
 def test_good_arguments_are_taken() -> None:
-    call()
-    call_backward()
+    """The arguments that the tests of refusals change one by one: with these, all is written."""
+    torch.manual_seed(0)
+    x, extra, dy, d_extra = torch.randn(4, 4, 16)
+    gamma, beta = torch.randn(2, 16)
+    y, z, dx = (torch.full((4, 16), float("nan")) for _ in range(3))
+    mean, rstd = (torch.full((4,), float("nan")) for _ in range(2))
+    amax = torch.zeros(1)
+    given = {"gamma": gamma, "beta": beta, "mean": mean, "rstd": rstd}
+    call(x=x, extra=extra, y=y, z=z, amax=amax, **given)
+    leaf, gain, shift = (
+        t.double().detach().requires_grad_() for t in (x.double() + extra, gamma, beta)
+    )
+    exact = torch.nn.functional.layer_norm(leaf, (16,), gain, shift, 1e-5)
+    torch.testing.assert_close(y.double(), exact.detach(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(z, x + extra)
+    assert torch.equal(amax, y.abs().max()[None])
+    dgamma, dbeta = (torch.full((16,), float("nan")) for _ in range(2))
+    given = {"gamma": gamma, "mean": mean, "rstd": rstd, "dgamma": dgamma, "dbeta": dbeta}
+    call_backward(dy=dy, x=z, dx=dx, d_extra=d_extra, **given)
+    exact.backward(dy.double())
+    assert leaf.grad is not None
+    found = (dx.double(), dgamma.double(), dbeta.double())
+    for one, wanted in zip(found, (leaf.grad + d_extra, gain.grad, shift.grad), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

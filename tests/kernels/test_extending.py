@@ -15,6 +15,7 @@ import nvrtc
 import pytest
 import torch
 from emulator import KernelError, emulated
+from needs import needs_nvrtc
 
 import fuser
 from fuser import chain
@@ -449,7 +450,7 @@ def test_a_stage_of_a_user_is_in_a_store_of_the_library(stages: Path) -> None:
     torch.testing.assert_close(made, plain, rtol=0.07, atol=0)
 
 
-@pytest.mark.skipif(nvrtc.why_unavailable() is not None, reason="needs NVRTC")
+@needs_nvrtc
 def test_a_chain_with_a_users_stage_compiles_for_gpus(stages: Path) -> None:
     symbol = (
         "fuser_pointwise<fuser::Chain<fuser::bf16, fuser::Activation<mine::Tanh<fuser::bf16>>, "

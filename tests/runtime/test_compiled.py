@@ -16,6 +16,7 @@ import every_format as formats
 import pytest
 import torch
 import torch._dynamo.testing
+from needs import needs_compiler
 from pipeline_kernels import on_kernels
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -133,6 +134,7 @@ def test_a_compiled_step_has_the_bits_of_an_eager_one(recipe: Any) -> None:
     assert torch.equal(found[0], model(x)) == (recipe is None)
 
 
+@needs_compiler
 @pytest.mark.parametrize("recipe", [None, CURRENT], ids=str)
 def test_inductor_compiles_what_is_around_pipelines(recipe: Any) -> None:
     model, x = Blocks(), rows()
@@ -996,6 +998,7 @@ def test_dropout_has_the_numbers_of_eager_steps(how: str, kernels: bool) -> None
         assert not torch.equal(compiled(x), found[0])
 
 
+@needs_compiler
 def test_the_gradient_of_dropout_is_zero_where_its_output_is() -> None:
     model = fuser.Sequential(fuser.Dropout(0.5))
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+from needs import needs_compiler
 from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
 from test_compiled import (
@@ -157,6 +158,7 @@ def test_a_whole_layer_is_one_graph(recipe: Any, kind: str, capacity: int | None
     assert graphs() == 1
 
 
+@needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 def test_inductor_compiles_a_whole_layer(kind: str) -> None:
     """Its own code for the router rounds otherwise."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs_compiler
 from paths import BENCHMARKS, EXAMPLES, ROOT
 from test_compiled import (
     CURRENT,
@@ -166,6 +167,7 @@ print(json.dumps([counts["fxgraph_cache_hit"] + aot, float(y.sum()), float(x.gra
 """
 
 
+@needs_compiler
 def test_processes_share_a_folder_of_compiled_graphs(tmp_path: Path) -> None:
     """Another process finds graphs of the same passes, and none of others."""
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -196,6 +198,7 @@ def test_processes_share_a_folder_of_compiled_graphs(tmp_path: Path) -> None:
 # -- memory ---------------------------------------------------------------------------------
 
 
+@needs_compiler
 @pytest.mark.parametrize(("recipe", "most"), [(None, 1.02), (CURRENT, 1.03)], ids=["none", "fp8"])
 def test_the_peak_memory_of_many_blocks_is_that_of_an_eager_step(recipe: Any, most: float) -> None:
     """A graph holds what a block saved until its backward has returned; an eager step does not."""
@@ -300,6 +303,7 @@ def test_parameters_that_are_views_of_one_buffer() -> None:
 # -- gradients that torch gets wrong elsewhere ------------------------------------------------
 
 
+@needs_compiler
 def test_gradients_of_views_of_a_weight_and_of_a_tensor_that_is_given_twice() -> None:
     """What graphs with a ``torch.autograd.Function`` get wrong in torch 2.11 (pytorch 180642)."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import every_format as formats
 import pytest
 import torch
+from needs import needs_compiler
 from pipeline_kernels import on_kernels
 from test_compiled import _nothing_compiled_yet
 from torch._dynamo.utils import counters
@@ -122,6 +123,7 @@ def test_backward_overrides_have_the_bits_of_eager_steps(recipe: Any, override: 
     assert_equal(train(whole(lambda x: model(x)), model, recipe, steps=1), expected)
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", ["current", "delayed"])
 def test_inductor_compiles_what_is_around(name: str) -> None:
     recipe = RECIPES[name]

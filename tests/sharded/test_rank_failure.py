@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
+from needs import skip_without_ports
 from ranks import end_with_parent, start_method
 from torch.distributed.fsdp import fully_shard
 
@@ -98,6 +99,7 @@ def test_the_others_end_with_an_error_and_the_last_checkpoint_loads(
 ) -> None:
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("torch is built without gloo")
+    skip_without_ports()
     context = torch.multiprocessing.get_context(start_method())
     processes = [
         context.Process(target=train, args=(rank, name, end, str(tmp_path))) for rank in range(2)

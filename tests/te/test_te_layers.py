@@ -426,23 +426,32 @@ def test_chunks_are_sorted_by_index() -> None:
     assert torch.equal(p, expected[:, 0])
 
 
+@pytest.mark.parametrize("k", [1, 2, 8])
 @pytest.mark.parametrize("pre", [False, True])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_the_router_chooses_the_largest_scores(score: Any, pre: bool) -> None:
-    logits = torch.randn(6, 8)
+def test_the_router_chooses_the_largest_scores(score: Any, pre: bool, k: int) -> None:
+    """One expert's sigmoid is not divided by itself, so that the router gets a gradient."""
+    logits = torch.randn(6, 8).requires_grad_()
     bias = torch.randn(8) if score == "sigmoid" else None
     probs, mask = router.fused_topk_with_score_function(
-        logits, 2, pre, scaling_factor=2.0, score_function=score, expert_bias=bias
+        logits, k, pre, scaling_factor=2.0, score_function=score, expert_bias=bias
     )
+    leaf = logits.detach().double().requires_grad_()
+    rows = []
     for row in range(6):
-        scores = logits[row].sigmoid() if score == "sigmoid" else logits[row].softmax(0)
-        chosen = (scores if bias is None else scores + bias).topk(2).indices
+        scores = leaf[row].sigmoid() if score == "sigmoid" else leaf[row].softmax(0)
+        chosen = (scores if bias is None else scores + bias).topk(k).indices
         taken = scores[chosen]
-        if score == "sigmoid" or not pre:
+        if (score == "sigmoid" and k > 1) or (score == "softmax" and not pre):
             taken = taken / taken.sum()
-        expected = torch.zeros(8).index_put((chosen,), 2 * taken)
-        torch.testing.assert_close(probs[row], expected)
+        rows.append(torch.zeros(8, dtype=torch.float64).index_put((chosen,), 2 * taken))
         assert mask[row].nonzero().flatten().tolist() == sorted(chosen.tolist())
+    expected, weights = torch.stack(rows), torch.randn(6, 8).double()
+    torch.testing.assert_close(probs.double(), expected, rtol=1e-5, atol=1e-6)
+    (probs.double() * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad.double(), leaf.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_the_router_chooses_within_the_best_groups() -> None:
@@ -544,14 +553,24 @@ def test_fused_sgd_is_that_of_torch() -> None:
 
 @pytest.mark.parametrize("cls", ["FusedAdam", "FusedSGD"])
 def test_master_weights_are_in_fp32_and_the_parameter_is_their_rounding(cls: str) -> None:
+    """And have the values that torch's optimizer gives fp32 weights for the same gradients."""
     net = model().to(BF16)
-    optimizer = getattr(fused, cls)(net.parameters(), 1e-4, master_weights=True)
-    trained(net, optimizer, 20)
-    for parameter in net.parameters():
+    plain = [torch.nn.Parameter(p.detach().float()) for p in net.parameters()]
+    optimizer = getattr(fused, cls)(net.parameters(), 1e-3, master_weights=True)
+    of_torch = {"FusedAdam": torch.optim.AdamW, "FusedSGD": torch.optim.SGD}[cls]
+    reference = of_torch(plain, 1e-3, weight_decay=0.0)
+    for step in range(20):
+        trained(net, optimizer, 1)
+        for p, twin in zip(net.parameters(), plain, strict=True):
+            assert p.grad is not None, step
+            twin.grad = p.grad.float()
+        reference.step()
+    for parameter, twin in zip(net.parameters(), plain, strict=True):
         master = optimizer.state[parameter]["master_param"]
         assert master.dtype is torch.float32
         assert torch.equal(master.to(BF16), parameter)
         assert not torch.equal(master, parameter.float())
+        torch.testing.assert_close(master, twin.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("scaling", [recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling()])

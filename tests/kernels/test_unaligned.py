@@ -1,0 +1,698 @@
+"""Launchers with a path of vectors: one tensor alone that is not aligned, and one hard value.
+
+Each case is a launch with the names of its tensors, and what the reference computes of the same
+ones. Each tensor in turn begins one element further, and each input has rows further apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import adamw_cases
+import pytest
+import torch
+from emulator import emulated, prepare
+from pipeline_kernels import SOURCES
+from quantize_cases import (
+    E4M3,
+    assert_same,
+    block_format,
+    buffers,
+    fp8_format,
+    mxfp8_format,
+    nvfp4_format,
+    rows_format,
+)
+
+from fuser import formats
+from fuser.chain import Stage
+from fuser.cuda import (
+    adamw,
+    block_scaling,
+    fp8_scaling,
+    grouped,
+    mxfp8,
+    normalization,
+    normalization_backward,
+    nvfp4,
+    permutation,
+    pointwise,
+    rowwise_scaling,
+)
+from fuser.errors import InputError
+from fuser.reference import adamw as reference_adamw
+from fuser.reference import block_scaling as reference_block
+from fuser.reference import chain as reference_chain
+from fuser.reference import fp8_scaling as reference_fp8
+from fuser.reference import grouped as reference_grouped
+from fuser.reference import mxfp8 as reference_mxfp8
+from fuser.reference import normalization as reference_norm
+from fuser.reference import nvfp4 as reference_nvfp4
+from fuser.reference import permutation as reference_permutation
+from fuser.reference import rowwise_scaling as reference_rowwise
+
+BF16, F32, U8, I32 = torch.bfloat16, torch.float32, torch.uint8, torch.int32
+M, K = 32, 64
+Tensors = dict[str, torch.Tensor]
+
+for module in (adamw, normalization, normalization_backward, permutation):
+    prepare(*module.instantiations())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch.
+
+    Parameters
+    ----------
+    inputs, outputs
+        Makes the tensors that are read, perhaps also written; those that are written alone.
+    launch
+        Launches with tensors by their names.
+    expected
+        By the reference: the values of written tensors, from copies of the inputs.
+    rows
+        The inputs whose rows may be further apart.
+    aligned
+        Tensors that are refused where they are not aligned.
+    error
+        Of sums in another order, to the largest value; 0 for the same bits.
+    raised
+        Inputs that are raised to amaxes: never infinite before.
+    sources
+        The folder of sources, another name of fuser's own for chains that the compile check does
+        not know; None for fuser's own.
+    """
+
+    inputs: Callable[[], Tensors]
+    outputs: Callable[[], Tensors]
+    launch: Callable[[Tensors], None]
+    expected: Callable[[Tensors], Tensors]
+    rows: tuple[str, ...] = ()
+    aligned: tuple[str, ...] = ()
+    error: float = 0.0
+    raised: tuple[str, ...] = ()
+    sources: Path | None = None
+
+
+def drawn(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def empty(*shape: int, dtype: torch.dtype = U8) -> torch.Tensor:
+    return (
+        torch.full((max(1, torch.Size(shape).numel()) * dtype.itemsize,), 0xA5, dtype=U8)
+        .view(dtype)
+        .view(shape)
+    )
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, one element further in memory."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+def spaced(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in rows that are one element further apart."""
+    memory = torch.empty(tensor.shape[0], tensor.shape[1] + 1, dtype=tensor.dtype)
+    return memory[:, :-1].copy_(tensor)
+
+
+def named(names: str, values: Any) -> Tensors:
+    return dict(zip(names.split(), values, strict=True))
+
+
+# -- the table -----------------------------------------------------------------------
+
+CASES: dict[str, Case] = {}
+
+
+def steps() -> None:
+    for dtype in (BF16, F32):
+        for is_decoupled in (True, False):
+
+            def inputs(dtype: torch.dtype = dtype, seed: int = int(not is_decoupled)) -> Tensors:
+                return adamw_cases.step_of((M, K), dtype, "cpu", seed=seed)._asdict()
+
+            def expected(t: Tensors) -> Tensors:
+                reference_adamw.adamw(**t)
+                return {**t, "values": t["master"].to(BF16)}
+
+            CASES[f"adamw, {'AdamW' if is_decoupled else 'Adam'}, {dtype}"] = Case(
+                inputs,
+                lambda: {"values": empty(M, K, dtype=BF16)},
+                lambda t: adamw.adamw(
+                    adamw.Step(**{n: v for n, v in t.items() if n != "values"}),
+                    BF16,
+                    values=t["values"],
+                ),
+                expected,
+            )
+
+
+def norms() -> None:
+    def of(dtype: torch.dtype, norm: str) -> None:
+        def inputs() -> Tensors:
+            x = {"x": drawn(M, K, dtype=dtype), "extra": drawn(M, K, dtype=dtype, seed=1)}
+            gamma = {"gamma": drawn(K, dtype=dtype, seed=2), "beta": drawn(K, dtype=dtype, seed=3)}
+            return {**x, **(gamma if norm == "layernorm" else {"gamma": gamma["gamma"]})}
+
+        def outputs() -> Tensors:
+            statistics = ("mean", "rstd") if norm == "layernorm" else ("rstd",)
+            written = {name: empty(M, K, dtype=dtype) for name in ("y", "z")}
+            return {**written, **{name: empty(M, 1, dtype=F32) for name in statistics}}
+
+        def expected(t: Tensors) -> Tensors:
+            z = (t["x"].float() + t["extra"].float()).to(dtype)
+            gain = t["gamma"].float()
+            if norm == "rmsnorm":
+                return named("y rstd z", (*reference_norm.rmsnorm(z, gain, 1e-5, dtype), z))
+            found = reference_norm.layernorm(z, gain, t["beta"], 1e-5, dtype)
+            return named("y mean rstd z", (*found, z))
+
+        launch = getattr(normalization, norm)
+        CASES[f"{norm}, {dtype}"] = Case(
+            inputs, outputs, lambda t: launch(**t, eps=1e-5), expected, ("x", "extra"), error=1e-2
+        )
+
+        def gradients() -> Tensors:
+            t = inputs()
+            statistics = expected(t)
+            t.pop("extra")
+            t.pop("beta", None)
+            t["d_extra"], t["dy"] = (drawn(M, K, dtype=dtype, seed=s) for s in (4, 5))
+            return {**t, **{n: statistics[n] for n in ("mean", "rstd") if n in statistics}}
+
+        def of_gradients() -> Tensors:
+            has_beta = norm == "layernorm"
+            with emulated():
+                shape = normalization_backward.workspace_shape(
+                    drawn(M, K, dtype=dtype), has_beta=has_beta
+                )
+            sums = ("dgamma", "dbeta") if has_beta else ("dgamma",)
+            return {
+                "dx": empty(M, K, dtype=dtype),
+                **{name: empty(K, dtype=F32) for name in sums},
+                "workspace": empty(*shape, dtype=F32),
+            }
+
+        def backward(t: Tensors) -> Tensors:
+            x, dy, gain = t["x"], t["dy"], t["gamma"].float()
+            if norm == "rmsnorm":
+                found = reference_norm.rmsnorm_backward(
+                    dy, x, gain, t["rstd"], (True, True), t["d_extra"]
+                )
+                return named("dx dgamma", found)
+            every = (True, True, True)
+            given = (t["mean"], t["rstd"], every, t["d_extra"])
+            return named("dx dgamma dbeta", reference_norm.layernorm_backward(dy, x, gain, *given))
+
+        launch_backward = getattr(normalization_backward, f"{norm}_backward")
+        CASES[f"{norm}_backward, {dtype}"] = Case(
+            gradients,
+            of_gradients,
+            lambda t: launch_backward(**t),
+            backward,
+            ("x", "dy", "d_extra"),
+            error=1e-2,
+        )
+
+    for dtype in (BF16, F32):
+        of(dtype, "rmsnorm")
+        of(dtype, "layernorm")
+        CASES[f"l2norm, {dtype}"] = Case(
+            lambda dtype=dtype: {"x": drawn(M, K, dtype=dtype)},
+            lambda dtype=dtype: {"y": empty(M, K, dtype=dtype), "rnorm": empty(M, 1, dtype=F32)},
+            lambda t: normalization.l2norm(**t, eps=1e-5),
+            lambda t: named("y rnorm", reference_norm.l2norm(t["x"], 1e-5)),
+            ("x",),
+            error=1e-2,
+        )
+        CASES[f"l2norm_backward, {dtype}"] = Case(
+            lambda dtype=dtype: {
+                "dy": drawn(M, K, dtype=dtype),
+                "x": drawn(M, K, dtype=dtype, seed=1),
+                "rnorm": drawn(M, 1, dtype=F32, seed=2).abs(),
+            },
+            lambda dtype=dtype: {"dx": empty(M, K, dtype=dtype)},
+            lambda t: normalization_backward.l2norm_backward(**t),
+            lambda t: {"dx": reference_norm.l2norm_backward(t["dy"], t["x"], t["rnorm"])},
+            ("x", "dy"),
+            error=1e-2,
+        )
+
+
+CHAIN = (Stage("bias"), Stage("add_extra_input"), Stage("silu"))
+GATED = (Stage("swiglu"), Stage("add_extra_input"))
+
+
+def chains() -> None:
+    def of(name: str, stages: tuple[Stage, ...], operands: tuple[str | None, ...]) -> None:
+        wide = K * (2 if stages[0].name == "swiglu" else 1)
+        shapes = {"bias": (wide,), "extra": (M, K)}
+        given = [n for n in operands if n is not None]
+
+        def listed(t: Tensors) -> list[torch.Tensor | None]:
+            return [None if n is None else t[n] for n in operands]
+
+        def inputs() -> Tensors:
+            more = {n: drawn(*shapes[n], seed=i + 2) for i, n in enumerate(given)}
+            return {"x": drawn(M, wide), **more}
+
+        CASES[f"pointwise, {name}"] = Case(
+            inputs,
+            lambda: {"y": empty(M, K, dtype=BF16)},
+            lambda t: pointwise.pointwise(stages, t["x"], listed(t), t["y"]),
+            lambda t: {"y": reference_chain.forward(stages, t["x"], listed(t))},
+            ("x",),
+            sources=SOURCES,
+        )
+        has_grad = [n is not None for n in operands]
+
+        def outputs() -> Tensors:
+            with emulated():
+                size = pointwise.workspace_size(stages, M, K, BF16, has_grad)
+            work = {"workspace": empty(size, dtype=F32)} if size else {}
+            return {
+                "dx": empty(M, wide, dtype=BF16),
+                **{f"d_{n}": empty(*shapes[n], dtype=BF16) for n in given},
+                **work,
+            }
+
+        def launch(t: Tensors) -> None:
+            grads = [None if n is None else t[f"d_{n}"] for n in operands]
+            pointwise.pointwise_backward(
+                stages, t["dy"], t["x"], listed(t), t["dx"], grads, t.get("workspace")
+            )
+
+        def expected(t: Tensors) -> Tensors:
+            dx, grads = reference_chain.backward(stages, t["dy"], t["x"], listed(t))
+            pairs = zip(operands, grads, strict=True)
+            found = {f"d_{n}": grad for n, grad in pairs if n is not None and grad is not None}
+            return {"dx": dx, **found}
+
+        CASES[f"pointwise_backward, {name}"] = Case(
+            lambda: {**inputs(), "dy": drawn(M, K, seed=7)},
+            outputs,
+            launch,
+            expected,
+            ("x", "dy"),
+            error=1e-2,
+            sources=SOURCES,
+        )
+
+    of("bias, add, silu", CHAIN, ("bias", "extra", None))
+    of("swiglu, add", GATED, (None, "extra"))
+
+
+def formats_of_8_and_4_bits() -> None:
+    def x() -> Tensors:
+        return {"x": drawn(M, K)}
+
+    def of(name: str, outputs: str, shapes: Callable[[], Tensors], **case: Any) -> None:
+        launch, expected = case.pop("launch"), case.pop("expected")
+
+        def made(t: Tensors) -> Tensors:
+            return named(outputs, expected(t))
+
+        def launched(t: Tensors) -> None:
+            launch(t, buffers(**{n: t[n] for n in outputs.split()}))
+
+        inputs = case.pop("inputs", x)
+        CASES[name] = Case(inputs, shapes, launched, made, ("x",), **case)
+
+    def data(k: int = K, m: int = M) -> Tensors:
+        return {"row": empty(M, k), "col": empty(K, m)}
+
+    CASES["amax"] = Case(
+        lambda: {"x": drawn(M, K), "out": torch.zeros(1)},
+        dict,
+        lambda t: fp8_scaling.amax(t["x"], out=t["out"]),
+        lambda t: {"out": reference_fp8.amax(t["x"])},
+        ("x",),
+        raised=("out",),
+    )
+    for kind in ("scale", "amax"):
+        of(
+            f"fp8 of a given {kind}",
+            "row col scale_inv",
+            lambda: {**data(), "scale_inv": empty(1, dtype=F32)},
+            inputs=lambda: {"x": drawn(M, K), "given": torch.tensor([3.0])},
+            launch=lambda t, b, kind=kind: fp8_scaling.quantize(
+                fp8_format(), t["x"], b, **{kind + "_value" * (kind == "amax"): t["given"]}
+            ),
+            expected=lambda t, kind=kind: (
+                reference_fp8.quantize_current(t["x"], E4M3, amax_value=t["given"])
+                if kind == "amax"
+                else reference_fp8.quantize_delayed(t["x"], t["given"], E4M3)[:3]
+            ),
+        )
+    of(
+        "fp8, one copy",
+        "row scale_inv",
+        lambda: {"row": empty(M, K), "scale_inv": empty(1, dtype=F32)},
+        inputs=lambda: {"x": drawn(M, K), "given": torch.tensor([3.0])},
+        launch=lambda t, b: fp8_scaling.quantize(fp8_format(), t["x"], b, scale=t["given"]),
+        expected=lambda t: reference_fp8.quantize_delayed(t["x"], t["given"], E4M3)[::2],
+    )
+    for dim in (1, 2):
+        of(
+            f"blocks of {dim} dimensions",
+            "row row_scale_inv col col_scale_inv",
+            lambda dim=dim: {
+                **data(),
+                "row_scale_inv": empty(*formats.fp8_block_scale_shape(M, K, False, dim), dtype=F32),
+                "col_scale_inv": empty(*formats.fp8_block_scale_shape(M, K, True, dim), dtype=F32),
+            },
+            launch=lambda t, b, dim=dim: block_scaling.quantize(block_format(E4M3, dim), t["x"], b),
+            expected=lambda t, dim=dim: reference_block.quantize(
+                t["x"], E4M3, block_dim=dim, pow2=True
+            ),
+            aligned=("row_scale_inv", "col_scale_inv"),
+        )
+    for is_square in (False, True):
+        of(
+            f"mxfp8{', squares' * is_square}",
+            "row row_scale col col_scale",
+            lambda: {
+                "row": empty(M, K),
+                "col": empty(M, K),
+                "row_scale": empty(*formats.mxfp8_scale_shape(M, K, False)),
+                "col_scale": empty(*formats.mxfp8_scale_shape(M, K, True)),
+            },
+            launch=lambda t, b, s=is_square: mxfp8.quantize(mxfp8_format(E4M3, s), t["x"], b),
+            expected=lambda t, s=is_square: reference_mxfp8.quantize(
+                t["x"], E4M3, two_dimensional=s
+            ),
+            aligned=("row_scale", "col_scale"),
+        )
+    of(
+        "nvfp4",
+        "row row_scale row_amax col col_scale col_amax",
+        lambda: {
+            **data(K // 2, M // 2),
+            "row_scale": empty(*formats.nvfp4_scale_shape(M, K, False)),
+            "col_scale": empty(*formats.nvfp4_scale_shape(M, K, True)),
+            **{f"{name}_amax": empty(1, dtype=F32) for name in ("row", "col")},
+        },
+        inputs=lambda: {"x": drawn(M, K), "amax": torch.tensor([4.0])},
+        launch=lambda t, b: nvfp4.quantize(nvfp4_format(), t["x"], b, t["amax"]),
+        expected=lambda t: reference_nvfp4.quantize(t["x"], amax_value=t["amax"]),
+        aligned=("row_scale", "col_scale"),
+    )
+    of(
+        "rowwise",
+        "row row_scale_inv col col_scale_inv",
+        lambda: {
+            **data(),
+            "row_scale_inv": empty(M, dtype=F32),
+            "col_scale_inv": empty(K, dtype=F32),
+        },
+        inputs=lambda: {
+            "x": drawn(M, K),
+            "row_amax": drawn(M, K).float().abs().amax(1),
+            "col_amax": drawn(M, K).float().abs().amax(0),
+        },
+        launch=lambda t, b: rowwise_scaling.quantize(
+            rows_format(), t["x"], b, row_amax=t["row_amax"], col_amax=t["col_amax"]
+        ),
+        expected=lambda t: reference_rowwise.quantize(t["x"], E4M3),
+        aligned=("row_scale_inv", "col_scale_inv"),
+    )
+    CASES["rowwise amaxes"] = Case(
+        lambda: {"x": drawn(M, K), "row_amax": torch.zeros(M), "col_amax": torch.zeros(K)},
+        dict,
+        lambda t: rowwise_scaling.amaxes(**t),
+        lambda t: named(
+            "row_amax col_amax", [reference_nvfp4.amaxes_of_rows(v) for v in (t["x"], t["x"].t())]
+        ),
+        ("x",),
+        raised=("row_amax", "col_amax"),
+    )
+
+
+def decoders() -> None:
+    def bytes_of(m: int = M, k: int = K) -> torch.Tensor:
+        return reference_fp8.cast(drawn(m, k), torch.ones(1), E4M3)
+
+    def out() -> Tensors:
+        return {"out": empty(M, K, dtype=BF16)}
+
+    CASES["transpose"] = Case(
+        lambda: {"data": bytes_of()},
+        lambda: {"out": empty(K, M)},
+        lambda t: fp8_scaling.transpose(**t),
+        lambda t: {"out": reference_fp8_transpose(t["data"])},
+    )
+    CASES["fp8 dequantize"] = Case(
+        lambda: {"data": bytes_of(), "scale_inv": torch.tensor([0.5])},
+        out,
+        lambda t: fp8_scaling.dequantize(t["data"], t["scale_inv"], E4M3, BF16, out=t["out"]),
+        lambda t: {"out": reference_fp8.dequantize(t["data"], t["scale_inv"], E4M3, BF16)},
+    )
+    for columnwise in (False, True):
+        size = (K, M) if columnwise else (M, K)
+        copy = "columns" if columnwise else "rows"
+        options = {"columnwise": columnwise}
+        CASES[f"rowwise dequantize of {copy}"] = Case(
+            lambda size=size: {
+                "data": bytes_of(*size),
+                "scale_inv": drawn(size[0], dtype=F32).abs(),
+            },
+            out,
+            lambda t, options=options: rowwise_scaling.dequantize(
+                t["data"], t["scale_inv"], E4M3, BF16, out=t["out"], **options
+            ),
+            lambda t, options=options: {
+                "out": reference_rowwise.dequantize(
+                    t["data"], t["scale_inv"], E4M3, BF16, **options
+                )
+            },
+        )
+        CASES[f"block dequantize of {copy}"] = Case(
+            lambda size=size: {
+                "data": bytes_of(*size),
+                "scale_inv": drawn(
+                    *formats.fp8_block_scale_shape(*size, False, 1), dtype=F32
+                ).abs(),
+            },
+            out,
+            lambda t, options=options: block_scaling.dequantize(
+                t["data"], t["scale_inv"], E4M3, BF16, block_dim=1, out=t["out"], **options
+            ),
+            lambda t, options=options: {
+                "out": reference_block.dequantize(
+                    t["data"], t["scale_inv"], E4M3, BF16, block_dim=1, **options
+                )
+            },
+            aligned=("scale_inv",),
+        )
+        CASES[f"mxfp8 dequantize of {copy}"] = Case(
+            lambda options=options: {
+                "data": bytes_of(),
+                "scale": torch.randint(
+                    120, 134, formats.mxfp8_scale_shape(M, K, options["columnwise"]), dtype=U8
+                ),
+            },
+            out,
+            lambda t, options=options: mxfp8.dequantize(
+                t["data"], t["scale"], E4M3, BF16, out=t["out"], **options
+            ),
+            lambda t, options=options: {
+                "out": reference_mxfp8.dequantize(t["data"], t["scale"], E4M3, BF16, **options)
+            },
+            aligned=("scale",),
+        )
+        CASES[f"nvfp4 dequantize of {copy}"] = Case(
+            lambda size=size: {
+                "data": torch.randint(0, 256, (size[0], size[1] // 2), dtype=U8),
+                "scale": torch.randint(32, 96, formats.nvfp4_scale_shape(*size, False), dtype=U8),
+                "amax": torch.tensor([3.0]),
+            },
+            out,
+            lambda t, options=options: nvfp4.dequantize(
+                t["data"], t["scale"], t["amax"], BF16, out=t["out"], **options
+            ),
+            lambda t, options=options: {
+                "out": reference_nvfp4.dequantize(t["data"], t["scale"], t["amax"], BF16, **options)
+            },
+            aligned=("scale",),
+        )
+
+
+def reference_fp8_transpose(data: torch.Tensor) -> torch.Tensor:
+    return data.t().contiguous()
+
+
+ENDS = torch.tensor([10, 10, 25], dtype=I32)
+ROUTES = torch.tensor([[i % 3, -1 if i % 5 == 0 else (i + 1) % 3] for i in range(16)])
+
+
+def rows_of_groups() -> None:
+    @functools.cache
+    def maps() -> tuple[torch.Tensor, torch.Tensor]:
+        _, row_map, inverse_map = reference_permutation.sort_by_expert(ROUTES, 3, M)
+        return row_map, inverse_map
+
+    def probs() -> torch.Tensor:
+        return torch.rand(ROUTES.shape, generator=torch.Generator().manual_seed(1))
+
+    for dtype in (BF16, F32):
+        CASES[f"permute, {dtype}"] = Case(
+            lambda dtype=dtype: {
+                "x": drawn(16, K, dtype=dtype),
+                **named("row_map inverse_map", maps()),
+            },
+            lambda dtype=dtype: {"y": empty(M, K, dtype=dtype)},
+            lambda t: permutation.permute(**t),
+            lambda t: {"y": reference_permutation.permute(**t)},
+            ("x",),
+        )
+        CASES[f"unpermute, {dtype}"] = Case(
+            lambda dtype=dtype: {
+                "y": drawn(M, K, dtype=dtype),
+                "inverse_map": maps()[1],
+                "probs": probs(),
+            },
+            lambda dtype=dtype: {"out": empty(16, K, dtype=dtype)},
+            lambda t: permutation.unpermute(**t),
+            lambda t: {"out": reference_permutation.unpermute(**t)},
+            ("y",),
+        )
+        CASES[f"unpermute_backward, {dtype}"] = Case(
+            lambda dtype=dtype: {
+                "dout": drawn(16, K, dtype=dtype),
+                "y": drawn(M, K, dtype=dtype, seed=1),
+                **named("row_map inverse_map", maps()),
+                "probs": probs(),
+            },
+            lambda dtype=dtype: {
+                "dy": empty(M, K, dtype=dtype),
+                "dprobs": empty(16, 2, dtype=F32),
+            },
+            lambda t: permutation.unpermute_backward(**t),
+            lambda t: named("dy dprobs", reference_permutation.unpermute_backward(**t)),
+            ("dout", "y"),
+        )
+        CASES[f"zero_tail, {dtype}"] = Case(
+            lambda dtype=dtype: {"ends": ENDS, "out": drawn(M, K, dtype=dtype)},
+            dict,
+            lambda t: grouped.zero_tail(t["ends"], out=t["out"]),
+            lambda t: {"out": reference_grouped.zero_tail(t["ends"], t["out"])},
+        )
+        CASES[f"add_bias, {dtype}"] = Case(
+            lambda dtype=dtype: {
+                "ends": ENDS,
+                "bias": drawn(3, K, dtype=dtype, seed=1),
+                "scales": drawn(M, dtype=dtype, seed=2),
+                "out": drawn(M, K, dtype=dtype),
+            },
+            dict,
+            lambda t: grouped.add_bias(t["ends"], t["bias"], t["scales"], out=t["out"]),
+            lambda t: {
+                "out": reference_grouped.add_bias(t["ends"], t["bias"], t["scales"], t["out"])
+            },
+        )
+        CASES[f"unpad, {dtype}"] = Case(
+            lambda dtype=dtype: {
+                "padded": drawn(384, K, dtype=dtype),
+                "ends": ENDS,
+                "padded_ends": reference_grouped.group_tiles(ENDS, 3)[0],
+            },
+            lambda dtype=dtype: {"out": empty(M, K, dtype=dtype)},
+            lambda t: grouped.unpad(**t),
+            lambda t: {"out": reference_grouped.unpad(t["padded"], t["ends"], t["padded_ends"], M)},
+        )
+
+
+for fill in (steps, norms, chains, formats_of_8_and_4_bits, decoders, rows_of_groups):
+    fill()
+
+
+# -- tests ---------------------------------------------------------------------------
+
+
+def assert_as_expected(
+    case: Case, change: Callable[[str, torch.Tensor], torch.Tensor], *, hard: str = ""
+) -> None:
+    """Launch with changed tensors; what is written has the values of the reference.
+
+    ``hard`` is an input that a change gave other values.
+    """
+    inputs, outputs = case.inputs(), case.outputs()
+    if hard:
+        inputs[hard] = change(hard, inputs[hard])
+    expected = case.expected({name: tensor.clone() for name, tensor in inputs.items()})
+    tensors = {**inputs, **outputs}
+    if not hard:
+        tensors = {name: change(name, tensor) for name, tensor in tensors.items()}
+    with emulated(written=[tensors[name] for name in outputs], sources=case.sources):
+        case.launch(tensors)
+    for name, wanted in expected.items():
+        found = tensors[name]
+        if not case.error or not wanted.is_floating_point():
+            assert_same(found, wanted.to(found.dtype), name)
+            continue
+        # Sums in another order may be infinite where others are NaN.
+        is_finite = wanted.isfinite()
+        assert torch.equal(found.isfinite(), is_finite), name
+        values, exact = found[is_finite].double(), wanted[is_finite].double()
+        atol = case.error * float(exact.abs().max()) if len(exact) else 0.0
+        torch.testing.assert_close(values, exact, rtol=case.error, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_launch_of_aligned_tensors_writes_what_the_reference_computes(name: str) -> None:
+    assert_as_expected(CASES[name], lambda _, tensor: tensor)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_tensor_alone_may_begin_one_element_further(name: str) -> None:
+    case = CASES[name]
+    for one in (*case.inputs(), *case.outputs()):
+
+        def change(of: str, tensor: torch.Tensor, one: str = one) -> torch.Tensor:
+            return shifted(tensor) if of == one else tensor
+
+        if one in case.aligned:
+            with pytest.raises(InputError, match="at a multiple of 16 bytes"):
+                assert_as_expected(case, change)
+        else:
+            assert_as_expected(case, change)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.rows])
+def test_the_rows_of_each_input_alone_may_be_an_odd_distance_apart(name: str) -> None:
+    case = CASES[name]
+    for one in case.rows:
+        assert_as_expected(case, lambda of, x, one=one: spaced(x) if of == one else x)
+
+
+HARD = {"inf": float("inf"), "-inf": -float("inf"), "NaN": float("nan")}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "rowwise"])
+def test_one_hard_value_of_each_input_has_the_effect_that_it_has_in_the_reference(
+    name: str,
+) -> None:
+    """On its own element, row, block or sum, and on no other.
+
+    Not of rows' scales, whose launch takes amaxes of the values as well.
+    """
+    case = CASES[name]
+    for one, tensor in case.inputs().items():
+        if not tensor.is_floating_point() or one in ("constants", *case.raised):
+            continue
+        for hard in HARD.values():
+
+            def change(_: str, x: torch.Tensor, hard: float = hard) -> torch.Tensor:
+                x = x.clone()
+                x.view(-1)[x.numel() // 3] = hard
+                return x
+
+            assert_as_expected(case, change, hard=one)
