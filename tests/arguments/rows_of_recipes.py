@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -474,7 +475,7 @@ def _amaxes_of_this_rank(given: Given) -> None:
 
 # -- arguments with one value -------------------------------------------------------------
 
-for _make, _options in (
+of_all: tuple[tuple[Any, Given], ...] = (
     (Recipe, {}),
     (Float8CurrentScaling, {}),
     (Float8RowwiseScaling, {}),
@@ -483,10 +484,11 @@ for _make, _options in (
     (NVFP4BlockScaling, {}),
     (DelayedScaling, {}),
     (CustomRecipe, {"qfactory": mixed}),
-):
+)
+for _any, _options in of_all:
     refuses(
-        path_of(_make),
-        lambda make=_make, options=_options, **given: make(**options, **given),
+        path_of(_any),
+        functools.partial(_any, **_options),
         "attention is not quantized",
         fp8_dpa=True,
         fp8_mha=True,

@@ -35,7 +35,8 @@ class Copies(NamedTuple):
         """The columnwise copy for a product with a copy that has the signs ``other``."""
         if self.signs in (None, other):
             return self.columnwise
-        return _turned_back(self.columnwise.T, self.signs).T
+        values: Array = _turned_back(self.columnwise.T, self.signs).T
+        return values
 
 
 Format = Callable[[Array], Copies]
@@ -124,10 +125,11 @@ def nvfp4(
             each = numbers.spread(scale, block_rows, 16, x.shape) / encode
             codes = E2M1.encode(np.divide(x, each, out=np.zeros(x.shape), where=each != 0))
             tried.append(E2M1.decode(codes) * each)
-        away = [np.abs(values - x) ** (2 if error == "MSE" else 1) for values in tried]
+        away = [np.abs(one - x) ** (2 if error == "MSE" else 1) for one in tried]
         sums = [_sums(each, block_rows) for each in away]
         is_four = numbers.spread(sums[1] < sums[0], block_rows, 16, x.shape)
-        return np.where(is_four, tried[1], tried[0])
+        values: Array = np.where(is_four, tried[1], tried[0])
+        return values
 
     def quantized(x: Array) -> Copies:
         m, k = x.shape
