@@ -280,13 +280,6 @@ def _random_numbers_of_torch(given: Given) -> None:
     assert_close(x.grad, again)
 
 
-@sets("fuser.checkpoint", context_fn=lambda: (noting("first"), noting("second")))
-def _contexts_of_both_runs(given: Given) -> None:
-    NOTED.clear()
-    fuser.checkpoint(Halves(), leaf(4), use_reentrant=False, **given).sum().backward()
-    assert NOTED == ["first", "second"]
-
-
 NOTED: list[str] = []
 
 
@@ -296,16 +289,11 @@ def noting(name: str) -> Iterator[None]:
     yield
 
 
-class Growing(nn.Module):
-    """Its second run keeps a tensor of another shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs += 1
-        return x.sin()[: 4 - self.runs].sum() + x.square()[: 4 - self.runs].sum()
+@sets("fuser.checkpoint", context_fn=lambda: (noting("first"), noting("second")))
+def _contexts_of_both_runs(given: Given) -> None:
+    NOTED.clear()
+    fuser.checkpoint(Halves(), leaf(4), use_reentrant=False, **given).sum().backward()
+    assert NOTED == ["first", "second"]
 
 
 def _error_of_backward(function: nn.Module, **given: Any) -> str:
@@ -676,13 +664,13 @@ class Sixfold(fuser.FusedOperation):
         super().__init__(ops)
         NOTED.append("made")
 
-    def fuser_forward(self, contexts: Any, input_: torch.Tensor, **_: Any) -> Any:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **_: Any) -> Any:
         NOTED.append("forward")
-        return input_ * 6, [() for _ in contexts]
+        return input_ * 6, [() for _ in basic_op_ctxs]
 
-    def fuser_backward(self, contexts: Any, grad_output: torch.Tensor, **_: Any) -> Any:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: torch.Tensor, **_: Any) -> Any:
         NOTED.append("backward")
-        return grad_output * 6, [() for _ in contexts], [() for _ in contexts]
+        return grad_output * 6, [() for _ in basic_op_ctxs], [() for _ in basic_op_ctxs]
 
 
 def sixfold(ops: list[Any], *, recipe: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,17 +52,21 @@ def computes(
     argument: str,
     value: Any,
     *,
-    in_experts: bool = False,
+    in_bf16: bool = False,
     **others: Any,
 ) -> None:
-    """A row: a linear under the recipe multiplies these operands; in experts each group does."""
+    """A row: a linear under the recipe multiplies these operands; in experts each group does.
+
+    ``in_bf16``, where scales are powers of two, a linear of 16 bits does so too.
+    """
 
     @sets(path_of(make), **{argument: value})
     def operands_of_products(given: Given) -> None:
         recipe = make(**others, **given)
         assert_linear_computes(recipe, operands)
-        if in_experts:
-            assert_experts_compute(recipe, operands)
+        if in_bf16:
+            assert_linear_computes(recipe, operands, torch.bfloat16)
+        assert_experts_compute(recipe, operands)
 
 
 def refusal_of(call: Callable[[], object]) -> str:
@@ -108,21 +113,22 @@ computes(
     Operands(one(pow2=True), one(pow2=True), one(E5M2, pow2=True)),
     "use_power_2_scales",
     True,
-    in_experts=True,
+    in_bf16=True,
 )
 computes(Float8CurrentScaling, all_of(one()), "fp8_format", ALL_E4M3)
-computes(Float8RowwiseScaling, all_of(rows(pow2=True)), "use_power_2_scales", True, in_experts=True)
+computes(Float8RowwiseScaling, all_of(rows(pow2=True)), "use_power_2_scales", True, in_bf16=True)
 computes(Float8RowwiseScaling, Operands(rows(), rows(), rows(E5M2)), "fp8_format", HYBRID)
 computes(
     Float8BlockScaling,
     Operands(blocks(1, pow2=False), blocks(2, pow2=False), blocks(1, pow2=False)),
     "use_f32_scales",
     True,
-    in_experts=True,
 )
-computes(Float8BlockScaling, BLOCK._replace(grad=blocks(1, E5M2)), "fp8_format", HYBRID)
-computes(Float8BlockScaling, all_of(blocks(1)), "w_block_scaling_dim", 1)
-of_one_dim: dict[str, Any] = {"w_block_scaling_dim": 1}
+computes(
+    Float8BlockScaling, BLOCK._replace(grad=blocks(1, E5M2)), "fp8_format", HYBRID, in_bf16=True
+)
+computes(Float8BlockScaling, all_of(blocks(1)), "w_block_scaling_dim", 1, in_bf16=True)
+of_one_dim: dict[str, Any] = {"w_block_scaling_dim": 1, "in_bf16": True}
 computes(
     Float8BlockScaling,
     all_of(blocks(1))._replace(input=blocks(2)),
@@ -137,13 +143,13 @@ computes(
     2,
     **of_one_dim,
 )
-computes(MXFP8BlockScaling, MXFP8._replace(grad=mxfp8(E5M2)), "fp8_format", HYBRID)
+computes(MXFP8BlockScaling, MXFP8._replace(grad=mxfp8(E5M2)), "fp8_format", HYBRID, in_bf16=True)
 computes(
     MXFP8BlockScaling,
     MXFP8._replace(weight=mxfp8(is_square=True)),
     "enable_2d_quantization",
     True,
-    in_experts=True,
+    in_bf16=True,
 )
 
 # -- NVFP4 ----------------------------------------------------------------------------
@@ -153,7 +159,7 @@ NVFP4 = Operands(TURNED, nvfp4(is_square=True), TURNED)
 PLAIN_NVFP4 = Operands(nvfp4(), nvfp4(is_square=True), nvfp4())
 exactly: dict[str, Any] = {"disable_stochastic_rounding": True}
 untransformed: dict[str, Any] = {**exactly, "disable_rht": True}
-computes(NVFP4BlockScaling, NVFP4, "disable_stochastic_rounding", True, in_experts=True)
+computes(NVFP4BlockScaling, NVFP4, "disable_stochastic_rounding", True)
 computes(NVFP4BlockScaling, PLAIN_NVFP4, "disable_rht", True, **exactly)
 computes(
     NVFP4BlockScaling, NVFP4._replace(weight=nvfp4()), "disable_2d_quantization", True, **exactly
@@ -180,7 +186,7 @@ absolute, square = {"error": "MAE", "largest": 256}, {"error": "MSE", "largest":
 four_over_six("nvfp4_4over6", "all", absolute, absolute)
 four_over_six("nvfp4_4over6_err_mode", "MSE", square, square, nvfp4_4over6="all")
 of_448 = {"error": "MAE"}
-four_over_six("nvfp4_4over6_e4m3_use_256", "weights", of_448, absolute, nvfp4_4over6="all")
+four_over_six("nvfp4_4over6_e4m3_use_256", "activations", absolute, of_448, nvfp4_4over6="all")
 
 
 # -- parameters of one role -----------------------------------------------------------
@@ -474,7 +480,7 @@ def _amaxes_of_this_rank(given: Given) -> None:
 
 # -- arguments with one value -------------------------------------------------------------
 
-for _make, _options in (
+of_all: tuple[tuple[Any, Given], ...] = (
     (Recipe, {}),
     (Float8CurrentScaling, {}),
     (Float8RowwiseScaling, {}),
@@ -483,10 +489,11 @@ for _make, _options in (
     (NVFP4BlockScaling, {}),
     (DelayedScaling, {}),
     (CustomRecipe, {"qfactory": mixed}),
-):
+)
+for _any, _options in of_all:
     refuses(
-        path_of(_make),
-        lambda make=_make, options=_options, **given: make(**options, **given),
+        path_of(_any),
+        functools.partial(_any, **_options),
         "attention is not quantized",
         fp8_dpa=True,
         fp8_mha=True,
