@@ -455,7 +455,7 @@ def _rows_of_a_block(path: str) -> None:
         layer, x = make(**given), hidden()
         close(layer(x.transpose(0, 1)).transpose(0, 1), formula(parameters_of(layer), x))
 
-    cls = te.MultiheadAttention if path == MHA else te.TransformerLayer
+    cls: Any = te.MultiheadAttention if path == MHA else te.TransformerLayer
     sizes = (HIDDEN, HEADS) if path == MHA else (HIDDEN, 12, HEADS)
 
     @sets(path, init_method=lambda weight: weight.fill_(0.25))
@@ -496,7 +496,7 @@ def _rows_of_a_block(path: str) -> None:
         layer, x = make(**given), hidden()
         weights = {n: p for n, p in layer.named_parameters() if p.dim() == 2}
         for weight in weights.values():
-            weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
+            weight.main_grad = torch.ones_like(weight)
         y = layer(x)
         dy = torch.randn_like(y)
         y.backward(dy)
@@ -504,7 +504,7 @@ def _rows_of_a_block(path: str) -> None:
         formula(parameters, x).backward(dy.double())
         for name, weight in weights.items():
             expected = parameters[name].grad
-            assert_close((weight.main_grad - 1.0).double(), expected, atol=1e-4, rtol=1e-4)  # type: ignore[attr-defined]
+            assert_close((weight.main_grad - 1.0).double(), expected, atol=1e-4, rtol=1e-4)
 
     ranks: Given = {"set_parallel_mode": True, "tp_group": TWO}
 

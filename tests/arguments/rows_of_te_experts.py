@@ -80,7 +80,7 @@ def _is_routed(given: Given, topk: int, **settings: Any) -> None:
     dy = seeded(7, 8, seed=1)
     probabilities.backward(dy)
     expected.backward(dy.double())
-    close(ours.grad, theirs.grad)  # type: ignore[arg-type]
+    close(ours.grad, theirs.grad)
 
 
 @sets(_TOPK, score_function="sigmoid")
@@ -154,7 +154,7 @@ def _is_scored(call: Given, topk: int, score_function: str) -> None:
     dy = seeded(7, 8, seed=1)
     scores.backward(dy)
     exact.backward(dy.double())
-    close(ours.grad, theirs.grad)  # type: ignore[arg-type]
+    close(ours.grad, theirs.grad)
 
 
 _AUX_CALL: Given = {
@@ -186,7 +186,7 @@ def _the_loss_that_balances_experts(given: Given) -> None:
     loss.backward()
     assert_close(
         probs.grad.double(), (counts * 0.01 * 8 / (2 * 7 * 7)).expand(7, 8), rtol=1e-5, atol=0.0
-    )  # type: ignore[union-attr]
+    )
 
 
 # -- rows of experts -------------------------------------------------------------------
@@ -267,7 +267,7 @@ def _copies_with_padding(given: Given) -> None:
         weights += [float(_PROBS[place]) for place in places] + [0.0] * (4 - len(part))
     assert torch.equal(rows, torch.cat(expected))
     assert probabilities.tolist() == weights
-    assert offsets.tolist() == [0, 1, 3]  # type: ignore[union-attr]
+    assert offsets.tolist() == [0, 1, 3]
     assert sizes.tolist() == [4, 4, 4]
 
 

@@ -246,7 +246,7 @@ def _row_of_entropy(argument: str, value: Any, reduction: str = "none", **settin
         close(loss, expected)
         loss.square().sum().backward()
         expected.square().sum().backward()
-        close(logits.grad, exact.grad)  # type: ignore[arg-type]
+        close(logits.grad, exact.grad)
 
 
 _row_of_entropy("inp", Of(_CLASSES, instead=2 * _CLASSES))

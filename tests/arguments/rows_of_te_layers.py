@@ -223,7 +223,7 @@ def _rows_of_parameters(layer: Layer) -> None:
     def _gradients_in_main_grad(given: Given) -> None:
         module, x = filled(layer(**given)), torch.randn(5, 8)
         for weight in layer.weights(module):
-            weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
+            weight.main_grad = torch.ones_like(weight)
         y = layer.run(module, x)
         dy = torch.randn_like(y)
         y.backward(dy)
@@ -231,7 +231,7 @@ def _rows_of_parameters(layer: Layer) -> None:
         reference(layer.name, parameters, x).backward(dy.double())
         for name, parameter in module.named_parameters():
             if hasattr(parameter, "main_grad"):
-                close(parameter.main_grad - 1.0, parameters[name].grad)  # type: ignore[arg-type]
+                close(parameter.main_grad - 1.0, parameters[name].grad)
 
     @sets(path, params_dtype=torch.bfloat16, dtype=torch.bfloat16)
     def _parameters_in_16_bits(given: Given) -> None:
@@ -452,7 +452,7 @@ def _weight_gradients_that_are_left(given: Given) -> None:
     parameters = parameters_of(module)
     reference("GroupedLinear", parameters, x).backward(dy.double())
     for name, parameter in module.named_parameters():
-        close(parameter.grad, parameters[name].grad)  # type: ignore[arg-type]
+        close(parameter.grad, parameters[name].grad)
 
 
 for _kind in ("weight", "bias"):

@@ -126,7 +126,7 @@ def _gradients_of_another_name(given: Given) -> None:
     reference = torch.optim.AdamW(theirs, 0.1, weight_decay=0.0)
     _are_close(trained(optimizer, ours, "decoupled_grad"), trained(reference, theirs))
     optimizer.zero_grad()
-    assert all(parameter.decoupled_grad is None for parameter in ours)  # type: ignore[attr-defined]
+    assert all(parameter.decoupled_grad is None for parameter in ours)
 
 
 @sets(
@@ -281,7 +281,7 @@ def _a_function_of_lists(given: Given) -> None:
 
     call = {"noop_flag": "the flag", "tensor_lists": [_LIST], **given}
     lists: Any = call["tensor_lists"]
-    norm, each = optimizers.multi_tensor_applier(op, call["noop_flag"], lists, True)  # type: ignore[arg-type]
+    norm, each = optimizers.multi_tensor_applier(op, call["noop_flag"], lists, True)
     assert flags == ["the flag"]
     assert norm.tolist() == [13.0]
     assert each.tolist() == [5.0, 12.0]
