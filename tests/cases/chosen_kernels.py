@@ -89,6 +89,8 @@ RECIPES: dict[str, Any] = {
     "mxfp8": recipes.MXFP8BlockScaling(),
     "nvfp4": recipes.NVFP4BlockScaling(),
 }
+# GPUs without a device to plan for, by compute capability.
+MORE = {"sm_89": (8, 9), "sm_103": (10, 3), "sm_121": (12, 1)}
 # Pipelines whose plans are alike under the other recipes.
 OTHERS = {"pointwise": ("none", "current"), "fp32": ("none", "current", "mxfp8")}
 
@@ -130,9 +132,9 @@ def chosen(pipeline: str, recipe: str, arch: tuple[int, int]) -> str:
 def table() -> str:
     """All pipelines under all recipes; GPUs whose plans are equal are named together."""
     archs: dict[tuple[int, int], list[str]] = {}
-    for name, device in DEVICES.items():
-        assert device.arch is not None
-        archs.setdefault(device.arch, []).append(name)
+    for name, arch in {**{name: device.arch for name, device in DEVICES.items()}, **MORE}.items():
+        assert arch is not None
+        archs.setdefault(arch, []).append(name)
     text = ""
     with with_cuda_13():
         for pipeline, recipe in itertools.product(PIPELINES, RECIPES):
