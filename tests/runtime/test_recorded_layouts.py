@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fuser
 from fuser import recipe as recipes
 from fuser.cuda.sequence import layout_of
+from fuser.precision.contexts import AutocastState
 from fuser.runtime import recorded
 from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.recorded import RecordedPasses
@@ -187,6 +189,48 @@ def test_every_field_of_a_forwards_layout_is_tested_here() -> None:
     assert len(read) == 1 + len({*INPUTS, *OTHER_FIELDS})  # of the gradient
     assert autocast is False
     assert others == ()
+
+
+class Group:
+    """In place of a process group."""
+
+
+def test_each_process_group_of_a_call_is_in_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its ops in their order, and that over which delayed scaling reduces amaxes."""
+    one, two, other = Group(), Group(), Group()
+    over: list[Any] = [None]
+    monkeypatch.setattr(recorded, "resolved", lambda name, group: group)
+    monkeypatch.setattr(recorded, "current_state", lambda: AutocastState(delayed(), None, over[0]))
+    ops = [SimpleNamespace(process_groups=()), SimpleNamespace(process_groups=())]
+
+    def key(recipe: Any, amaxes: Any, *groups: tuple[Any, ...]) -> Any:
+        over[0] = amaxes
+        for op, of_op in zip(ops, groups, strict=True):
+            op.process_groups = of_op
+        passes = RecordedPasses([], recipe)
+        passes._communicating = ops  # type: ignore[assignment]
+        found = passes._groups_of([random(2, 2)])
+        assert found is not None
+        assert list(found[0]) == list(dict.fromkeys([*groups[0], *groups[1]]))
+        return found[1]
+
+    under = delayed()
+    keys = {
+        "as it is": key(under, one, (one,), (two,)),
+        "amaxes of others": key(under, two, (one,), (two,)),
+        "amaxes of all": key(under, None, (one,), (two,)),
+        "first group": key(under, one, (other,), (two,)),
+        "last group": key(under, one, (one,), (other,)),
+        "another order": key(under, one, (two,), (one,)),
+        "one group": key(under, one, (one,), (one,)),
+        "one group more": key(under, one, (one,), (two, other)),
+    }
+    assert len(set(keys.values())) == len(keys)
+    assert key(delayed(), one, (one,), (two,)) == keys["as it is"]
+    assert key(None, one, (one,), (two,)) == key(None, two, (one,), (two,))
+    x = random(2, 2)
+    x.sizes = (1, 1)  # type: ignore[attr-defined]
+    assert RecordedPasses([], None)._groups_of([random(2, 2), x]) is None
 
 
 def test_an_input_that_is_given_twice_is_recorded_apart(played: list[Any]) -> None:
