@@ -11,6 +11,7 @@ PARALLEL = (
     Mutant(
         "a plan compares the whole bias of a DTensor with the part of a linear",
         "basic_ops/linear_epilogues.py",
+        "bias_refusal",
         "outputs = linear.out_features if is_distributed(bias) else linear.local_out_features",
         "outputs = linear.local_out_features",
         DTENSORS,
@@ -19,6 +20,7 @@ PARALLEL = (
     Mutant(
         "ranks quantize gathered rows with scales of their own",
         "basic_ops/quantized_rows.py",
+        "quantized_rows",
         "Rows(copies.bound_to(group)(x), is_delayed)",
         "Rows(copies(x), is_delayed)",
         BYTES,
@@ -27,14 +29,16 @@ PARALLEL = (
     Mutant(
         "amaxes of columns are not reduced",
         "tensors/rowwise_scaling.py",
-        "        if not self.columnwise:\n            return None\n",
-        "        if True:\n            return None\n",
+        "Float8RowwiseQuantizer.amaxes_of",
+        "if not self.columnwise:",
+        "if True:",
         BYTES,
         select="rowwise",
     ),
     Mutant(
         "blocks with rows of two ranks are gathered as bytes",
         "communication/quantized_gather.py",
+        "can_gather",
         "rows % units[name][1] == 0 if name in units",
         "True if name in units",
         "test_parallel_ops.py::test_rows_that_two_ranks_quantize_together_are_gathered_first",
@@ -42,29 +46,33 @@ PARALLEL = (
     Mutant(
         "the gradient of a column parallel input is not added",
         "basic_ops/linear_parallel.py",
-        '        if parallel.mode == "column":\n            reducing',
-        '        if parallel.mode == "column" and parallel.has_shards:\n            reducing',
+        "backward",
+        'if parallel.mode == "column":\n    reducing',
+        'if parallel.mode == "column" and parallel.has_shards:\n    reducing',
         LINEARS,
         select="unquantized",
     ),
     Mutant(
         "the gradient of a row parallel output is not gathered",
         "basic_ops/linear_parallel.py",
-        "    if op._parallel.gathers_grad:\n",
-        "    if not op:\n",
+        "_plain_grad",
+        "if op._parallel.gathers_grad:",
+        "if not op:",
         LINEARS,
         select="unquantized",
     ),
     Mutant(
         "every rank adds the bias of a row parallel linear",
         "basic_ops/bias.py",
-        "        if not self.is_added:\n",
-        "        if self is None:\n",
+        "Bias.addend",
+        "if not self.is_added:",
+        "if self is None:",
         "test_parallel_ops.py::test_a_parallel_linear_with_a_bias_is_that_of_one_rank",
     ),
     Mutant(
         "a backward uses the group that the op has now",
         "basic_ops/quantized_rows.py",
+        "group_of",
         "return resolved(op, own) if noted is None else noted(op)",
         "return resolved(op, own)",
         "test_parallel_ops.py::test_a_backward_uses_the_group_of_its_forward_which_nothing_keeps",
@@ -72,6 +80,7 @@ PARALLEL = (
     Mutant(
         "a context keeps the group",
         "communication/groups.py",
+        "WeakGroup.__init__",
         "self._ref = weakref.ref(group)",
         "self._ref = lambda: group",
         "test_parallel_ops.py::test_a_backward_uses_the_group_of_its_forward_which_nothing_keeps",
@@ -79,6 +88,7 @@ PARALLEL = (
     Mutant(
         "scales of two ranks are not compared",
         "basic_ops/quantized_rows.py",
+        "Rows.start",
         "checks_scales=self.checks_scales",
         "checks_scales=False",
         "test_parallel_ops.py::test_ranks_with_different_scales_are_told",
@@ -86,20 +96,23 @@ PARALLEL = (
     Mutant(
         "a fusion that does not communicate takes ops that do",
         "plan/planner.py",
-        "        if fusion.communicates:\n",
-        "        if fusion:\n",
+        "_Search._unsent",
+        "if fusion.communicates:",
+        "if fusion:",
         "test_parallel_ops.py::test_a_fusion_that_would_not_communicate_is_refused",
     ),
     Mutant(
         "a recording waits for no collective",
         "communication/collectives.py",
-        "            call_each_time(_wait, self._work, self._kept)\n",
-        "            self._work.wait()\n",
+        "Pending.wait",
+        "call_each_time(_wait, self._work, self._kept)",
+        "self._work.wait()",
         "test_recorded_ranks.py",
     ),
     Mutant(
         "an all-reduce counts the bytes of one direction",
         "specs.py",
+        "Collective.nbytes",
         "2 * others * own // self.ranks",
         "others * own // self.ranks",
         "test_parallel_ops.py::test_the_bytes_of_collectives_are_those_of_a_ring",
@@ -107,21 +120,24 @@ PARALLEL = (
     Mutant(
         "the caller's tensor is reduced in place",
         "communication/collectives.py",
-        "        out = out.clone()\n",
-        "        pass\n",
+        "start_all_reduce",
+        "out = out.clone()",
+        "pass",
         "test_parallel_ops.py::test_all_reduce_adds_both_ways_or_forward_alone",
     ),
     Mutant(
         "blocks of a capacity begin where the one before has its last row",
         "basic_ops/expert_parallel.py",
-        "device=sizes.device) * block\n",
-        "device=sizes.device) * (block - 1)\n",
+        "_places",
+        "device=sizes.device) * block",
+        "device=sizes.device) * (block - 1)",
         EXPERTS,
         select="capacity or dropped",
     ),
     Mutant(
         "the first assignments remain, whatever their probabilities",
         "basic_ops/expert_parallel.py",
+        "_places",
         'probs if drop_policy == "probs" else None',
         "None",
         EXPERTS,
@@ -130,6 +146,7 @@ PARALLEL = (
     Mutant(
         "a place of a block that is unused counts as a row of an expert",
         "basic_ops/expert_parallel.py",
+        "route_to_experts",
         "out_int32=True) % (local + 1)",
         "out_int32=True) % (local + 1) % local",
         EXPERTS,
@@ -138,6 +155,7 @@ PARALLEL = (
     Mutant(
         "a rank without rows does not take part in an exchange",
         "communication/collectives.py",
+        "start_all_to_all",
         "if not (x.is_meta or (send_sizes is None and x.numel() == 0)):",
         "if not (x.is_meta or x.numel() == 0):",
         EXPERTS,
@@ -146,14 +164,16 @@ PARALLEL = (
     Mutant(
         "experts of different ranks share scales of delayed scaling",
         "precision/delayed_scaling.py",
-        "    return len(shared) > 1\n",
-        "    return len(shared) > 2\n",
+        "mixes_amaxes_of",
+        "return len(shared) > 1",
+        "return len(shared) > 2",
         "test_expert_parallel.py::test_every_rank_gets_the_error_message",
         select="delayed",
     ),
     Mutant(
         "a dispatch that reads sizes on the host is captured",
         "basic_ops/moe.py",
+        "MoeDispatch.is_recordable",
         "return self.expert_parallel_size == 1 or self.capacity is not None",
         "return True",
         "test_expert_parallel.py::"
@@ -162,6 +182,7 @@ PARALLEL = (
     Mutant(
         "a pipeline keeps the plans that it had before it was sharded",
         "basic_ops/basic_linear.py",
+        "BasicLinear.implementation",
         "return (*super().implementation(), self._parallel)",
         "return super().implementation()",
         DTENSORS,
@@ -170,6 +191,7 @@ PARALLEL = (
     Mutant(
         "a plan counts the hooks of shards, which no call sees",
         "runtime/local_parts.py",
+        "are_resharded",
         "_shardings(held[name]) > (op.placement_of(name)[0] is not None)",
         "_shardings(held[name]) < 0",
         DTENSORS,
@@ -178,6 +200,7 @@ PARALLEL = (
     Mutant(
         "an op of all ranks that is made before they are known says nothing",
         "communication/groups.py",
+        "_warn_of_ranks_without_groups",
         "if ranks.isdecimal() and int(ranks) > 1:",
         "if ranks.isdecimal() and int(ranks) < 1:",
         "test_parallel_ops.py::"
@@ -186,14 +209,16 @@ PARALLEL = (
     Mutant(
         "gradients of some rows are not added over the mesh",
         "runtime/local_parts.py",
-        "        if ctx.group is not None:\n",
-        "        if ctx.group is ctx:\n",
+        "_LocalPart.backward",
+        "if ctx.group is not None:",
+        "if ctx.group is ctx:",
         DTENSORS,
         select="an_mlp_trains",
     ),
     Mutant(
         "columns of a weight are taken for rows",
         "runtime/local_parts.py",
+        "check_placement",
         "if is_whole_part and placement.dim == dim:",
         "if is_whole_part:",
         DTENSORS,
@@ -202,22 +227,29 @@ PARALLEL = (
     Mutant(
         "half of the ranks have all gates",
         "runtime/local_parts.py",
-        "        if function.interleave is None:\n",
-        "        if function is None:\n",
+        "check_gates",
+        "if function.interleave is None:",
+        "if function is None:",
         DTENSORS,
         select="a_gate_of_consecutive_outputs",
     ),
     Mutant(
         "a graph keeps the amax group of its forward",
         "runtime/executor.py",
-        "conditions._replace(group=WeakGroup(conditions.group))",
-        "conditions._replace(group=lambda op, kept=conditions.group: kept)",
+        "_PipelineFunction.forward",
+        "    conditions._replace(group=WeakGroup(conditions.group))\n"
+        "if ends is not None and parts is None:\n"
+        "    kept = _kinds(saved)",
+        "    conditions._replace(group=lambda op, kept=conditions.group: kept)\n"
+        "if ends is not None and parts is None:\n"
+        "    kept = _kinds(saved)",
         DTENSORS,
         select="a_graph_does_not_keep",
     ),
     Mutant(
         "ranks do not compare the last op that they run",
         "precision/amax_reduction.py",
+        "_agreed",
         "max((number + 1 for number, _ in own.used), default=0)",
         "max((number for number, _ in own.used), default=0)",
         "test_amax_reduction.py::test_ranks_whose_ops_have_other_sizes_are_refused_on_every_rank",
@@ -225,13 +257,15 @@ PARALLEL = (
     Mutant(
         "ranks do not compare ops that they count from the newest",
         "precision/amax_reduction.py",
-        "    return used, step.ops[min((number for number, _ in step.used), default=count) :]",
-        "    return (used,)",
+        "_from_the_end",
+        "return used, step.ops[min((number for number, _ in step.used), default=count) :]",
+        "return (used,)",
         "test_amax_reduction.py::test_ranks_whose_ops_have_other_sizes_are_refused_on_every_rank",
     ),
     Mutant(
         "a rank whose amaxes are reduced alone has the scales of its group",
         "precision/delayed_scaling.py",
+        "reduces_amaxes_over",
         "return set(ranks(group)) <= set(ranks(over))",
         "return set(ranks(over)) <= set(ranks(group))",
         "test_delayed_scaling.py::test_ranks_share_scales_if_their_amaxes_are_reduced_together",
@@ -239,6 +273,7 @@ PARALLEL = (
     Mutant(
         "a mesh stays a mesh as the group of amaxes",
         "precision/contexts.py",
+        "autocast.__init__",
         'amax_reduction_group = resolved("autocast", amax_reduction_group)',
         'resolved("autocast", amax_reduction_group)',
         "test_amax_reduction.py::test_a_group_is_what_ops_take_as_one",
@@ -246,6 +281,7 @@ PARALLEL = (
     Mutant(
         "ranks reduce over groups in the order of their use",
         "precision/delayed_scaling.py",
+        "_by_group",
         "return sorted(by_group.items(), key=lambda item: item[0].group_name)",
         "return list(by_group.items())",
         "test_amax_reduction.py::"
