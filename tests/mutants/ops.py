@@ -80,8 +80,10 @@ BASIC_OPS = (
         "a dropout in evaluation takes away what it is given",
         "basic_ops/dropout.py",
         "Dropout.op_forward",
-        "ctx.to_save = DropoutSaved(None)",
-        "x = x * self.dropout_probability\nctx.to_save = DropoutSaved(None)",
+        "ctx.to_save = DropoutSaved(None)\nreturn write_output(x, next_op_input_quantizer)",
+        "x = x * self.dropout_probability\n"
+        "ctx.to_save = DropoutSaved(None)\n"
+        "return write_output(x, next_op_input_quantizer)",
         "test_ops.py::test_dropout_follows_train_and_eval_between_calls",
     ),
     Mutant(

@@ -237,12 +237,8 @@ PARALLEL = (
         "a graph keeps the amax group of its forward",
         "runtime/executor.py",
         "_PipelineFunction.forward",
-        "    conditions._replace(group=WeakGroup(conditions.group))\n"
-        "if ends is not None and parts is None:\n"
-        "    kept = _kinds(saved)",
-        "    conditions._replace(group=lambda op, kept=conditions.group: kept)\n"
-        "if ends is not None and parts is None:\n"
-        "    kept = _kinds(saved)",
+        "conditions._replace(group=WeakGroup(conditions.group))",
+        "conditions._replace(group=lambda _, it=conditions.group: it)",
         DTENSORS,
         select="a_graph_does_not_keep",
     ),

@@ -10,6 +10,7 @@ import ast
 import bisect
 import builtins
 import functools
+import itertools
 import keyword
 import re
 from collections.abc import Hashable, Iterator, Sequence
@@ -127,8 +128,7 @@ class _Python:
             return self.pieces(start, at, quote, quote)
         end = re.compile(rf"(?:\\.|(?!{quote}).)*(?:{quote}|$)", re.DOTALL).match(self.text, at)
         assert end
-        raw = self.text[start : end.end()]
-        self.add(start, end.end(), _value(raw))
+        self.add(start, end.end(), _value(self.text[start : end.end()], prefix, quote))
         return end.end()
 
     def pieces(self, start: int, at: int, stop: str, quote: str) -> int:
@@ -158,7 +158,9 @@ class _Python:
         return at
 
 
-def _value(raw: str) -> Hashable:
+def _value(raw: str, prefix: str, quote: str) -> Hashable:
+    if not prefix and "\\" not in raw:
+        return ("string", raw[len(quote) : -len(quote)])
     try:
         return ("string", ast.literal_eval(raw))
     except (SyntaxError, ValueError):  # a piece of a program may end in it
@@ -234,12 +236,18 @@ def _ends_expression(tokens: Sequence[Token], i: int) -> bool:
 def plain_names(tokens: Sequence[Token]) -> list[bool]:
     """Whether each can name a variable: it is no attribute, and no keyword of a call."""
     opened: list[int] = []
+    lambdas: list[int] = []
     plain: list[bool] = []
     for i, token in enumerate(tokens):
+        if token.key == "lambda":
+            lambdas.append(token.depth)
+        elif token.key == ":" and lambdas and lambdas[-1] == token.depth:
+            lambdas.pop()
         before = tokens[i - 1].key if i else None
         after = tokens[i + 1] if i + 1 < len(tokens) else None
         is_plain = token.is_name and before not in (".", "->", "::")
-        if is_plain and after and after.key == "=" and before in ("(", ",", None):
+        is_argument = before in ("(", ",", None) and lambdas[-1:] != [token.depth]
+        if is_plain and is_argument and after and after.key == "=":
             # Of what is not all there, spaces tell an assignment from an argument.
             is_plain = is_parameter(tokens, opened[-1]) if opened else after.start > token.end
         plain.append(is_plain)
@@ -261,28 +269,39 @@ def names_of(tokens: Sequence[Token]) -> set[str]:
 
 
 def bound_by(tokens: Sequence[Token]) -> set[str]:
-    """Names to which the code itself gives a value, as far as its tokens tell."""
+    """Names to which the code itself gives a value, and not from the value that they had."""
     names: set[str] = set()
     targets = False
     for i, (token, plain) in enumerate(zip(tokens, plain_names(tokens), strict=True)):
         targets = token.key in ("for", "lambda") or (targets and token.key not in ("in", ":"))
         after = tokens[i + 1].key if i + 1 < len(tokens) else None
-        if plain and (targets or after in ("=", ":=") or (i and tokens[i - 1].key == "as")):
+        if plain and (targets or after == ":=" or (i and tokens[i - 1].key == "as")):
             names.add(token.text)
+        elif plain and after == "=":
+            rest = itertools.takewhile(lambda t: not t.starts_line, tokens[i + 2 :])
+            if token.text not in {other.text for other in rest}:
+                names.add(token.text)
     return names
 
 
 # -- functions --------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class Scope:
     """A function, a class or the module: where its own code is, and what names are in it."""
 
     ranges: list[tuple[int, int]] = field(default_factory=list)
     """From where to where in the text; of a class and a module without functions in them."""
-    bound: set[str] = field(default_factory=set)
-    """Local variables and parameters, those of functions around it included."""
+    nodes: list[ast.AST] = field(default_factory=list)
+    """In Python, what binds its names: the outermost function that it is in, or itself."""
+    declared: set[str] = field(default_factory=set)
+    """In CUDA, the names that it declares."""
+
+    @functools.cached_property
+    def bound(self) -> set[str]:
+        """Local variables and parameters, those of functions around it included."""
+        return self.declared.union(*map(_bound_in, self.nodes))
 
 
 @dataclass(eq=False)
@@ -354,32 +373,34 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast
 def _python_scopes(text: str) -> tuple[dict[str, Scope], set[str]]:
     tree = ast.parse(text)
     lines = [0, *(found.end() for found in re.finditer("\n", text)), len(text)]
-    scopes: dict[str, Scope] = {"": Scope()}
+    scopes: dict[str, Scope] = {}
 
-    def visit(node: ast.AST, name: str, start: int, end: int, outer: set[str]) -> None:
-        is_function = isinstance(node, FUNCTIONS)
-        here = scopes.setdefault(name, Scope())
-        here.bound |= outer
+    def visit(node: ast.AST, name: str, start: int, end: int, binds: ast.AST | None) -> None:
         holes: list[tuple[int, int]] = []
-        pending = list(ast.iter_child_nodes(node))
-        while pending:
-            child = pending.pop()
-            if not isinstance(child, (*FUNCTIONS, ast.ClassDef)):
-                if isinstance(child, COMPREHENSIONS) and not is_function:
-                    here.bound |= _bound_in(child)
-                pending += ast.iter_child_nodes(child)
-                continue
+        for child in _definitions_in(node):
             first = min([child.lineno, *(part.lineno for part in child.decorator_list)])
             place = lines[first - 1], lines[child.end_lineno or first]
             holes.append(place)
-            inner = outer | _bound_in(child) if isinstance(child, FUNCTIONS) else outer
-            visit(child, f"{name}.{child.name}".lstrip("."), *place, inner)
-        if is_function:
-            holes = []
-        here.ranges += _without(holes, start, end)
+            outer = child if binds is None and isinstance(child, FUNCTIONS) else binds
+            visit(child, f"{name}.{child.name}".lstrip("."), *place, outer)
+        scope = scopes.setdefault(name, Scope())
+        scope.nodes.append(binds or node)
+        scope.ranges += _without([] if isinstance(node, FUNCTIONS) else holes, start, end)
 
-    visit(tree, "", 0, len(text), set())
+    visit(tree, "", 0, len(text), None)
     return scopes, _bound_at_the_top(tree) | {*dir(builtins), "self", "cls"}
+
+
+def _definitions_in(
+    node: ast.AST,
+) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """The functions and classes of a body, those under conditions included."""
+    for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, name, ()):
+            if isinstance(child, (*FUNCTIONS, ast.ClassDef)):
+                yield child
+            else:
+                yield from _definitions_in(child)
 
 
 def _bound_names(node: ast.AST) -> list[str | None]:
@@ -396,23 +417,26 @@ def _bound_names(node: ast.AST) -> list[str | None]:
     return [node.name] if isinstance(node, (*FUNCTIONS, ast.ClassDef)) else []
 
 
-def _bound_in(function: ast.AST) -> set[str]:
-    """The local variables and parameters of a function and of those in it, but for ``self``."""
-    inner = [node for node in ast.walk(function) if node is not function]
-    names = {name for node in inner for name in _bound_names(node) if name} - {"self", "cls"}
-    return names.difference(*(node.names for node in inner if isinstance(node, ast.Global)))
+def _bound_in(scope: ast.AST) -> set[str]:
+    """The local variables and parameters in it, but for ``self``."""
+    if not isinstance(scope, (*FUNCTIONS, *COMPREHENSIONS)):
+        inner = (node for node in _outside_of_functions(scope) if isinstance(node, COMPREHENSIONS))
+        return set().union(*map(_bound_in, inner))
+    nodes = [node for node in ast.walk(scope) if node is not scope]
+    names = {name for node in nodes for name in _bound_names(node) if name} - {"self", "cls"}
+    return names.difference(*(node.names for node in nodes if isinstance(node, ast.Global)))
+
+
+def _outside_of_functions(scope: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, (*FUNCTIONS, *COMPREHENSIONS)):
+            yield from _outside_of_functions(node)
 
 
 def _bound_at_the_top(tree: ast.Module) -> set[str]:
     """The names of the module, and those of classes, which code in their bodies may use."""
-    names: set[str] = set()
-    pending: list[ast.AST] = list(ast.iter_child_nodes(tree))
-    while pending:
-        node = pending.pop()
-        names |= {name for name in _bound_names(node) if name}
-        if not isinstance(node, (*FUNCTIONS, *COMPREHENSIONS)):
-            pending += ast.iter_child_nodes(node)
-    return names
+    return {name for node in _outside_of_functions(tree) for name in _bound_names(node) if name}
 
 
 def _cuda_scopes(tokens: Sequence[Token]) -> dict[str, Scope]:
@@ -440,7 +464,7 @@ def _cuda_scopes(tokens: Sequence[Token]) -> dict[str, Scope]:
                 place = tokens[first].start, token.end
                 scope = scopes.setdefault(full, Scope())
                 scope.ranges += _without(holes.pop(full, []), *place)
-                scope.bound |= _declared(tokens[first:i]) - {name} if in_function else set()
+                scope.declared |= _declared(tokens[first:i]) - {name} if in_function else set()
                 holes.setdefault(outer, []).append(place)
             in_function = 0
             began = i + 1
@@ -690,7 +714,7 @@ def _with_lines(
             parts.append(_gap(new, tokens[i - 1].end, token.start))
         parts.append(name)
     for i in range(place.last + 1, end + 1):
-        parts.append(_gap(text, whole[i - 1].end, whole[i].start))
-        parts += [whole[i].text] if i not in gone | place.run.trailing else []
+        if i not in gone | place.run.trailing:
+            parts += [_gap(text, whole[i - 1].end, whole[i].start), whole[i].text]
     start = whole[begin].start - (whole[begin].indent if is_first else 0)
     return "".join([text[:start], *parts, text[whole[end].end :]])

@@ -129,11 +129,11 @@ SHARDING = (
         "a rank without rows for an expert gathers another copy of its weight than others",
         "basic_ops/grouped_loop.py",
         "LoopedProduct._saved_weight",
-        "    separate, is_read = separate if is_read else None, False\n"
-        "note_reads(operand, self._usage, is_read=is_read)",
-        "    separate, is_read = separate if is_read else None, False\n"
+        "note_reads(operand, self._usage, is_read=is_read)\n"
+        "for g, rows in enumerate(self.groups.slices() if is_read else ()):",
         "note_reads([operand[g] for g, rows in enumerate(self.groups.slices()) if rows.start < "
-        "rows.stop], self._usage, is_read=is_read)",
+        "rows.stop], self._usage, is_read=is_read)\n"
+        "for g, rows in enumerate(self.groups.slices() if is_read else ()):",
         EXPERTS,
         select="different_experts and mxfp8",
     ),
