@@ -198,10 +198,8 @@ def test_a_place_that_is_not_one_is_a_sentence(old: str, where: str, said: str) 
 def test_classes_and_modules_are_places_without_their_functions() -> None:
     assert planted(FUNCTION, "LIMIT", "9", "Sums") == "most = 9"
     assert planted(FUNCTION, "LIMIT = 8", "LIMIT = 9", "") == "LIMIT = 9"
-    text = FUNCTION.replace(
-        "    most", "    @cached\n    def of2(self):\n        rows = 1\n    most"
-    )
-    assert planted(text, "@cached\ndef", "def", "Sums.of2") == "def of2(self):"
+    text = FUNCTION.replace("    def", "    @cached\n    def")
+    assert planted(text, "@cached\ndef", "@len\ndef") == "@len"
 
 
 KERNEL = """
@@ -273,6 +271,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / file).parent.mkdir(parents=True)
         (root / file).write_text(text)
     monkeypatch.setattr(run, "ROOT", root)
+    monkeypatch.setattr(run, "PRELOADED", ("pytest",))
     return root
 
 
@@ -327,7 +326,7 @@ def test_each_mutant_is_killed_by_a_named_test_or_survives_or_is_argued_or_is_st
 def test_a_run_in_which_all_are_killed_or_argued_succeeds(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "passes_without", lambda chosen, tree: True)
+    monkeypatch.setattr(run, "passes_without", lambda chosen, trees: True)
     status, written = examine((mutant(),), repository, monkeypatch)
     assert status == 0
     assert "100.0%" in written
