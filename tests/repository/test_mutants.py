@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import functools
 import re
 import textwrap
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ MUTANTS = [(area, mutant) for area, mutants in AREAS.items() for mutant in mutan
 FILES = sorted({mutant.file for _, mutant in MUTANTS if mutant.file.endswith(".py")})
 
 
+@functools.cache
 def function_of(mutant: Mutant, text: str) -> str:
     """The text of the function in which the mutant is planted, with the mistake in it."""
     mutated = mutant.applied(text)
@@ -330,6 +334,66 @@ def test_a_run_in_which_all_are_killed_or_argued_succeeds(
     status, written = examine((mutant(),), repository, monkeypatch)
     assert status == 0
     assert "100.0%" in written
+
+
+def test_a_test_that_fails_in_a_child_of_the_warm_process_has_a_process_of_its_own(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = "\ndef test_alone():\n    assert sys.argv[0].endswith('__main__.py')\n"
+    (repository / "tests" / "test_sums.py").write_text(f"import sys\n{TEST}{alone}")
+    status, written = examine((mutant(tests="test_sums.py"),), repository, monkeypatch)
+    assert status == 0
+    assert "In processes of their own: tests/test_sums.py" in capsys.readouterr().out
+    assert "| the sum is a difference | sums.py | test_sums.py::test_add[2] |" in written
+
+
+def test_a_mutant_that_survives_in_a_child_is_examined_in_a_process_of_its_own(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "passes_without", lambda chosen, trees: True)
+    passing = TEST.replace("assert ", "assert sys.argv[0] == 'pytest' or ")
+    (repository / "tests" / "test_sums.py").write_text(f"import sys\n{passing}")
+    assert examine((mutant(),), repository, monkeypatch)[0] == 0
+
+
+def test_a_resumed_run_leaves_out_what_was_killed_and_has_not_changed(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = repository.parent / "out"
+    ran: list[str] = []
+
+    def examined(area: str, mutant: Mutant, tree: run.Tree) -> run.Result:
+        if mutant.mistake == "interrupts":
+            # The rows of the others come while this one runs.
+            end = time.monotonic() + 20.0
+            while time.monotonic() < end and len((out / "mutants.csv").read_text().split()) < 4:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        ran.append(mutant.mistake)
+        return run.Result(area, mutant, mutant.mistake, "test_x", 1.0)
+
+    def mistakes_run(mutants: list[Mutant], *options: str) -> list[str]:
+        ran.clear()
+        monkeypatch.setattr(run, "AREAS", {"sums": mutants})
+        run.main(["--out", str(out), "--jobs", "1", *options])
+        return list(ran)
+
+    monkeypatch.setattr(run, "passes_without", lambda chosen, trees: True)
+    monkeypatch.setattr(run, "examined", examined)
+    mutants = [
+        mutant(mistake=status, new=f"a-{number}")
+        for number, status in enumerate((run.KILLED, run.SURVIVED, run.ARGUED))
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        mistakes_run([*mutants, mutant(mistake="interrupts", new="b")])
+    assert mistakes_run(mutants, "--resume") == [run.SURVIVED]
+    assert "| sums | 3 | 1 | 1 | 1 | 0 |" in (out / "mutants.md").read_text()
+    assert mistakes_run(mutants, "--resume", "--only", "killed") == []
+    changed = [dataclasses.replace(mutants[0], new="a * b"), *mutants[1:]]
+    assert mistakes_run(changed, "--resume") == [run.KILLED, run.SURVIVED]
+    (repository / "fuser" / "sums.py").write_text(f"{ADD}\n\nLIMIT = 1\n")
+    assert len(mistakes_run(changed, "--resume")) == 3
+    assert len(mistakes_run(changed)) == 3
 
 
 def test_tests_that_fail_without_a_mistake_are_named_and_nothing_is_planted(
