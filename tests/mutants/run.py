@@ -72,6 +72,7 @@ PRELOADED: tuple[str, ...] = (
     "hypothesis.strategies",
     "safetensors.torch",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
@@ -131,7 +132,7 @@ class Tree:
     def close(self) -> None:
         """End the warm process."""
         if self._warm is not None:
-            self._warm.kill()
+            self._warm.terminate()
             self._warm.communicate()
             self._warm = None
 
@@ -149,8 +150,9 @@ class Tree:
         return code, printed
 
     def _environment(self) -> dict[str, str]:
+        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         return {
-            **os.environ,
+            **inherited,
             "PYTHONPATH": str(self.folder),
             # What mistaken kernels compile to is of no use to anybody else.
             "XDG_CACHE_HOME": str(self.folder.parent / "cache"),

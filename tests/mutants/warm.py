@@ -22,6 +22,7 @@ import types
 
 def serve(preloaded: list[str]) -> None:
     """Answer requests until there are no more."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(2, 1)
@@ -50,6 +51,7 @@ def run(arguments: list[str], output: str) -> None:
     code = 3  # pytest's internal error
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
         os.dup2(file, 2)
@@ -66,18 +68,19 @@ def run(arguments: list[str], output: str) -> None:
 def waited(child: int, seconds: float) -> int | None:
     """Its exit status; whatever it has started, and itself after so many seconds, is killed."""
     end = time.monotonic() + seconds
-    ended, status = os.waitpid(child, os.WNOHANG)
-    while not ended and time.monotonic() < end:
-        time.sleep(0.01)
-        ended, status = os.waitpid(child, os.WNOHANG)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
-    if not ended:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return None
-    return os.waitstatus_to_exitcode(status)
+    ended = status = 0
+    try:
+        while not ended and time.monotonic() < end:
+            time.sleep(0.01)
+            ended, status = os.waitpid(child, os.WNOHANG)
+    finally:  # also if this process is told to end
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+        if not ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
 
 if __name__ == "__main__":

@@ -275,7 +275,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / file).parent.mkdir(parents=True)
         (root / file).write_text(text)
     monkeypatch.setattr(run, "ROOT", root)
-    monkeypatch.setattr(run, "PRELOADED", ("pytest",))
+    monkeypatch.setattr(run, "PRELOADED", ("pytest", "xdist.plugin", "_hypothesis_pytestplugin"))
     return root
 
 
