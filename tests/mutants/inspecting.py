@@ -6,6 +6,7 @@ INSPECTION = (
     Mutant(
         "to show a gradient that is not written writes the gradient of its bias again",
         "functional/pointwise.py",
+        "_Backward.apart",
         "other.grads, other.group_dbias = (None,) * len(self.stages), None",
         "other.group_dbias = None",
         "test_inspection.py::test_sums_beside_a_quantized_gradient_keep_their_order_on_kernels",
@@ -13,6 +14,7 @@ INSPECTION = (
     Mutant(
         "an inspected call repeats a recording, which shows nothing",
         "runtime/executor.py",
+        "CompiledPlan.run",
         "layout is not None and steps is None:",
         "layout is not None:",
         "test_inspection.py::test_an_inspected_step_on_kernels_has_the_bits_of_any_other",
@@ -21,6 +23,7 @@ INSPECTION = (
     Mutant(
         "an inspected call replays a CUDA graph, which shows nothing",
         "runtime/graphed.py",
+        "GraphedForward.__call__",
         "if observing.steps is not None:",
         "if False:",
         "test_inspection.py::test_an_inspected_call_replays_no_graph",
@@ -28,6 +31,7 @@ INSPECTION = (
     Mutant(
         "a recomputation counts as another forward",
         "precision/contexts.py",
+        "recomputing_under",
         "observing.steps, observing.is_repeated = conditions.inspected, True",
         "observing.steps, observing.is_repeated = conditions.inspected, False",
         "test_inspection.py::test_a_recomputation_is_not_counted_again",
@@ -35,6 +39,7 @@ INSPECTION = (
     Mutant(
         "copies that a recomputation makes alone are not shown",
         "inspection/report.py",
+        "InspectedStep.saw",
         "if is_repeated and key in self._sums:",
         "if is_repeated:",
         "test_inspection.py::test_a_recomputation_is_not_counted_again",
@@ -42,6 +47,7 @@ INSPECTION = (
     Mutant(
         "the recomputation of a whole model is a step of its own",
         "inspection/inspector.py",
+        "_Calls.before",
         "in_training and not is_recomputation()",
         "in_training",
         "test_inspection.py::test_a_recomputation_is_not_counted_again",
@@ -49,7 +55,8 @@ INSPECTION = (
     Mutant(
         "bytes that backward quantizes again count twice",
         "tensors/observation.py",
-        " and not operand._is_transposable()",
+        "_quantized_in",
+        "and not operand._is_transposable()",
         "",
         "test_inspection.py::test_an_inspected_step_has_the_bits_of_any_other",
         select="current or delayed",
@@ -57,6 +64,7 @@ INSPECTION = (
     Mutant(
         "values that round to the largest one count as saturated",
         "inspection/measure.py",
+        "_largest",
         "return top + (top - below) / 2",
         "return top",
         "test_inspection.py::test_values_too_large_for_a_scale_of_an_earlier_step_saturate",
@@ -64,6 +72,7 @@ INSPECTION = (
     Mutant(
         "rows of no group count as values",
         "inspection/measure.py",
+        "_count",
         "return (groups.ends[-1:] * values.shape[1]).double()",
         "return (groups.ends[-1:] * 0 + values.numel()).double()",
         "test_inspection.py::test_the_rows_of_experts_add_up_and_their_padding_does_not_count",
@@ -71,6 +80,7 @@ INSPECTION = (
     Mutant(
         "the worst operand of a product decides alone",
         "inspection/report.py",
+        "_score",
         "noise = sum(10 ** (-ratio / 10) for ratio, _ in known)",
         "noise = max(10 ** (-ratio / 10) for ratio, _ in known)",
         "test_inspection.py::test_the_ratio_of_a_ranked_product_is_that_of_its_result",

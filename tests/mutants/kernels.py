@@ -13,7 +13,8 @@ BARRIERS = (
     Mutant(
         "two sums over rows share one scratch area",
         "cuda/kernels/fuser/core/row_sums.cuh",
-        "        turn ^= 1;\n",
+        "RowSums::operator()",
+        "turn ^= 1;",
         "",
         "test_cuda_normalization.py::test_blocks_that_take_many_rows_give_each_its_own "
         "test_cuda_normalization.py::test_forward_and_backward_are_as_exact_as_torch",
@@ -22,38 +23,41 @@ BARRIERS = (
     Mutant(
         "a sum over rows reads before all warps have written",
         "cuda/kernels/fuser/core/row_sums.cuh",
-        "        __syncthreads();\n",
+        "RowSums::operator()",
+        "__syncthreads();",
         "",
         "test_cuda_normalization.py::test_forward_and_backward_are_as_exact_as_torch",
     ),
     Mutant(
         "swizzled scales are stored before they are in shared memory",
         MXFP8,
-        "        copies.store_column_scales(tile, block, column, bytes, scales);\n"
-        "        __syncthreads();\n",
-        "        copies.store_column_scales(tile, block, column, bytes, scales);\n",
+        "Mxfp8Store::quantize_columns",
+        "__syncthreads();",
+        "",
         "test_cuda_mxfp8.py::test_either_copy_is_made_alone_with_scales_in_either_order",
     ),
     Mutant(
         "a tile is stored before it is turned",
         "cuda/kernels/fuser/store/fp8_scaling.cuh",
-        "        set_columns(transpose, bytes);\n        __syncthreads();\n",
-        "        set_columns(transpose, bytes);\n",
+        "store_scaled",
+        "__syncthreads();",
+        "",
         "test_cuda_fp8_scaling.py::test_current_scaling_gives_the_references_bytes",
     ),
     Mutant(
         "the amax of a tile is read before all warps have written theirs",
         "cuda/kernels/fuser/tile/amax.cuh",
-        "        shared[threadIdx.x / 32] = most_of_warp;\n    }\n    __syncthreads();\n",
-        "        shared[threadIdx.x / 32] = most_of_warp;\n    }\n",
+        "block_max",
+        "__syncthreads();",
+        "",
         "test_cuda_block_scaling.py::test_both_copies_are_the_references_bytes_and_scales",
     ),
     Mutant(
         "a history of amaxes is rolled while it is read",
         "cuda/kernels/fp8_scaling.cu",
-        "            next = history[static_cast<long long>(i + 1) * state.count];\n"
-        "        }\n        __syncthreads();\n",
-        "            next = history[static_cast<long long>(i + 1) * state.count];\n        }\n",
+        "fuser_update_delayed",
+        "next = history[static_cast<long long>(i + 1) * state.count]; } __syncthreads();",
+        "next = history[static_cast<long long>(i + 1) * state.count]; }",
         "test_cuda_fp8_scaling.py::test_delayed_scales_of_several_states_are_updated_in_one_launch",
     ),
 )
@@ -62,6 +66,7 @@ EDGES = (
     Mutant(
         "what lies past the last row counts in a tile",
         TILE_PRODUCER,
+        "clear_rows_outside",
         "patch.words[i][w] = i < tile.rows_left ? patch.words[i][w] : 0u;",
         "patch.words[i][w] = patch.words[i][w];",
         "test_cuda_mxfp8.py test_cuda_block_scaling.py",
@@ -72,6 +77,7 @@ EDGES = (
     Mutant(
         "what lies past the last column counts in the variance",
         NORMS,
+        "ForwardRow::sum_of_squares",
         "x = i < columns.left(v) ? x : 0.0f;",
         "x = columns.left(v) > 0 ? x : 0.0f;",
         "test_cuda_normalization.py::test_forward_and_backward_are_as_exact_as_torch",
@@ -80,6 +86,7 @@ EDGES = (
     Mutant(
         "rows past the last one are written",
         "cuda/kernels/pointwise.cu",
+        "fuser_pointwise",
         "if (thread.is_inside && row < rows) {",
         "if (thread.is_inside) {",
         "test_cuda_pointwise.py::test_every_dtype_and_shape_is_as_exact_as_torch",
@@ -87,6 +94,7 @@ EDGES = (
     Mutant(
         "columns past the last one count in the sum of a row",
         "cuda/kernels/pointwise.cu",
+        "Collector::store_row_part",
         "sums[i] = thread.is_inside ? contribution[i] : 0.0f;",
         "sums[i] = contribution[i];",
         "test_cuda_pointwise.py::test_chains_and_gradients_of_operands_are_as_exact_as_torch",
@@ -94,41 +102,47 @@ EDGES = (
     Mutant(
         "rows past the last one count in the gradient of a bias",
         "cuda/kernels/pointwise.cu",
-        "        if (row < rows) {\n#pragma unroll\n",
-        "        {\n#pragma unroll\n",
+        "Collector::add",
+        "if (row < rows) {\n#pragma unroll",
+        "{\n#pragma unroll",
         "test_cuda_pointwise.py::test_chains_and_gradients_of_operands_are_as_exact_as_torch",
     ),
     Mutant(
         "the padding of scales of 128x128 blocks is left as it was",
         "cuda/kernels/fuser/store/block_scaling.cuh",
-        "                p[i] = 0.0f;\n",
-        "                p[i] = p[i];\n",
+        "Block2dStore::store_scale",
+        "p[i] = 0.0f;",
+        "p[i] = p[i];",
         "test_cuda_block_scaling.py::test_both_copies_are_the_references_bytes_and_scales",
     ),
     Mutant(
         "bytes past the last column are written one by one",
         TILE_BYTES,
-        "            if (i < count) {\n                p[i] = bytes[i];\n",
-        "            if (i <= count) {\n                p[i] = bytes[i];\n",
+        "store_bytes",
+        "if (i < count) {",
+        "if (i <= count) {",
         "test_cuda_fp8_scaling.py::test_current_scaling_gives_the_references_bytes",
     ),
     Mutant(
         "with few registers dx of every vector is made from the last vector",
         "cuda/kernels/normalization_backward.cu",
-        "            if constexpr (!kKeeps) {\n                read(slot, v, statistics);",
-        "            if constexpr (!kKeepsGain) {\n                read(slot, v, statistics);",
+        "BackwardColumns::write",
+        "if constexpr (!kKeeps) {",
+        "if constexpr (!kKeepsGain) {",
         "test_cuda_normalization.py::test_forward_and_backward_are_as_exact_as_torch",
     ),
     Mutant(
         "rows of a warp compare with an amax that no thread has read yet",
         NORMS,
-        "            if (blockDim.x <= 32) {\n",
-        "            if (blockDim.x <= 0) {\n",
+        "fuser_norm",
+        "if (blockDim.x <= 32) {",
+        "if (blockDim.x <= 0) {",
         "test_cuda_normalization.py::test_statistics_are_those_that_come_with_y_and_with_dx",
     ),
     Mutant(
         "sums of gradients begin with what was in memory",
         "cuda/kernels/normalization_backward.cu",
+        "fuser_norm_backward_in_chunks",
         "row == begin ? 0.0f : p[i]",
         "p[i]",
         "test_cuda_normalization.py::test_forward_and_backward_are_as_exact_as_torch",
@@ -139,13 +153,15 @@ ARITHMETIC = (
     Mutant(
         "the amax of a square of 32x32 is that of its upper half",
         MXFP8,
-        "        amax = max(amax, amaxes[warp ^ 1][block]);\n",
+        "Mxfp8SquareStore::operator()",
+        "amax = max(amax, amaxes[warp ^ 1][block]);",
         "",
         "test_cuda_mxfp8.py::test_both_copies_are_the_references_bytes_and_scales",
     ),
     Mutant(
         "the exponent of an amax is rounded down",
         SCALING,
+        "e8m0_from_amax",
         "min(bits + 0x7fffffu, 0x7f7fffffu) >> 23",
         "min(bits, 0x7f7fffffu) >> 23",
         "test_cuda_mxfp8.py::test_both_copies_are_the_references_bytes_and_scales",
@@ -153,6 +169,7 @@ ARITHMETIC = (
     Mutant(
         "the inverse of 2^127 is flushed to zero",
         SCALING,
+        "inverse_of_e8m0",
         "__uint_as_float(e8m0 < 254u ? bits : bits | 0x00400000u)",
         "__uint_as_float(e8m0 < 255u ? bits : bits | 0x00400000u)",
         "test_cuda_mxfp8.py::test_e5m2_of_hard_values "
@@ -161,7 +178,8 @@ ARITHMETIC = (
     Mutant(
         "a scale of one element's own amax ignores eps",
         SCALING,
-        "    amax = max(amax, eps);  // a NaN stays one\n",
+        "scale_from_amax",
+        "amax = max(amax, eps);",
         "",
         "test_cuda_fp8_scaling.py::test_e5m2_with_scales_of_every_kind "
         "test_cuda_block_scaling.py::test_scales_of_every_kind",
@@ -169,7 +187,8 @@ ARITHMETIC = (
     Mutant(
         "an NVFP4 tensor of zeros has an infinite scale in a kernel",
         SCALING,
-        "        encode = __float_as_uint(amax) == 0u ? 1.0f : encode;\n",
+        "Nvfp4Scale::Nvfp4Scale",
+        "encode = __float_as_uint(amax) == 0u ? 1.0f : encode;",
         "",
         "test_cuda_nvfp4.py",
         select="both_copies or hard or amaxes",
@@ -177,6 +196,7 @@ ARITHMETIC = (
     Mutant(
         "the lower half of a Hadamard transform has its sign turned in the upper one",
         NVFP4,
+        "transform_column",
         "const unsigned flip = is_lower ? 0x80000000u : 0u;",
         "const unsigned flip = is_lower ? 0u : 0x80000000u;",
         "test_cuda_nvfp4.py::test_hard_values_in_squares_and_transformed",
@@ -184,6 +204,7 @@ ARITHMETIC = (
     Mutant(
         "random words of a copy begin at its first element, whatever the offset",
         NVFP4,
+        "Rounding::codes",
         "random_words8(seed, offset + first, stream, words);",
         "random_words8(seed, first, stream, words);",
         "test_cuda_nvfp4.py::test_stochastic_rounding_uses_the_references_words_at_every_offset",
@@ -191,6 +212,7 @@ ARITHMETIC = (
     Mutant(
         "LayerNorm's gradient keeps its mean",
         "cuda/kernels/fuser/core/norms.cuh",
+        "dx_of",
         "Norm::kCentered ? d_hat - means[kSums - 1] : d_hat;",
         "d_hat;",
         "test_cuda_normalization.py::test_forward_and_backward_are_as_exact_as_torch",
@@ -199,6 +221,7 @@ ARITHMETIC = (
     Mutant(
         "two bytes of a turned tile change places",
         "cuda/kernels/fuser/store/fp8_scaling.cuh",
+        "set_columns",
         "columns[1][w] = __byte_perm(even01, even23, 0x7632);",
         "columns[1][w] = __byte_perm(even01, even23, 0x6732);",
         "test_cuda_fp8_scaling.py::test_a_transpose_moves_every_byte",
@@ -206,6 +229,7 @@ ARITHMETIC = (
     Mutant(
         "dropout keeps one element too few",
         "cuda/kernels/fuser/chain/stages.cuh",
+        "Dropout::Operands::fetch",
         "(words.x >= threshold) |",
         "(words.x >= threshold && words.y >= threshold) |",
         "test_cuda_pointwise.py::test_a_linear_chain_has_the_references_bits_and_mask",
@@ -213,14 +237,15 @@ ARITHMETIC = (
     Mutant(
         "a value between two stages is not rounded",
         "cuda/kernels/fuser/chain/chain.cuh",
-        "        apply(all, fetched, x, z);\n        if constexpr (sizeof...(Rest) > 0) {\n"
-        "            round_halves(z);\n        }\n",
-        "        apply(all, fetched, x, z);\n",
+        "Chain::forward",
+        "if constexpr (sizeof...(Rest) > 0) { round_halves(z); }",
+        "",
         "test_cuda_pointwise.py::test_a_chain_gives_the_bits_of_its_stages_one_by_one",
     ),
     Mutant(
         "GELU's slope loses its cubic term",
         "cuda/kernels/fuser/chain/activations.cuh",
+        "GeluFunction::at",
         "fmaf(square, 3.0f * kCubic, kLinear)",
         "fmaf(square, kCubic, kLinear)",
         "test_cuda_pointwise.py::test_every_activation_is_as_exact_as_torchs",
@@ -229,6 +254,7 @@ ARITHMETIC = (
     Mutant(
         "the erf GELU in fp32 forgets what its square loses",
         "cuda/kernels/fuser/chain/activations.cuh",
+        "normal_at",
         "fmaf(__fmul_rn(-0.5f, lost), rounded, rounded)",
         "rounded",
         "test_cuda_pointwise.py::test_the_erf_gelu_is_exact_far_below_zero",
@@ -236,6 +262,7 @@ ARITHMETIC = (
     Mutant(
         "the slope of the erf GELU has no density",
         "cuda/kernels/fuser/chain/activations.cuh",
+        "GeluErfFunction::at",
         "fmaf(x, normal.density, phi)",
         "phi",
         "test_cuda_pointwise.py::test_every_activation_is_as_exact_as_torchs",
@@ -244,6 +271,7 @@ ARITHMETIC = (
     Mutant(
         "a clamped linear part passes a gradient on where it is clamped",
         "cuda/kernels/fuser/chain/activations.cuh",
+        "ClampedLinearFunction::at",
         "fabsf(x) <= scalars[0] ? 1.0f : 0.0f",
         "x <= scalars[0] ? 1.0f : 0.0f",
         "test_cuda_pointwise.py::test_every_activation_is_as_exact_as_torchs",
@@ -252,6 +280,7 @@ ARITHMETIC = (
     Mutant(
         "a ReLU drops positive subnormals",
         "cuda/kernels/fuser/chain/activations.cuh",
+        "passes_relu",
         "return bits - 1u < 0x7fffffffu || bits > 0xff800000u;",
         "return bits - 0x00800000u < 0x7f800000u || bits > 0xff800000u;",
         "test_cuda_pointwise.py::test_the_relu_family_keeps_subnormals_and_infinite_gradients",
@@ -259,6 +288,7 @@ ARITHMETIC = (
     Mutant(
         "a matrix of two tiles finds the amax of each by itself",
         "cuda/fp8_scaling.py",
+        "is_one_tile",
         "return 0 < rows <= TILE and 0 < columns <= TILE and columns % TILE_RUN == 0",
         "return 0 < rows <= 2 * TILE and 0 < columns <= TILE and columns % TILE_RUN == 0",
         "test_launch_cache.py::test_cached_launches_of_a_quantizer_give_the_references_bytes "

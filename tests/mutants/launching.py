@@ -6,27 +6,31 @@ LAUNCH_CACHE = (
     Mutant(
         "the alignment of a tensor is left out of a launch's key",
         "cuda/sequence.py",
-        "        address & 15,\n",
+        "layout_of",
+        "address & 15",
         "",
         "test_launch_cache.py::test_a_tensor_of_another_layout_is_recorded_anew",
     ),
     Mutant(
         "the strides of a tensor are left out of a launch's key",
         "cuda/sequence.py",
-        "        tensor.stride(),\n",
-        "",
+        "layout_of",
+        "tensor.stride(), tensor.",
+        "tensor.",
         "test_launch_cache.py::test_a_tensor_of_another_layout_is_recorded_anew",
     ),
     Mutant(
         "an absent tensor leaves no place in a launch's key",
         "cuda/launch_cache.py",
-        "            key.append(None)\n",
-        "            pass\n",
+        "cached_launches",
+        "key.append(None)",
+        "pass",
         "test_launch_cache.py",
     ),
     Mutant(
         "one tensor in two places is taken for two",
         "cuda/launch_cache.py",
+        "cached_launches",
         "if len(set(given)) < len(given):",
         "if not given:",
         "test_launch_cache.py::test_one_tensor_as_two_arguments_has_an_entry_of_its_own",
@@ -34,14 +38,16 @@ LAUNCH_CACHE = (
     Mutant(
         "what torch computes beside the launches is not made again",
         "cuda/sequence.py",
-        "        elif not func.is_view:\n",
-        "        elif not func.is_view and func._schema.is_mutable:\n",
+        "_Recorder.dispatched",
+        "elif not func.is_view:",
+        "elif not func.is_view and func._schema.is_mutable:",
         "test_launch_cache.py::test_a_function_that_does_more_is_called_every_time "
         "test_launch_cache.py::test_a_stochastic_quantizer_draws_new_numbers_at_each_call",
     ),
     Mutant(
         "memory that was zeroed is not zeroed again",
         "cuda/sequence.py",
+        "_Recorder.dispatched",
         "where = (made.device, func in _ZEROING)",
         "where = (made.device, False)",
         "test_launch_cache.py",
@@ -49,27 +55,31 @@ LAUNCH_CACHE = (
     Mutant(
         "on a GPU, memory that was zeroed is not zeroed again",
         "cuda/sequence.py",
-        'f"memset(zeros_at, 0, {self.zeros}, stream)",',
-        'f"memset(zeros_at, 0, 0, stream)",',
+        "_DriverCode.begin",
+        'f"memset(zeros_at, 0, {self.zeros}, stream)"',
+        'f"memset(zeros_at, 0, 0, stream)"',
         "test_launch_cache.py",
     ),
     Mutant(
         "a change of an op's attribute does not count",
         "runtime/recorded.py",
-        """*(f"{state}.get('_changes')," for state in states)""",
+        "_reader",
+        "*(f\"{state}.get('_changes'),\" for state in states)",
         '*("None," for state in states)',
         "test_recorded.py::test_an_attribute_that_changes_counts_from_the_next_call",
     ),
     Mutant(
         "the strides of inputs are left out of a recording's layout",
         "runtime/recorded.py",
-        "{t}.dtype, {t}.shape, {t}.stride(), {t}.get_device()",
-        "{t}.dtype, {t}.shape, {t}.get_device()",
+        "_reader",
+        'f"{t}.dtype, {t}.shape, {t}.stride(), {t}.get_device(), at_{',
+        'f"{t}.dtype, {t}.shape, {t}.get_device(), at_{',
         "test_recorded_layouts.py::test_inputs_that_differ_in_one_field_are_recorded_apart",
     ),
     Mutant(
         "evaluation and training of delayed scaling share a recording",
         "runtime/recorded.py",
+        "RecordedPasses.find",
         "keywords.key, is_evaluated, *map(id, quantizers))",
         "keywords.key, None, *map(id, quantizers))",
         "test_recorded_layouts.py::test_evaluation_and_a_checkpoint_of_training_are_recorded_apart",
@@ -77,7 +87,10 @@ LAUNCH_CACHE = (
     Mutant(
         "a parameter that is an input too is recorded as two tensors",
         "runtime/recorded.py",
+        "RecordedPasses.find",
+        "may_be_parameter = Parameter in map(type, others) or not parameters.are_parameters\n"
         "if may_be_parameter and not set(places)",
+        "may_be_parameter = Parameter in map(type, others) or not parameters.are_parameters\n"
         "if not parameters.are_parameters and not set(places)",
         "test_recorded_layouts.py::"
         "test_a_parameter_that_is_an_input_too_is_not_recorded_as_two_tensors",
@@ -85,6 +98,7 @@ LAUNCH_CACHE = (
     Mutant(
         "a recorded backward does not see that a saved parameter has another layout",
         "runtime/recorded.py",
+        "RecordedForward.backward",
         "tensors = [*grads, *[saved[i] for i in recording.inputs]]",
         "tensors = [*grads]",
         "test_recorded_layouts.py::test_a_backward_reads_a_parameter_as_it_is_then",
@@ -92,7 +106,8 @@ LAUNCH_CACHE = (
     Mutant(
         "a backward is repeated with the gradient of another extra output",
         "runtime/recorded.py",
-        "        key.append(grad is None)\n",
+        "_other_tensors",
+        "key.append(grad is None)",
         "",
         "test_recorded_layouts.py::"
         "test_backwards_are_recorded_apart_by_which_extra_output_has_a_gradient",
@@ -100,6 +115,7 @@ LAUNCH_CACHE = (
     Mutant(
         "the layout that was used last loses its recording",
         "runtime/recorded.py",
+        "_Recordings.has_room",
         "oldest = min(list(self.items())",
         "oldest = max(list(self.items())",
         "test_recorded_layouts.py",
@@ -107,6 +123,7 @@ LAUNCH_CACHE = (
     Mutant(
         "a layout that comes in turn with many takes the place of another",
         "runtime/recorded.py",
+        "_Recordings.has_room",
         "if oldest[1].last_use >= before:",
         "if before == 0:",
         "test_recorded_layouts.py::test_of_more_layouts_than_places_some_are_repeated",
@@ -114,6 +131,7 @@ LAUNCH_CACHE = (
     Mutant(
         "an allocation with other strides is repeated as a contiguous one",
         "cuda/sequence.py",
+        "_Recorder.dispatched",
         "made.device in self.devices and made.is_contiguous():",
         "made.device in self.devices:",
         "test_launch_cache.py::"
@@ -122,6 +140,7 @@ LAUNCH_CACHE = (
     Mutant(
         "an output that is a view of the input is the input itself",
         "cuda/sequence.py",
+        "LaunchSequence.drop_names",
         "if place not in named and not (place in returned and base < self.count):",
         "if place not in named:",
         "test_recorded_layouts.py::"
@@ -130,6 +149,7 @@ LAUNCH_CACHE = (
     Mutant(
         "a call that returns its argument is a view of itself",
         "cuda/sequence.py",
+        "_Recorder._called",
         "places[0] not in (None, base)",
         "places[0] is not None",
         "test_recorded.py::test_a_call_that_returns_its_own_argument_is_repeated",
@@ -137,6 +157,7 @@ LAUNCH_CACHE = (
     Mutant(
         "a constant that is written gets another name",
         "cuda/sequence.py",
+        "_call",
         "known = {None, *_places((args, kwargs))}",
         "known = {None}",
         "test_recorded.py::test_a_constant_that_is_written_in_place_is_written_again",
@@ -144,6 +165,7 @@ LAUNCH_CACHE = (
     Mutant(
         "a recording leaves out the ranges of the profiler",
         "cuda/sequence.py",
+        "LaunchSequence._write",
         "if in_ranges or type(one) is not Step]",
         "if type(one) is not Step]",
         "test_recorded.py::test_a_profiled_step_is_what_runs_without_a_profiler",
@@ -151,13 +173,15 @@ LAUNCH_CACHE = (
     Mutant(
         "kernels read zeros without memory",
         "cuda/sequence.py",
-        "    if not address and tensor.numel():\n        return None\n",
+        "layout_of",
+        "if not address and tensor.numel():\n    return None",
         "",
         "test_zero_tensors.py",
     ),
     Mutant(
         "zeros without memory are not copied",
         "functional/lazy.py",
+        "as_stored",
         "return x.clone() if is_zeros else x",
         "return x",
         "test_zero_tensors.py",
@@ -165,13 +189,15 @@ LAUNCH_CACHE = (
     Mutant(
         "kernels are unloaded after an error",
         "cuda/module.py",
-        "        module.ptr = 0\n",
-        "        pass\n",
+        "leave_loaded",
+        "module.ptr = 0",
+        "pass",
         "test_cuda_module.py::test_the_end_of_a_process_prints_its_own_error_alone",
     ),
     Mutant(
         "a recorded backward keeps the saved tensors until it ends",
         "cuda/sequence.py",
+        "LaunchSequence._source",
         'src.add("inputs.clear()")',
         "pass",
         "test_recorded.py::test_a_recorded_backward_frees_what_it_has_read",
@@ -179,14 +205,16 @@ LAUNCH_CACHE = (
     Mutant(
         "a recorded forward of delayed scaling adds nothing to the step",
         "runtime/recorded.py",
-        "            note_uses(known.used)\n",
-        "            pass\n",
+        "RecordedForward.run",
+        "note_uses(known.used)",
+        "pass",
         "test_recorded.py::test_recorded_steps_have_the_bits_of_the_plans_own_code",
         select="delayed",
     ),
     Mutant(
         "saved-tensor hooks do not get the tensors of a recorded forward",
         "runtime/recorded.py",
+        "RecordedPasses.find",
         "if is_hooked or launch",
         "if launch",
         "test_recorded.py::test_saved_tensor_hooks_get_the_quantized_tensors",
@@ -194,29 +222,32 @@ LAUNCH_CACHE = (
     Mutant(
         "a recorded forward in a checkpoint saves other tensors than its recomputation",
         "runtime/executor.py",
-        "if run.recorded is None else is_in_checkpoint()\n",
-        "if run.recorded is None else not is_in_checkpoint()\n",
+        "_PipelineFunction.forward",
+        "if run.recorded is None else is_in_checkpoint()",
+        "if run.recorded is None else not is_in_checkpoint()",
         "test_recorded.py::test_checkpointed_blocks_have_the_bits_of_plain_ones",
         select="current",
     ),
     Mutant(
         "passes in checkpoints are not recorded",
         "runtime/recorded.py",
-        " is not None and not is_in_checkpoint()\n",
-        " is not None\n",
+        "RecordedPasses.find",
+        "is not None and not is_in_checkpoint()",
+        "is not None",
         "test_call_counts.py::test_a_warm_step_in_a_checkpoint_makes_few_calls",
     ),
     Mutant(
         "a view of a part of a tensor passes for the tensor",
         "cuda/sequence.py",
-        "        and (one.dtype, one.shape, one.stride())"
-        " == (other.dtype, other.shape, other.stride())\n",
+        "_are_alike",
+        "and (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())",
         "",
         "test_launch_cache.py::test_a_cached_launch_returns_the_same_view_of_its_allocation",
     ),
     Mutant(
         "the 2D flag is left out of MXFP8's key",
         "tensors/quantizer.py",
+        "fields_key",
         "for f in fields(quantizer) if f.compare)",
         "for f in fields(quantizer) if f.compare and f.name != 'with_2d_quantization')",
         "test_launch_keys.py",
@@ -225,6 +256,7 @@ LAUNCH_CACHE = (
     Mutant(
         "power-of-two scales are left out of current scaling's key",
         "tensors/quantizer.py",
+        "fields_key",
         "for f in fields(quantizer) if f.compare)",
         "for f in fields(quantizer) if f.compare and f.name != 'force_pow_2_scales')",
         "test_launch_keys.py",
@@ -233,6 +265,7 @@ LAUNCH_CACHE = (
     Mutant(
         "eps is left out of block scaling's key",
         "tensors/quantizer.py",
+        "fields_key",
         "for f in fields(quantizer) if f.compare)",
         "for f in fields(quantizer) if f.compare and f.name != 'amax_epsilon')",
         "test_launch_keys.py",
@@ -241,14 +274,16 @@ LAUNCH_CACHE = (
     Mutant(
         "the copies are left out of delayed scaling's key",
         "tensors/fp8.py",
-        'return "delayed", self.fp8_dtype, self.rowwise, self.columnwise',
-        'return "delayed", self.fp8_dtype',
+        "Float8Quantizer.launch_key",
+        'return "delayed", self.fp8_dtype, self.rowwise, self.columnwise, self.',
+        'return "delayed", self.fp8_dtype, self.',
         "test_launch_keys.py",
         select="Float8Quantizer.rowwise or Float8Quantizer.columnwise",
     ),
     Mutant(
         "a norm's eps is left out of its key",
         "functional/normalization.py",
+        "_Norm.launch_key",
         'settings = ("norm", self.eps, self.dtype, self.zero_centered, count, is_measured)',
         'settings = ("norm", self.dtype, self.zero_centered, count, is_measured)',
         "test_launch_keys.py",
@@ -257,6 +292,7 @@ LAUNCH_CACHE = (
     Mutant(
         "a chain's saved stages are left out of its backward's key",
         "functional/pointwise.py",
+        "_Backward.launch_key",
         "return (self.stages, self.saved), (self.dy, self.x, *self.operands, *beside)",
         "return self.stages, (self.dy, self.x, *self.operands, *beside)",
         "test_launch_keys.py",
@@ -265,15 +301,17 @@ LAUNCH_CACHE = (
     Mutant(
         "the margin is left out of the key of delayed scaling's update",
         "functional/delayed_scaling.py",
-        "                (margin, algorithm, *map(id, newest)),\n",
-        "                (algorithm, *map(id, newest)),\n",
+        "update_delayed",
+        "(margin, algorithm, *map(id, newest)),",
+        "(algorithm, *map(id, newest)),",
         "test_launch_cache.py::test_cached_updates_of_delayed_scales_depend_on_margin_and_algorithm",
     ),
     Mutant(
         "the key of delayed scaling's update does not say which states have amaxes of other ranks",
         "functional/delayed_scaling.py",
-        "                (margin, algorithm, *map(id, newest)),\n",
-        "                (margin, algorithm),\n",
+        "update_delayed",
+        "(margin, algorithm, *map(id, newest)),",
+        "(margin, algorithm),",
         "test_launch_cache.py",
         select="amaxes_of_other_ranks",
     ),

@@ -6,6 +6,8 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
+from mutants.place import planted
+
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -17,7 +19,7 @@ def _paths() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A text replacement in one file of the package.
+    """A replacement of code in one function of the package.
 
     Parameters
     ----------
@@ -25,8 +27,14 @@ class Mutant:
         What is wrong with it, in a few words.
     file
         The path below ``fuser/``.
+    where
+        The function, method or class that has the code: ``Class.method``, ``function.inner``, in
+        CUDA ``Struct::method``; nothing for code of the module.
     old, new
-        ``old`` occurs exactly once in the file, and ``new`` takes its place.
+        ``old`` occurs exactly once in it, and ``new`` takes its place. Both are compared by tokens:
+        line breaks, comments, quotes and trailing commas make no difference. Statements are
+        indented from ``old``'s first line on. Local variables that have other names by now are
+        found, and ``new`` gets their names, if all that are in ``new`` are in ``old`` too.
     tests
         What pytest runs, separated by spaces: files by their names, in any folder of ``tests/``,
         or tests in them (``test_ops.py::test_x``). They take seconds, and pass without the mistake.
@@ -38,6 +46,7 @@ class Mutant:
 
     mistake: str
     file: str
+    where: str
     old: str
     new: str
     tests: str
@@ -60,7 +69,7 @@ class Mutant:
         LookupError
             If the text has no such place, or more than one: the list is out of date.
         """
-        count = text.count(self.old)
-        if count != 1:
-            raise LookupError(f"{self.file} has {self.old!r} {count} times; it is to be once.")
-        return text.replace(self.old, self.new)
+        try:
+            return planted(text, self.file.endswith(".py"), self.where, self.old, self.new)
+        except LookupError as error:
+            raise LookupError(f"{self.file} {error.args[0]}") from None

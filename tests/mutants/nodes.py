@@ -14,6 +14,7 @@ NODES = (
     Mutant(
         "a quantized gradient is dequantized at a cut",
         "runtime/codegen.py",
+        "PlanCodegen._add_results",
         'dx = "dx" if self.neighbours.before is not None else grad.format("dx")',
         'dx = grad.format("dx")',
         BITS,
@@ -22,6 +23,7 @@ NODES = (
     Mutant(
         "the start of a pipeline is taken for a cut",
         "plan/cuts.py",
+        "_gaps",
         "others.add(0)",
         "others.discard(0)",
         LEAVING,
@@ -30,6 +32,7 @@ NODES = (
     Mutant(
         "the gradient of an input leaves as the op before a cut would take it",
         "runtime/codegen.py",
+        "PlanCodegen._add_results",
         'grad = "{0} if type({0}) is tensor else plain({0})"',
         'grad = "{0}"',
         LEAVING,
@@ -38,6 +41,7 @@ NODES = (
     Mutant(
         "the gradient of a parameter is what a user's op returns",
         "runtime/codegen.py",
+        "PlanCodegen._add_results",
         'row = f"map(plain, p{i} or ())" if i in external else f"(p{i} or ())"',
         'row = f"(p{i} or ())"',
         LEAVING,
@@ -46,6 +50,7 @@ NODES = (
     Mutant(
         "a view of a quantized gradient counts as plain",
         "runtime/codegen.py",
+        "_plain",
         "return grad.dequantize() if isinstance(grad, WrapperTensor) else grad",
         "return grad.dequantize() if hasattr(grad, 'format') else grad",
         "test_gradient_types.py::test_whatever_takes_a_gradient_gets_a_plain_tensor",
@@ -54,6 +59,7 @@ NODES = (
     Mutant(
         "the op after a cut quantizes no gradient for the op before it",
         "runtime/codegen.py",
+        "PlanCodegen._wanted_grad",
         "reader = self._op(index - 1) if index else self.neighbours.before",
         "reader = self._op(index - 1) if index else None",
         "test_autograd_nodes.py::test_a_quantized_tensor_passes_a_cut",
@@ -61,6 +67,7 @@ NODES = (
     Mutant(
         "the op after a cut gets an input that was not quantized for it",
         "runtime/codegen.py",
+        "PlanCodegen._wanted_input",
         "reader = self._op(index) if inside else self.neighbours.after",
         "reader = self._op(index) if inside else None",
         "test_autograd_nodes.py::test_a_quantized_tensor_passes_a_cut",
@@ -68,6 +75,7 @@ NODES = (
     Mutant(
         "ops after the last extra output that a loss needs are reached",
         "runtime/gradient_paths.py",
+        "of_reached",
         "kept = (grad if op <= last else None",
         "kept = (grad if True else None",
         REACHED,
@@ -76,6 +84,7 @@ NODES = (
     Mutant(
         "the op that makes the last extra output that a loss needs is not reached",
         "runtime/gradient_paths.py",
+        "of_reached",
         "kept = (grad if op <= last else None",
         "kept = (grad if op < last else None",
         "test_gradient_paths.py::test_the_op_that_makes_a_needed_extra_output_is_reached",
@@ -83,6 +92,7 @@ NODES = (
     Mutant(
         "the first extra output with a gradient decides which ops are reached",
         "runtime/gradient_paths.py",
+        "of_reached",
         "last = max(reached)",
         "last = min(reached)",
         REACHED,
@@ -91,6 +101,7 @@ NODES = (
     Mutant(
         "autograd fills in zeros for a gradient that does not arrive",
         "runtime/executor.py",
+        "_PipelineFunction.forward",
         "ctx.materialize_grads = False",
         "ctx.materialize_grads = True",
         REACHED,
@@ -99,6 +110,7 @@ NODES = (
     Mutant(
         "a backward follows the autocast around it",
         "runtime/executor.py",
+        "_PipelineFunction.backward",
         "if is_any_autocast_enabled() and autocast_dtype(key.device) is not key.autocast_dtype:",
         "if False:",
         "test_gradient_paths.py::test_a_backward_inside_autocast_has_the_precision_of_its_forward",
@@ -107,6 +119,7 @@ NODES = (
     Mutant(
         "a cut divides a step of backward",
         "plan/cuts.py",
+        "_gaps",
         "for op in sorted(starts[0] & starts[1] - others):",
         "for op in sorted(starts[0] - others):",
         "test_autograd_nodes.py::test_no_cut_is_inside_a_step_of_forward_or_backward",
@@ -114,6 +127,7 @@ NODES = (
     Mutant(
         "a cut divides a step of forward",
         "plan/cuts.py",
+        "_gaps",
         "for op in sorted(starts[0] & starts[1] - others):",
         "for op in sorted(starts[1] - others):",
         "test_autograd_nodes.py::test_no_cut_is_inside_a_step_of_forward_or_backward",
@@ -121,13 +135,15 @@ NODES = (
     Mutant(
         "a cut is beside a user's op",
         "plan/cuts.py",
-        "        if op.is_external\n",
-        "        if not ops\n",
+        "_gaps",
+        "if op.is_external for place in (ops[0",
+        "if not ops for place in (ops[0",
         "test_autograd_nodes.py::test_no_cut_is_beside_a_users_op",
     ),
     Mutant(
         "a gradient is converted at a cut",
         "plan/cuts.py",
+        "_gaps",
         "if not op_key.input_requires_grad or main[op] or",
         "if not op_key.input_requires_grad or",
         "test_autograd_nodes.py::test_no_cut_is_where_autograd_would_convert_a_gradient",
@@ -135,6 +151,7 @@ NODES = (
     Mutant(
         "a cut is between the uses of one weight",
         "plan/cuts.py",
+        "Cuts.at",
         "if not any(first < op <= last for first, last in joined)",
         "if True",
         "test_autograd_nodes.py::test_no_cut_is_between_the_uses_of_one_tensor",
@@ -142,13 +159,17 @@ NODES = (
     Mutant(
         "the first node is as large as the others",
         "plan/cuts.py",
+        "Cuts.at",
+        "first, bytes_of_others = (FIRST_BYTES, self.share()) if sizes is None else sizes\n"
         "least, stop = max(first, FIRST_BYTES), len(self._bytes)",
+        "first, bytes_of_others = (FIRST_BYTES, self.share()) if sizes is None else sizes\n"
         "least, stop = max(bytes_of_others, FIRST_BYTES), len(self._bytes)",
         WAITS,
     ),
     Mutant(
         "nodes are cut after the first only",
         "plan/cuts.py",
+        "Cuts.at",
         "least, stop = max(bytes_of_others, FIRST_BYTES), gap.op",
         "break",
         WAITS,
@@ -156,6 +177,7 @@ NODES = (
     Mutant(
         "a gap that a quantized tensor passes is taken though a better one is near",
         "plan/cuts.py",
+        "Cuts._before",
         "best, limit = gap, held + least",
         "best, limit = gap, held",
         NEARBY,
@@ -163,6 +185,7 @@ NODES = (
     Mutant(
         "a better gap may be as far as the pipeline's start",
         "plan/cuts.py",
+        "Cuts._before",
         "or (best is not None and held > limit)",
         "",
         NEARBY,
@@ -170,6 +193,7 @@ NODES = (
     Mutant(
         "the number of channels that pass a gap does not count",
         "plan/cuts.py",
+        "Cuts._before",
         "elif gap[1:] < best[1:]:",
         "elif gap[1:2] < best[1:2]:",
         NEARBY,
@@ -177,6 +201,7 @@ NODES = (
     Mutant(
         "of gaps that are equally good the furthest is taken",
         "plan/cuts.py",
+        "Cuts._before",
         "elif gap[1:] < best[1:]:",
         "elif gap[1:] <= best[1:]:",
         NEARBY,
@@ -184,6 +209,7 @@ NODES = (
     Mutant(
         "the node at the start of a pipeline may have no gradients",
         "plan/cuts.py",
+        "Cuts._before",
         "if left - held < FIRST_BYTES or",
         "if left - held < 0 or",
         "test_autograd_nodes.py::test_a_node_at_the_start_has_gradients_of_its_own",
@@ -191,6 +217,7 @@ NODES = (
     Mutant(
         "hooks wait for nodes as large as buckets",
         "plan/cuts.py",
+        "Cuts.at",
         "(FIRST_BYTES, self.share()) if sizes is None",
         "(FIRST_BYTES, BUCKET_BYTES) if sizes is None",
         "test_autograd_nodes.py::test_gradients_come_evenly_if_hooks_wait",
@@ -198,6 +225,7 @@ NODES = (
     Mutant(
         "a share of the gradients may have more than 25 MiB",
         "plan/cuts.py",
+        "Cuts.share",
         "return min(BUCKET_BYTES, math.ceil(",
         "return (math.ceil(",
         SHARES,
@@ -205,6 +233,7 @@ NODES = (
     Mutant(
         "a node may take less time than it costs",
         "plan/cuts.py",
+        "Cuts.share",
         "max(SHARE, least)",
         "SHARE",
         SHARES,
@@ -212,6 +241,7 @@ NODES = (
     Mutant(
         "DistributedDataParallel waits for shares, and not for its buckets",
         "runtime/cut.py",
+        "CuttablePlan.waiting",
         "reason = IN_DDP, default_buckets() if is_default else (size, size)",
         "reason = IN_DDP, None if is_default else (size, size)",
         WAITS,
@@ -219,6 +249,7 @@ NODES = (
     Mutant(
         "buckets of a size of the user's own begin with one of 1 MiB",
         "runtime/cut.py",
+        "CuttablePlan.waiting",
         "reason = IN_DDP, default_buckets() if is_default else (size, size)",
         "reason = IN_DDP, default_buckets()",
         WAITS,
@@ -226,20 +257,23 @@ NODES = (
     Mutant(
         "tensors of channels live until the call ends",
         "runtime/cut.py",
-        "                del carried[place]\n",
-        "                pass\n",
+        "CutPlan.call",
+        "del carried[place]",
+        "pass",
         FREED,
     ),
     Mutant(
         "the last extra output of a node lives until the next one has some",
         "runtime/cut.py",
-        "                del extras, tensor\n",
+        "CutPlan.call",
+        "del extras, tensor",
         "",
         FREED,
     ),
     Mutant(
         "a forward in no_sync is cut",
         "runtime/cut.py",
+        "CuttablePlan.waiting",
         "if ddp is not None and ddp.require_backward_grad_sync:",
         "if ddp is not None:",
         WAITS,
@@ -247,27 +281,31 @@ NODES = (
     Mutant(
         "a recomputation forgets that its forward was cut",
         "runtime/cut.py",
-        "return reason or self._last\n",
-        "return reason\n",
+        "CuttablePlan.waiting",
+        "return reason or self._last",
+        "return reason",
         "test_data_parallel.py::test_a_checkpointed_forward_is_cut_in_its_recomputation",
     ),
     Mutant(
         "an extra output on a channel across a cut is returned to the caller",
         "runtime/cut.py",
-        "                    if place in self._returned:\n",
-        "                    if True:\n",
+        "CutPlan.call",
+        "if place in self._returned:",
+        "if True:",
         BITS,
     ),
     Mutant(
         "keyword arguments go to the ops of the first node",
         "runtime/cut.py",
+        "CutPlan.call",
         "kwargs and kwargs[node.ops.start : node.ops.stop],",
-        "kwargs and kwargs[: len(part.ops)],",
+        "kwargs and kwargs[: node.ops.stop - node.ops.start],",
         "test_autograd_nodes.py::test_keyword_arguments_reach_the_ops_of_all_nodes",
     ),
     Mutant(
         "runs of parameters keep their places in the whole pipeline",
         "runtime/known_parameters.py",
+        "ParameterLayout.part",
         "(first - start, end - first) for",
         "(first, end - first) for",
         "test_autograd_nodes.py::test_the_layout_of_a_part_counts_from_its_first_parameter",
@@ -275,6 +313,7 @@ NODES = (
     Mutant(
         "profiles number the ops of a node from 0",
         "runtime/codegen.py",
+        "PlanCodegen._title",
         "shown = span(tuple(self.neighbours.start + i for i in indices))",
         "shown = span(indices)",
         "test_autograd_nodes.py::test_the_first_gradient_comes_in_the_first_quarter_of_backward",

@@ -6,13 +6,15 @@ CHANNELS = (
     Mutant(
         "a channel that fans out hands back one of its gradients",
         "runtime/codegen.py",
-        "    return first + second\n",
-        "    return first\n",
+        "_total",
+        "return first + second",
+        "return first",
         "test_executor.py::test_a_channel_that_fans_out_sums_gradients",
     ),
     Mutant(
         "an extra output that got no gradient has one in the line's dtype",
         "runtime/codegen.py",
+        "_filled",
         "return like.new_zeros(spec[0], dtype=spec[1])",
         "return like.new_zeros(spec[0])",
         "test_context.py::test_a_gradient_that_does_not_come_is_zeros_like_the_extra_output",
@@ -20,6 +22,7 @@ CHANNELS = (
     Mutant(
         "an extra output of integers gets zeros as its gradient",
         "runtime/codegen.py",
+        "_filled",
         "if grad is not None or not spec[1].is_floating_point:",
         "if grad is not None:",
         "test_channels.py::test_backward_gets_no_gradient_of_integers",
@@ -27,6 +30,7 @@ CHANNELS = (
     Mutant(
         "a note on padded groups counts the rows of one group",
         "basic_ops/group_notes.py",
+        "padding_note",
         "more = groups * multiple // 2",
         "more = multiple // 2",
         "test_plan.py::test_notes_have_the_padding_of_groups_and_its_cost",
@@ -34,6 +38,7 @@ CHANNELS = (
     Mutant(
         "two outputs that are one tensor leave as one object",
         "runtime/executor.py",
+        "_PipelineFunction.forward",
         "elif any(tensor is other for other in outputs):",
         "elif not outputs:",
         "test_channels.py",
@@ -41,14 +46,16 @@ CHANNELS = (
     Mutant(
         "an extra output before the first gradient says that it needs one",
         "runtime/executor.py",
-        "                without_grad.append(tensor)\n",
-        "                pass\n",
+        "_PipelineFunction.forward",
+        "tensor = tensor.detach()\nwithout_grad.append(tensor)",
+        "tensor = tensor.detach()\npass",
         "test_executor.py::test_an_extra_output_without_gradient_is_not_differentiable "
         "test_sequential.py::test_an_output_before_the_first_gradient_collects_none",
     ),
     Mutant(
         "an extra output is dropped after its first reader",
         "runtime/codegen.py",
+        "PlanCodegen._read_last",
         "last |= {source.place: i for source in row if source.producer is not None}",
         "last = {source.place: i for source in row if source.producer is not None} | last",
         "test_channels.py",
@@ -56,6 +63,7 @@ CHANNELS = (
     Mutant(
         "an op may read its own channel",
         "plan/graph.py",
+        "extra_input_sources",
         "if producer >= index:",
         "if producer > index:",
         "test_channels.py",
@@ -63,6 +71,7 @@ CHANNELS = (
     Mutant(
         "split sizes are counted a token",
         "plan/graph.py",
+        "OpGraph.window_bytes",
         "if memory in self.fixed)",
         "if memory is None)",
         "test_random_pipelines.py::test_the_number_of_tokens_does_not_change_the_plan",
@@ -70,6 +79,7 @@ CHANNELS = (
     Mutant(
         "an output that is a view of the input loses its base",
         "runtime/executor.py",
+        "_for_caller",
         "any(base is t for t in (input_, input_._base))",
         "base is input_",
         "test_robustness.py test_executor.py test_ops.py",
@@ -78,6 +88,7 @@ CHANNELS = (
     Mutant(
         "the gradient of a caller's extra input leaves quantized",
         "runtime/codegen.py",
+        "PlanCodegen._add_results",
         'results += [grad.format(f"din{i}_{k}")',
         'results += [f"din{i}_{k}"',
         "test_recomputation.py::test_gradients_that_leave_a_pipeline_are_plain",
@@ -85,38 +96,41 @@ CHANNELS = (
     Mutant(
         "hooks for every module do not split the pipelines that are there",
         "runtime/segments.py",
-        "            and self._has_global_hooks == has_global_hooks()\n",
-        "",
+        "Segments.is_current",
+        "and self._has_global_hooks == has_global_hooks() and",
+        "and",
         "test_grouping.py",
         select="every_module",
     ),
     Mutant(
         "extra outputs of a nested Sequential are dropped",
         "runtime/segments.py",
-        "                    if place is None or place in self._returned:\n"
-        "                        returned.append(tensor)\n                del extras, tensor\n",
-        "                    if place in self._returned:\n"
-        "                        returned.append(tensor)\n                del extras, tensor\n",
+        "Segments.run",
+        "if place is None or place in self._returned:",
+        "if place in self._returned:",
         "test_grouping.py::test_extra_tensors_of_nested_sequentials_count_in_their_order",
     ),
     Mutant(
         "a tensor on a channel lives until the call is over",
         "runtime/segments.py",
-        "                del carried[end]\n",
-        "                pass\n",
+        "Segments.run",
+        "del carried[end]",
+        "pass",
         "test_grouping.py::test_a_tensor_on_a_channel_is_freed_after_its_last_reader",
     ),
     Mutant(
         "a module may write into a tensor on a channel",
         "runtime/segments.py",
-        "        if _version(tensor) != version:\n",
-        "        if _version(tensor) == -1:\n",
+        "Segments._read",
+        "if _version(tensor) != version:",
+        "if _version(tensor) == -1:",
         "test_grouping.py::test_a_tensor_on_a_channel_that_a_module_writes_into_is_refused",
     ),
     Mutant(
         "a pipeline of an op that has another class or method now is kept",
         "runtime/segments.py",
-        "            if p.implementations == tuple(op.implementation() for op in p.basic_ops)\n",
+        "Segments._divided",
+        "if p.implementations == tuple(op.implementation() for op in p.basic_ops)",
         "",
         "test_grouping.py",
         select="class_changes or methods_that_are_set or forward_that_was_set",
@@ -124,6 +138,7 @@ CHANNELS = (
     Mutant(
         "a composite may keep a channel's tensor that a later op reads",
         "runtime/segments.py",
+        "Segments._check_hidden",
         "readers[0] in window and readers[-1] not in window",
         "readers[0] in window and readers[-1] is None",
         "test_grouping.py",
@@ -132,6 +147,7 @@ CHANNELS = (
     Mutant(
         "a channel of a composite that nobody in it reads is kept inside",
         "runtime/segments.py",
+        "Segments._open_channels",
         "return leaving | unread | frozenset(entering)",
         "return leaving | frozenset(entering)",
         "test_grouping.py",
@@ -140,6 +156,7 @@ CHANNELS = (
     Mutant(
         "a nested Sequential is given the keyword arguments of ops outside of it",
         "runtime/segment.py",
+        "NestedSegment.call",
         "for op, given in keywords.items() if op in own}",
         "for op, given in keywords.items()}",
         "test_grouping.py::"
@@ -148,14 +165,15 @@ CHANNELS = (
     Mutant(
         "a forward that was set on an op is left out in a pipeline",
         "runtime/segment.py",
-        '        or (forward is not None and getattr(forward, "__func__", None)'
-        " is not cls.forward)\n",
+        "why_called",
+        'or (forward is not None and getattr(forward, "__func__", None) is not cls.forward)',
         "",
         "test_grouping.py::test_a_forward_that_was_set_on_an_op_is_used",
     ),
     Mutant(
         "pre-hooks of the backward do not count as hooks",
         "torch_private.py",
+        "hooks_of",
         "[before, after, module._backward_pre_hooks, module._backward_hooks]",
         "[before, after, module._backward_hooks]",
         "test_grouping.py::test_hooks_fire_whenever_and_wherever_they_are_registered "
@@ -164,29 +182,31 @@ CHANNELS = (
     Mutant(
         "a pre-hook of the backward that is registered later is not noticed",
         "op/fusible.py",
-        '    register_full_backward_pre_hook = noting("register_full_backward_pre_hook")\n',
+        "FusibleOperation",
+        'register_full_backward_pre_hook = noting("register_full_backward_pre_hook")',
         "",
         "test_grouping.py::test_hooks_fire_whenever_and_wherever_they_are_registered",
     ),
     Mutant(
         "pre-hooks of every module's backward are left out",
         "torch_private.py",
-        "        or global_backward_pre_hooks\n",
+        "has_global_hooks",
+        "or global_backward_pre_hooks",
         "",
         "test_grouping.py::test_hooks_for_every_modules_backward_see_every_op",
     ),
     Mutant(
         "a method that is deleted from an op runs on",
         "op/fusible.py",
-        "        self._describe()\n        if name in METHODS:\n"
-        "            module_calls.change()\n\n    def impl",
-        "        self._describe()\n        if name in ():\n"
-        "            module_calls.change()\n\n    def impl",
+        "FusibleOperation.__delattr__",
+        "METHODS",
+        "()",
         "test_grouping.py::test_methods_that_are_set_on_an_op_are_used_until_they_are_deleted",
     ),
     Mutant(
         "a hook on the second basic op of a composite is left out",
         "runtime/segments.py",
+        "_units",
         "if reason is None and any(why_called(member) for member in members):",
         "if reason is None and any(why_called(member) for member in members[:1]):",
         "test_grouping.py",
@@ -195,6 +215,7 @@ CHANNELS = (
     Mutant(
         "a hook that makes another number of extra outputs is believed",
         "runtime/segment.py",
+        "Segment.taken_apart",
         "if isinstance(result, tuple) and len(result) == 1 + count:",
         "if isinstance(result, tuple) and len(result) >= 1 + count:",
         "test_grouping.py::test_a_hook_may_change_what_is_on_a_channel",
@@ -202,15 +223,17 @@ CHANNELS = (
     Mutant(
         "an edit of a Sequential takes no effect after the first call",
         "sequential.py",
-        "            and tuple(self._modules.values()) == modules\n",
+        "Sequential.forward",
+        "and tuple(self._modules.values()) == modules",
         "",
         "test_sequential.py::test_an_edit_takes_effect_before_and_after_the_first_call",
     ),
     Mutant(
         "a hook that comes after the first call of a Sequential is left out",
         "sequential.py",
-        "            and version is module_calls.version\n",
-        "",
+        "Sequential.forward",
+        "and version is module_calls.version and",
+        "and",
         "test_grouping.py::test_hooks_fire_whenever_and_wherever_they_are_registered",
     ),
 )
@@ -219,6 +242,7 @@ PLANNER = (
     Mutant(
         "what backward needs is written for nothing",
         "plan/graph.py",
+        "OpGraph.window_bytes",
         "moved = entering | saved | leaving",
         "moved = entering | leaving",
         "test_planner.py::test_forward_bytes_in_training",
@@ -226,6 +250,7 @@ PLANNER = (
     Mutant(
         "statistics are saved for nothing",
         "plan/graph.py",
+        "OpGraph.window_bytes",
         "statistics += op.saved_bytes(self.main_specs[i])",
         "statistics += 0",
         "test_planner.py::test_scales_and_statistics_are_counted_and_a_seed_is_not",
@@ -233,6 +258,7 @@ PLANNER = (
     Mutant(
         "of two covers that cost the same the one with more steps is taken",
         "plan/cover.py",
+        "",
         "STEP_COST = 1e-9",
         "STEP_COST = -1e-9",
         "test_planner.py::test_of_two_covers_that_cost_the_same_the_one_with_fewer_steps_is_taken",
@@ -240,6 +266,7 @@ PLANNER = (
     Mutant(
         "the kernels of a backward window are counted from its first op",
         "plan/cost.py",
+        "CostModel.candidate",
         "low, high = window.stop - done - covered, window.stop - done",
         "low, high = window.start + done, window.start + done + covered",
         "test_planner.py test_fusions.py test_user_fusions.py test_plan.py",
@@ -248,13 +275,15 @@ PLANNER = (
     Mutant(
         "a joint fusion is charged for a backward that does not come",
         "plan/planner.py",
-        "            if window.stop <= self.first:\n                backward = Candidate(",
-        "            if window.stop < 0:\n                backward = Candidate(",
+        "_Search.joint",
+        "if window.stop <= self.first:\n    backward = Candidate(",
+        "if window.stop < 0:\n    backward = Candidate(",
         "test_planner.py::test_a_joint_fusion_costs_nothing_in_backward_if_there_is_none",
     ),
     Mutant(
         "of several candidates for a window the dearest is taken",
         "plan/cover.py",
+        "_gap_graph",
         'if not graph.has_edge(*edge) or weight < graph.edges[edge]["weight"]:',
         'if not graph.has_edge(*edge) or weight > graph.edges[edge]["weight"]:',
         "test_planner.py::test_the_cover_is_the_cheapest_of_all",
@@ -262,6 +291,7 @@ PLANNER = (
     Mutant(
         "of two joint fusions of a window the dearer is taken",
         "plan/cover.py",
+        "cheapest_cover",
         "if window not in pairs or _weight(*pair) < _weight(*pairs[window]):",
         "if window not in pairs or _weight(*pair) > _weight(*pairs[window]):",
         "test_planner.py::test_the_cover_is_the_cheapest_of_all",
@@ -269,6 +299,7 @@ PLANNER = (
     Mutant(
         "a launch costs nothing",
         "plan/cost.py",
+        "CostModel.candidate",
         "cost = traffic / self.device.bandwidth + len(names) * self.device.launch",
         "cost = traffic / self.device.bandwidth",
         "test_planner.py::test_a_step_costs_the_bytes_and_the_launches_of_its_kernels",
@@ -276,6 +307,7 @@ PLANNER = (
     Mutant(
         "a chain saves the input of every op",
         "plan/graph.py",
+        "OpGraph.window_bytes",
         "at = start if recomputes else i",
         "at = i",
         "test_kernels_in_pipelines.py::test_a_chain_moves_its_input_its_operands_and_its_output",
@@ -283,27 +315,33 @@ PLANNER = (
     Mutant(
         "a channel may run inside one fused op",
         "plan/graph.py",
-        "if source.producer is not None and source.producer >= start:",
-        "if source.producer is not None and source.producer > consumer:",
+        "OpGraph.channels_inside",
+        "for source in self.sources[consumer]:\n"
+        "    if source.producer is not None and source.producer >= start:",
+        "for source in self.sources[consumer]:\n"
+        "    if source.producer is not None and source.producer > consumer:",
         "test_planner.py::test_a_channel_inside_a_window_refuses_it",
     ),
     Mutant(
         "a subclass that computes otherwise is fused",
         "plan/window.py",
-        "    return _computes_like(type(op), element)\n",
-        "    return isinstance(op, element)\n",
+        "_is",
+        "return _computes_like(type(op), element)",
+        "return isinstance(op, element)",
         "test_planner.py::test_a_subclass_that_computes_something_else_is_not_fused",
     ),
     Mutant(
         "the planner covers ops that a registered fusion has taken",
         "plan/planner.py",
-        "            candidates = outside(window, candidates)\n",
-        "",
+        "_Search.side",
+        "candidates = outside(window, candidates)\ncandidates",
+        "candidates",
         "test_registered_fusions.py::test_a_registered_function_puts_its_op_in_ahead_of_the_planner",
     ),
     Mutant(
         "what a kernel quantizes itself is charged as a kernel of its own",
         "plan/cost.py",
+        "CostModel.candidate",
         "if after is not None and not fuses_quantize:",
         "if after is not None:",
         "test_kernels_in_pipelines.py::"
@@ -313,6 +351,7 @@ PLANNER = (
     Mutant(
         "a window across the first gradient is taken as a whole",
         "plan/planner.py",
+        "_Search._open_reason",
         "if needs_backward and window.start < self.first < window.stop:",
         "if needs_backward and window.start < 0:",
         "test_planner.py test_fusions.py test_fusion_refusals.py test_registered_fusions.py "
@@ -322,6 +361,7 @@ PLANNER = (
     Mutant(
         "a kernel that finishes too few ops is believed",
         "plan/planner.py",
+        "_Search._ask",
         "if reason is None and sum(covered for _, covered in kernels) != len(window):",
         "if reason is None and sum(covered for _, covered in kernels) > len(window):",
         "test_user_fusions.py::test_a_fusion_whose_kernels_do_not_cover_its_window_is_refused "
@@ -331,7 +371,8 @@ PLANNER = (
     Mutant(
         "an empty Optional does not match",
         "plan/window.py",
-        "        yield from _match(rest, ops, at, (*bound, None))\n",
+        "_match",
+        "yield from _match(rest, ops, at, (*bound, None))",
         "",
         "test_planner.py::test_windows_match_wherever_brute_force_finds_them",
     ),
@@ -341,6 +382,7 @@ PLAN_KEYS = (
     Mutant(
         "the recipe is left out of the key of a call",
         "runtime/call_key.py",
+        "CallKeyReader.read",
         '"current_recipe(),",',
         '"None,",',
         "test_call_key.py test_recipe.py",
@@ -349,14 +391,16 @@ PLAN_KEYS = (
     Mutant(
         "the dtype of autocast is left out of the key of a call",
         "runtime/call_key.py",
-        "is_autocast_enabled(device) and get_autocast_dtype(device),",
-        "is_autocast_enabled(device),",
+        "CallKeyReader.read",
+        '"is_autocast_enabled(device) and get_autocast_dtype(device),"',
+        '"is_autocast_enabled(device),"',
         "test_call_key.py",
         select="toggled or stale",
     ),
     Mutant(
         "a frozen parameter is left out of the key of a call",
         "runtime/known_parameters.py",
+        "KnownParameters.renew",
         "(type(p), p.dtype, p.requires_grad, p.is_meta,",
         "(type(p), p.dtype, p.is_meta,",
         "test_call_key.py::test_a_changed_parameter_is_noticed_at_the_next_call "
@@ -365,13 +409,15 @@ PLAN_KEYS = (
     Mutant(
         "an extra input's need of a gradient is left out of the key of a call",
         "runtime/call_key.py",
-        "{e}.dtype, {e}.requires_grad, {e}.device,",
-        "{e}.dtype, {e}.device,",
+        "CallKeyReader.read",
+        'f"{e}.dtype, {e}.requires_grad, {e}.device,"',
+        'f"{e}.dtype, {e}.device,"',
         "test_call_key.py::test_an_extra_input_that_changes_is_noticed",
     ),
     Mutant(
         "whether gradients are enabled is left out of the key of a call",
         "runtime/call_key.py",
+        "CallKeyReader.read",
         '"is_grad_enabled(),",',
         '"        True,",',
         "test_call_key.py",
@@ -380,6 +426,7 @@ PLAN_KEYS = (
     Mutant(
         "recipes that differ in backward_override are equal",
         "recipe.py",
+        "Recipe",
         "default_factory=_backward_override_from_environment, kw_only=True",
         "default_factory=_backward_override_from_environment, kw_only=True, compare=False",
         "test_recipe.py::test_every_field_makes_another_recipe",
@@ -387,6 +434,7 @@ PLAN_KEYS = (
     Mutant(
         "recipes without a field for it run backward without split accumulators",
         "recipe.py",
+        "Recipe.split_accumulators",
         'defaults = {"fprop": False, "dgrad": True, "wgrad": True}',
         'defaults = {"fprop": False, "dgrad": False, "wgrad": False}',
         "test_quantizer_for.py",
@@ -394,6 +442,7 @@ PLAN_KEYS = (
     Mutant(
         "HYBRID quantizes weights in E5M2 and gradients in E4M3",
         "recipe.py",
+        "fp8_dtype",
         'return DType.kFloat8E5M2 if role == "grad_output" else DType.kFloat8E4M3',
         'return DType.kFloat8E5M2 if role == "weight" else DType.kFloat8E4M3',
         "test_quantizer_for.py",
@@ -401,20 +450,23 @@ PLAN_KEYS = (
     Mutant(
         "enable_2d_quantization reaches inputs and gradients",
         "tensors/mxfp8.py",
-        'with_2d_quantization=recipe.enable_2d_quantization and role == "weight",',
-        "with_2d_quantization=recipe.enable_2d_quantization,",
+        "MXFP8Quantizer.of_recipe",
+        'with_2d_quantization=recipe.enable_2d_quantization and role == "weight"',
+        "with_2d_quantization=recipe.enable_2d_quantization",
         "test_quantizer_for.py",
     ),
     Mutant(
         "disable_rht is ignored",
         "recipe.py",
-        "        rht = not self.disable_rht\n",
-        "        rht = True\n",
+        "NVFP4BlockScaling.default_params",
+        "rht = not self.disable_rht",
+        "rht = True",
         "test_quantizer_for.py",
     ),
     Mutant(
         "use_f32_scales is ignored",
         "recipe.py",
+        "Float8BlockScaling.default_params",
         "return {name: QParams(power_2_scale=not self.use_f32_scales) for name in names}",
         "return {name: QParams(power_2_scale=True) for name in names}",
         "test_quantizer_for.py",
@@ -422,6 +474,7 @@ PLAN_KEYS = (
     Mutant(
         "NVFP4 rounds inputs at random",
         "recipe.py",
+        "NVFP4BlockScaling.default_params",
         '"fp4_quant_fwd_inp": QParams(random_hadamard_transform=rht),',
         '"fp4_quant_fwd_inp": QParams(random_hadamard_transform=rht, stochastic_rounding=True),',
         "test_quantizer_for.py",
@@ -429,6 +482,7 @@ PLAN_KEYS = (
     Mutant(
         "weights have the blocks of inputs",
         "tensors/block_scaling.py",
+        "Float8BlockQuantizer.of_recipe",
         '"weight": recipe.w_block_scaling_dim,',
         '"weight": recipe.x_block_scaling_dim,',
         "test_quantizer_for.py",
@@ -436,6 +490,7 @@ PLAN_KEYS = (
     Mutant(
         "gradients have the parameters of inputs",
         "recipe.py",
+        "role_params",
         '"grad_output": "bwd_grad"}',
         '"grad_output": "fwd_inp"}',
         "test_quantizer_for.py test_recipe_parameters.py",
@@ -443,6 +498,7 @@ PLAN_KEYS = (
     Mutant(
         "what follows from a field stays when the field changes",
         "recipe.py",
+        "Recipe._complete_params",
         "if given is None or given.follows_recipe:",
         "if given is None:",
         "test_recipe_parameters.py",
@@ -451,6 +507,7 @@ PLAN_KEYS = (
     Mutant(
         "an empty variable is an override",
         "recipe.py",
+        "_backward_override_from_environment",
         "value = os.environ.get(BACKWARD_OVERRIDE_VARIABLE) or None",
         "value = os.environ.get(BACKWARD_OVERRIDE_VARIABLE)",
         "test_recipe.py::test_an_empty_variable_is_no_override",
@@ -458,6 +515,7 @@ PLAN_KEYS = (
     Mutant(
         "two operands of 128x128 blocks are let in",
         "recipe.py",
+        "Float8BlockScaling.__post_init__",
         "if dims.count(2) > 1:",
         "if dims.count(2) > 2:",
         "test_recipe.py test_operand_flow.py test_recipe_parameters.py",
@@ -466,6 +524,7 @@ PLAN_KEYS = (
     Mutant(
         "an autocast without a recipe runs unquantized",
         "precision/contexts.py",
+        "autocast.__init__",
         "self.recipe = (recipe or default_recipe()) if enabled else None",
         "self.recipe = recipe if enabled else None",
         "test_recipe.py",
@@ -474,28 +533,32 @@ PLAN_KEYS = (
     Mutant(
         "an autocast that is off leaves the outer one on",
         "precision/contexts.py",
-        "        _active_recipe.set(self.recipe)\n",
-        "        _active_recipe.set(self.recipe or current_recipe())\n",
+        "autocast.__enter__",
+        "_active_recipe.set(self.recipe)",
+        "_active_recipe.set(self.recipe or current_recipe())",
         "test_recipe.py test_low_precision.py",
         select="innermost or disabled",
     ),
     Mutant(
         "an autocast that is entered twice is left from outside",
         "precision/contexts.py",
-        "        place = len(scopes) - 1\n",
-        "        place = next(i for i in range(len(scopes)) if scopes[i].owner is self)\n",
+        "autocast.__exit__",
+        "place = len(scopes) - 1",
+        "place = next(i for i in range(len(scopes)) if scopes[i].owner is self)",
         "test_recipe.py::test_one_autocast_object_can_be_entered_again_and_inside_itself",
     ),
     Mutant(
         "an autocast that outlives the one around it brings that one's recipe back",
         "precision/contexts.py",
-        "            inner = (replace(inner[0], outer_recipe=scope.outer_recipe), *inner[1:])\n",
-        "            pass\n",
+        "autocast.__exit__",
+        "inner = (replace(inner[0], outer_recipe=scope.outer_recipe), *inner[1:])",
+        "pass",
         "test_recipe.py::test_generators_that_end_in_another_order_leave_no_recipe",
     ),
     Mutant(
         "quantized_model_init that is off quantizes",
         "precision/contexts.py",
+        "quantized_model_init",
         "chosen = ParameterInit(recipe, preserve_high_precision_init_val) if enabled else None",
         "chosen = ParameterInit(recipe, preserve_high_precision_init_val)",
         "test_recipe.py::test_quantized_model_init_is_off_where_it_says_so_and_back_on_after",
@@ -503,6 +566,7 @@ PLAN_KEYS = (
     Mutant(
         "a factory is not told the name of the op",
         "precision/quantizer_for.py",
+        "make_quantizer",
         "recipe.qfactory(QuantizerRole(module_type, role, name))",
         "recipe.qfactory(QuantizerRole(module_type, role))",
         "test_recipe_parameters.py::test_a_factory_is_asked_once_for_each_quantizer_of_an_op",
@@ -510,13 +574,15 @@ PLAN_KEYS = (
     Mutant(
         "a factory is asked at every call",
         "op/basic.py",
-        "            made = kept[1].setdefault((mode, index, role), made)\n",
-        "            pass\n",
+        "BasicOperation._made_quantizer",
+        "made = kept[1].setdefault((mode, index, role), made)",
+        "pass",
         "test_recipe_parameters.py::test_a_factory_is_asked_once_for_each_quantizer_of_an_op",
     ),
     Mutant(
         "a quantizer is that of the role which an op had at its first call",
         "op/basic.py",
+        "BasicOperation.quantizer_value",
         "made = kept[1].get((mode, index, self.quantizer_roles(mode)[index]))",
         "made = next((q for at, q in kept[1].items() if at[:2] == (mode, index)), None)",
         "test_low_precision.py::test_a_quantizer_is_that_of_the_role_which_an_op_says_now",
@@ -524,6 +590,7 @@ PLAN_KEYS = (
     Mutant(
         "outside an autocast an op gives the quantizer of the recipe before the last",
         "op/basic.py",
+        "BasicOperation.quantizer_value",
         "if kept is not None and kept[0] is recipe is self._last_recipe:",
         "if kept is not None and kept[0] is recipe:",
         "test_recipe.py test_changeable_quantizers.py",
@@ -532,6 +599,7 @@ PLAN_KEYS = (
     Mutant(
         "amaxes are reduced over all ranks whatever the group of the autocast",
         "precision/contexts.py",
+        "current_state",
         "return AutocastState(scope.recipe, region, scope.group, observing.steps)",
         "return AutocastState(scope.recipe, region, None, observing.steps)",
         "test_amax_reduction.py::test_amaxes_are_reduced_over_the_group_of_their_autocast_in_any_order",
@@ -542,6 +610,7 @@ REBUILT = (
     Mutant(
         "what a frozen op did not save is computed again from it",
         "plan/rebuilt.py",
+        "rebuilding",
         "if not (key.ops[i].requires_grad and ops[i].rebuilds_output and is_own(ops[i])):",
         "if not (ops[i].rebuilds_output and is_own(ops[i])):",
         "test_rebuilt.py::test_a_frozen_op_saves_nothing_so_its_output_is_kept",
@@ -549,6 +618,7 @@ REBUILT = (
     Mutant(
         "what a user's op computed is computed again by its base class",
         "plan/rebuilt.py",
+        "is_own",
         "return not op.is_external and op.__dict__.keys().isdisjoint(METHODS)",
         "return op.__dict__.keys().isdisjoint(METHODS)",
         "test_rebuilt.py::test_what_a_users_op_computed_is_kept",
@@ -556,6 +626,7 @@ REBUILT = (
     Mutant(
         "inputs are computed again beside fusions of users",
         "plan/rebuilt.py",
+        "with_rebuilt_tensors",
         "if any(fusion.is_external for fusion in key.fusions):",
         "if not key.ops:",
         "test_rebuilt.py::test_with_a_users_fusion_everything_is_kept",
@@ -563,6 +634,7 @@ REBUILT = (
     Mutant(
         "inputs of activations are kept in FP8 though nobody asked for it",
         "plan/rebuilt.py",
+        "with_rebuilt_tensors",
         "if limit.lossy_activation_inputs and op.can_round_input and op.saves_input:",
         "if op.can_round_input and op.saves_input:",
         "test_lossy_inputs.py::test_only_activations_of_this_library_round_and_never_in_fusions_of_users",
@@ -570,6 +642,7 @@ REBUILT = (
     Mutant(
         "a chain keeps an exact input where a plan says that it is rounded",
         "fused_ops/pointwise_chain.py",
+        "PointwiseChain.refuses",
         "if op_key.rounds_input or (isinstance(op, Activation) and op.cache_quantized_input):",
         "if isinstance(op, Activation) and op.cache_quantized_input:",
         "test_lossy_inputs.py::test_a_chain_is_refused_with_the_reason",
@@ -577,6 +650,7 @@ REBUILT = (
     Mutant(
         "an input in FP8 is held beside its values until a launch of two is done",
         "runtime/codegen.py",
+        "PlanCodegen._add_backward_step",
         "if self.key.ops[activation].rounds_input:",
         "if activation < 0:",
         "test_step_memory.py::test_an_input_in_fp8_is_not_held_beside_its_values",
@@ -584,6 +658,7 @@ REBUILT = (
     Mutant(
         "torch measures the amax of a rounded activation again, and kernels do not",
         "tensors/fp8.py",
+        "Float8CurrentScalingQuantizer.from_reference",
         "strict=True)), AMAXES: amaxes}",
         "strict=True))}",
         "test_lossy_inputs.py::"
@@ -593,6 +668,7 @@ REBUILT = (
     Mutant(
         "a plan states that nodes compute again what another node kept",
         "plan/kept.py",
+        "_cut_before",
         "return next((cut for cut in cuts if path.start < cut <= reader), None)",
         "return None",
         "test_memory_curve.py::test_hooks_of_parameters_make_a_pipeline_keep_what_the_plan_then_states",
@@ -600,6 +676,7 @@ REBUILT = (
     Mutant(
         "a forward that runs again takes no time",
         "plan/memory_curve.py",
+        "memory_curve",
         "microseconds=times[0] + sum(times),",
         "microseconds=sum(times),",
         "test_memory_curve.py::test_times_are_those_of_the_steps_and_of_a_forward_that_runs_again",
@@ -607,6 +684,7 @@ REBUILT = (
     Mutant(
         "checkpoints save less where they save for a recomputation",
         "runtime/pipeline.py",
+        "OperationFuser._plan_key",
         "is_free = self.basic_ops[0].runs_in_graph or not is_in_checkpoint()",
         "is_free = True",
         "test_rebuilt.py::test_checkpoints_match_what_is_saved_if_hooks_come_and_go",
@@ -614,27 +692,31 @@ REBUILT = (
     Mutant(
         "a tensor is quantized again with the scale of a later step",
         "tensors/fp8.py",
-        "return self.scale.clone()  # a step",
-        "return self.scale  # a step",
+        "Float8Quantizer.to_repeat",
+        "return self.scale.clone()",
+        "return self.scale",
         "test_rebuilt.py::test_delayed_scales_that_a_step_changed_are_not_those_of_the_forward",
     ),
     Mutant(
         "a dispatch saves no tokens of which it copies the rows again",
         "plan/rebuilt.py",
-        "            if not ops[path[0]].saves_input:\n",
-        "            if False:\n",
+        "with_rebuilt_tensors",
+        "if not ops[path[0]].saves_input:",
+        "if False:",
         "test_rebuilt.py::test_experts_keep_tokens_and_not_the_copies_of_their_rows",
     ),
     Mutant(
         "rows from other ranks are copied from the tokens of this rank",
         "basic_ops/moe.py",
-        "        return self.expert_parallel_size == 1\n",
-        "        return True\n",
+        "MoeDispatch.rebuilds_output",
+        "return self.expert_parallel_size == 1",
+        "return True",
         "test_rebuilt.py::test_rows_from_other_ranks_are_kept",
     ),
     Mutant(
         "a graph of torch.compile has the budget of another call",
         "runtime/traced.py",
+        "_traced_pipeline",
         "limit_here() if own is None else own.limit[:],",
         "(1, True),",
         "test_rebuilt.py::test_a_graph_of_torch_compile_belongs_to_its_budget",
@@ -642,13 +724,15 @@ REBUILT = (
     Mutant(
         "a step whose launch waited in vain begins with what the failed one left",
         "runtime/codegen.py",
-        '            src.add(f"{changed} = before")\n',
+        "PlanCodegen._add_backward_step",
+        'src.add(f"{changed} = before")',
         "",
         "test_rebuilt.py::test_without_its_kernel_a_pair_is_computed_by_torch",
     ),
     Mutant(
         "a linear leaves its weight's gradient to a method that it does not have",
         "runtime/codegen.py",
+        "PlanCodegen._deferring",
         "if not is_alone or after[-1] != i - 1 or not self.ops[i].can_defer_wgrad:",
         "if not is_alone or after[-1] != i - 1:",
         "test_rebuilt.py::test_a_grouped_linear_reads_what_any_op_before_it_computes_again",
@@ -656,13 +740,15 @@ REBUILT = (
     Mutant(
         "a linear of several ranks leaves its weight's gradient for later",
         "basic_ops/basic_linear.py",
-        "        return self._parallel is None\n",
-        "        return True\n",
+        "BasicLinear.can_defer_wgrad",
+        "return self._parallel is None",
+        "return True",
         "test_rebuilt.py::test_a_linear_of_several_ranks_computes_its_gradients_at_once",
     ),
     Mutant(
         "the activation of another tensor is taken for that of the gradient's kernel",
         "functional/pointwise.py",
+        "_Backward._output_to_store",
         "if not isinstance(output, _Forward) or output.x is not self.x:",
         "if not isinstance(output, _Forward):",
         "test_rebuilt.py::test_an_output_of_other_tensors_is_computed_from_those",
@@ -670,6 +756,7 @@ REBUILT = (
     Mutant(
         "a norm with a gain around zero is taken for that of the gradient's kernel",
         "functional/normalization.py",
+        "_NormBackward._output_to_store",
         "if not is_same or self.zero_centered is not output.zero_centered:",
         "if not is_same:",
         "test_rebuilt.py::test_an_output_of_other_tensors_is_computed_from_those",
@@ -677,13 +764,15 @@ REBUILT = (
     Mutant(
         "torch begins again with a gradient that a kernel has overwritten",
         "cuda/pointwise.py",
-        "            if y is None:\n                raise\n",
-        "            raise\n",
+        "pointwise_backward",
+        "if y is None:\n    raise",
+        "raise",
         "test_rebuilt.py::test_without_a_kernel_torch_goes_on_from_what_is_left",
     ),
     Mutant(
         "an activation's backward does not store the output for the wgrad after it",
         "fused_ops/backward_activation_bias.py",
+        "BackwardActivationBias.step_backward",
         ", output=ctx.rebuilt_output",
         "",
         "test_rebuilt.py::test_no_launch_computes_an_unquantized_input_again_alone",
@@ -691,15 +780,21 @@ REBUILT = (
     Mutant(
         "a norm is computed again with the usual epsilon",
         "basic_ops/normalization.py",
-        "            state.eps,\n",
-        "            1e-5,\n",
+        "_Normalization.rebuild",
+        "state.eps,",
+        "1e-5,",
         "test_rebuilt.py::test_a_norm_is_computed_again_with_its_own_epsilon",
     ),
     Mutant(
         "the second matrix of a pair has the tiles of the first",
         "cuda/kernels/fuser/tile/tiled.cuh",
-        "const int place = number / (each + 1) % other_tiles;",
-        "const int place = number / (each + 1) % tiles;",
+        "fuser_tiled_pair",
+        "const int each = (tiles - 1) / other_tiles + 1; const int number = "
+        "static_cast<int>(gridDim.x - 1 - blockIdx.x); const int row_tile = number / (other_tiles "
+        "* (each + 1)); const int place = number / (each + 1) % other_tiles;",
+        "const int each = (tiles - 1) / other_tiles + 1; const int number = "
+        "static_cast<int>(gridDim.x - 1 - blockIdx.x); const int row_tile = number / (other_tiles "
+        "* (each + 1)); const int place = number / (each + 1) % tiles;",
         "test_rebuilt.py::test_pairs_of_tiles_have_the_bits_of_two_launches_at_every_edge",
     ),
 )

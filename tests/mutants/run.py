@@ -2,12 +2,18 @@
 
     python tests/mutants/run.py                        # all of them
     python tests/mutants/run.py --only kernels         # areas, mistakes or files that match
+    python tests/mutants/run.py --resume               # what no earlier run has killed
     python tests/mutants/run.py --list
 
 The checkout is never edited. First the tests of all chosen mutants run without any mistake, and
 must pass; then each mutant is planted alone, and its tests run until the first failure. A mutant is
 *killed* if a test fails, *survives* if all pass, and is *stale* if its place in the source, or one
-of its tests, is gone. The results go to ``mutants.md`` and ``mutants.csv`` in ``--out``.
+of its tests, is gone. The results go to ``mutants.md`` and ``mutants.csv`` in ``--out``; the latter
+gets a row as soon as there is a result, so that ``--resume`` can go on after an interruption.
+
+On Linux tests run in children of a process that has imported torch (``warm.py``). Files of tests
+that pass in a process of their own alone have one, and so do the tests of a mutant that would
+survive, before that is said of it.
 
 The exit status is 0 if every mutant was killed, or has an argument why no test can notice it.
 """
@@ -15,35 +21,66 @@ The exit status is 0 if every mutant was killed, or has an argument why no test 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import hashlib
 import itertools
+import json
 import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from mutants import AREAS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
+WARM = str(Path(__file__).with_name("warm.py"))
 # What the tests of mutants read.
 COPIED = ("fuser", "tests", "examples", "benchmarks", "docs", "pyproject.toml")
 COPIED_PATTERNS = ("*.md", "Makefile", "LICENSE", "constraints.txt")
 # A mistake may make a test wait for ever.
 TIMEOUT = 600.0
 KILLED, SURVIVED, ARGUED, STALE = "killed", "survived", "argued", "stale"
+# So many without a mistake, before the next ones are given to a job that is free.
+TESTS_AT_ONCE = 30
+Item = TypeVar("Item")
+Done = TypeVar("Done")
 # pytest's exit status.
 PASSED, FAILED = 0, 1
+NOTHING_RAN = (2, 4, 5)
+# Imported once for all mutants: what is not fuser's or its tests', and takes long.
+PRELOADED: tuple[str, ...] = (
+    "torch",
+    "numpy",
+    "networkx",
+    "pytest",
+    "xdist.plugin",
+    "_hypothesis_pytestplugin",
+    "hypothesis.strategies",
+    "safetensors.torch",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch.testing",
+    "torch.utils.checkpoint",
+    "unittest.mock",
+)
+FORKS = sys.platform == "linux"
 
 
 @dataclass(frozen=True)
@@ -60,10 +97,14 @@ class Result:
 class Tree:
     """A copy of the repository, in which one mutant at a time is planted."""
 
-    _times = itertools.count(int(time.time()), 10)
+    # Bytecode is known by the second of its source, so no two texts of a file share one.
+    _times = itertools.count(int(time.time()) + 10, 10)
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # Files of tests that do not pass in a child of the warm process.
+        self.alone: set[str] = set()
+        self._warm: subprocess.Popen[str] | None = None
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
@@ -72,43 +113,94 @@ class Tree:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, folder / name, ignore=ignored)
             elif (ROOT / name).exists():
-                shutil.copy(ROOT / name, folder / name)
+                shutil.copy2(ROOT / name, folder / name)
 
-    def write(self, file: str, text: str) -> None:
-        """Replace a file of the package, at a time that no bytecode of it has seen."""
+    @contextlib.contextmanager
+    def planted(self, file: str, text: str) -> Iterator[None]:
+        """Another text of a file of the package."""
         path = self.folder / "fuser" / file
+        original, was = path.read_bytes(), path.stat()
         path.write_text(text, encoding="utf-8")
         moment = next(self._times)
         os.utime(path, (moment, moment))
+        try:
+            yield
+        finally:
+            path.write_bytes(original)
+            os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
 
-    def test(self, tests: Sequence[str], select: str, *options: str) -> tuple[int, str]:
+    def close(self) -> None:
+        """End the warm process."""
+        if self._warm is not None:
+            self._warm.terminate()
+            self._warm.communicate()
+            self._warm = None
+
+    def test(
+        self, tests: Sequence[str], select: str, *options: str, alone: bool = False
+    ) -> tuple[int, str]:
         """pytest's exit status, and what it printed; a timeout counts as a failure."""
-        command = [sys.executable, "-m", "pytest", "-n0", "-q", "--tb=no", "-rfE", "--no-header"]
-        command += ["-p", "no:cacheprovider", "--hypothesis-seed=0", "-W", "ignore", *options]
-        command += [*(("-k", select) if select else ()), *tests]
-        environment = {
-            **os.environ,
+        arguments = ["-n0", "-q", "--tb=no", "-rfE", "--no-header", "-p", "no:cacheprovider"]
+        arguments += ["--hypothesis-seed=0", "-W", "ignore", *options]
+        arguments += [*(("-k", select) if select else ()), *tests]
+        alone |= not FORKS or any(test.partition("::")[0] in self.alone for test in tests)
+        code, printed = (self._fresh if alone else self._forked)(arguments)
+        if code is None:
+            return FAILED, f"FAILED (no end after {TIMEOUT:g} s)"
+        return code, printed
+
+    def _environment(self) -> dict[str, str]:
+        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        return {
+            **inherited,
             "PYTHONPATH": str(self.folder),
-            # A mutant of the same size, written within a second, would run as compiled before.
-            "PYTHONDONTWRITEBYTECODE": "1",
             # What mistaken kernels compile to is of no use to anybody else.
             "XDG_CACHE_HOME": str(self.folder.parent / "cache"),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
-        try:
-            run = subprocess.run(
-                command,
+
+    def _fresh(self, arguments: Sequence[str]) -> tuple[int | None, str]:
+        """Run pytest in a new process."""
+        with subprocess.Popen(
+            [sys.executable, "-m", "pytest", *arguments],
+            cwd=self.folder,
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as process:
+            try:
+                printed, _ = process.communicate(timeout=TIMEOUT)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+                return None, ""
+        return process.returncode, printed
+
+    def _forked(self, arguments: Sequence[str]) -> tuple[int | None, str]:
+        """Run pytest in a child of the warm process."""
+        if self._warm is None:
+            self._warm = subprocess.Popen(
+                [sys.executable, WARM, *PRELOADED],
                 cwd=self.folder,
-                env=environment,
+                env=self._environment(),
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
                 text=True,
-                errors="replace",
-                timeout=TIMEOUT,
             )
-        except subprocess.TimeoutExpired:
-            return FAILED, f"FAILED (no end after {TIMEOUT:g} s)"
-        return run.returncode, run.stdout
+        output = self.folder.with_suffix(".txt")
+        request = {"arguments": list(arguments), "output": str(output), "seconds": TIMEOUT}
+        assert self._warm.stdin
+        assert self._warm.stdout
+        try:
+            print(json.dumps(request), file=self._warm.stdin, flush=True)
+            code = json.loads(self._warm.stdout.readline())
+        except (BrokenPipeError, json.JSONDecodeError):  # a test has ended it
+            self.close()
+            return self._fresh(arguments)
+        return code, output.read_text(encoding="utf-8", errors="replace")
 
 
 def examined(area: str, mutant: Mutant, tree: Tree) -> Result:
@@ -123,11 +215,10 @@ def examined(area: str, mutant: Mutant, tree: Tree) -> Result:
         mutated = mutant.applied(original)
     except LookupError as error:
         return result(STALE, str(error))
-    tree.write(mutant.file, mutated)
-    try:
+    with tree.planted(mutant.file, mutated):
         code, printed = tree.test(mutant.files, mutant.select, "-x")
-    finally:
-        tree.write(mutant.file, original)
+        if code not in (FAILED, *NOTHING_RAN):
+            code, printed = tree.test(mutant.files, mutant.select, "-x", alone=True)
     if code == FAILED:
         return result(KILLED, next(failures(printed), "?"))
     if code == PASSED:
@@ -144,47 +235,80 @@ def failures(printed: str) -> Iterator[str]:
         yield found.group(1)
 
 
-def passes_without(chosen: Sequence[tuple[str, Mutant]], tree: Tree) -> bool:
-    """Whether the tests of all chosen mutants pass in a repository without a mistake."""
-    by_select: dict[str, dict[str, None]] = {}
+def in_trees(
+    trees: Sequence[Tree], work: Callable[[Tree, Item], Done], items: Iterable[Item]
+) -> Iterator[Done]:
+    """What comes of each item in one of the trees, as it comes."""
+    free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
+    for tree in trees:
+        free.put(tree)
+
+    def done(item: Item) -> Done:
+        tree = free.get()
+        try:
+            return work(tree, item)
+        finally:
+            free.put(tree)
+
+    with ThreadPoolExecutor(len(trees)) as pool:
+        futures = [pool.submit(done, item) for item in items]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def passes_without(chosen: Sequence[tuple[str, Mutant]], trees: Sequence[Tree]) -> bool:
+    """Whether the tests of all chosen mutants pass in a repository without a mistake.
+
+    Files of which some do so only in a process of their own are noted in ``Tree.alone``.
+    """
+    by_select: dict[str, set[str]] = {}
     for _, mutant in chosen:
-        by_select.setdefault(mutant.select, {}).update(dict.fromkeys(mutant.files))
-    failed: list[str] = []
-    for select, tests in by_select.items():
-        code, printed = tree.test(list(tests), select)
+        by_select.setdefault(mutant.select, set()).update(mutant.files)
+    parts = [
+        (select, sorted(tests)[i : i + TESTS_AT_ONCE])
+        for select, tests in by_select.items()
+        for i in range(0, len(tests), TESTS_AT_ONCE)
+    ]
+
+    def failed_of(tree: Tree, part: tuple[str, list[str]]) -> list[str]:
+        select, tests = part
+        code, printed = tree.test(tests, select)
         if code != PASSED:
-            failed += failures(printed) if code == FAILED else [printed.strip()[-2000:]]
+            again = {test for test in tests if f" {test.partition('::')[0]}::" in printed}
+            again = again if code == FAILED and again else set(tests)
+            code, printed = tree.test(sorted(again), select, alone=True)
+            tree.alone |= {test.partition("::")[0] for test in again}
+        if code == PASSED:
+            return []
+        return [*failures(printed)] if code == FAILED else [printed.strip()[-2000:]]
+
+    failed = [*itertools.chain.from_iterable(in_trees(trees, failed_of, parts))]
+    for tree in trees:
+        tree.alone |= {*itertools.chain(*(other.alone for other in trees))}
     for test in failed:
         print(f"fails without any mistake: {test}")
+    if trees[0].alone and not failed:
+        print(f"In processes of their own: {', '.join(sorted(trees[0].alone))}", flush=True)
     return not failed
 
 
 def examine_all(chosen: Sequence[tuple[str, Mutant]], trees: Sequence[Tree]) -> Iterator[Result]:
     """Every result as it comes, with a line for each and the time that is left."""
-    free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
-    for tree in trees:
-        free.put(tree)
-
-    def work(area: str, mutant: Mutant) -> Result:
-        tree = free.get()
-        try:
-            return examined(area, mutant, tree)
-        finally:
-            free.put(tree)
 
     started = time.perf_counter()
-    with ThreadPoolExecutor(len(trees)) as pool:
-        futures = [pool.submit(work, area, mutant) for area, mutant in chosen]
-        for number, future in enumerate(as_completed(futures), start=1):
-            result = future.result()
-            left = (time.perf_counter() - started) / number * (len(chosen) - number)
-            print(
-                f"{number:>3}/{len(chosen)}  {result.status:<8} {result.seconds:>5.1f} s  "
-                f"{result.area}: {result.mutant.mistake}\n"
-                f"{'':>26}{result.detail or result.mutant.file}; {left / 60:.0f} min left",
-                flush=True,
-            )
-            yield result
+    work = in_trees(trees, lambda tree, both: examined(*both, tree), chosen)
+    for number, result in enumerate(work, start=1):
+        left = (time.perf_counter() - started) / number * (len(chosen) - number)
+        print(
+            f"{number:>3}/{len(chosen)}  {result.status:<8} {result.seconds:>5.1f} s  "
+            f"{result.area}: {result.mutant.mistake}\n"
+            f"{'':>26}{result.detail or result.mutant.file}; {left / 60:.0f} min left",
+            flush=True,
+        )
+        yield result
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -210,16 +334,58 @@ def summary(results: Sequence[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
+COLUMNS = ("area", "mistake", "file", "result", "detail", "seconds", "text")
+
+
+def text_of(mutant: Mutant) -> str:
+    """Changes with the mutant, its tests' names, and the file in which it is planted."""
+    with contextlib.suppress(LookupError):
+        original = (ROOT / "fuser" / mutant.file).read_text(encoding="utf-8")
+        text = [mutant.applied(original), mutant.file, mutant.tests, mutant.select]
+        return hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
+    return "stale"
+
+
+def row_of(result: Result) -> list[str]:
+    told = (result.area, result.mutant.mistake, result.mutant.file, result.status, result.detail)
+    return [*told, f"{result.seconds:.1f}", text_of(result.mutant)]
+
+
+def appended(out: Path, results: Iterator[Result]) -> Iterator[Result]:
+    """The results, each of which is a row of ``mutants.csv`` before the next one comes."""
+    with (out / "mutants.csv").open("a", newline="", encoding="utf-8") as file:
+        for result in results:
+            csv.writer(file).writerow(row_of(result))
+            file.flush()
+            yield result
+
+
+def earlier_results(out: Path) -> list[Result]:
+    """What an earlier run killed, or could not but leave alive, of mutants that have not changed.
+
+    A mutant that survived may have got a test since.
+    """
+    path = out / "mutants.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = {row["mistake"]: row for row in csv.DictReader(file)}
+    results = []
+    for area, mutants in AREAS.items():
+        for mutant in mutants:
+            row = rows.get(mutant.mistake)
+            if row and row["result"] in (KILLED, ARGUED) and row["text"] == text_of(mutant):
+                seconds = float(row["seconds"])
+                results.append(Result(area, mutant, row["result"], row["detail"], seconds))
+    return results
+
+
 def write_results(out: Path, results: Sequence[Result]) -> None:
     """``mutants.md`` and ``mutants.csv``."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "mutants.md").write_text(f"# Mutants\n\n{summary(results)}", encoding="utf-8")
     with (out / "mutants.csv").open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow(["area", "mistake", "file", "result", "detail", "seconds"])
-        for r in results:
-            told = (r.area, r.mutant.mistake, r.mutant.file, r.status, r.detail)
-            rows.writerow([*told, f"{r.seconds:.1f}"])
+        csv.writer(file).writerows([COLUMNS, *map(row_of, results)])
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -230,6 +396,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--only", metavar="REGEX", help="mutants whose area, mistake or file matches")
+    add("--resume", action="store_true", help="leave out what --out says is killed")
     add("--list", action="store_true", help="print the chosen mutants, and run nothing")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     add("--out", type=Path, metavar="DIR", default=Path("out"), help="where results go")
@@ -261,14 +428,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{area}: {mutant.mistake} ({mutant.file})")
         print(f"{len(chosen)} mutants.")
         return 0
-    with tempfile.TemporaryDirectory(prefix="fuser-mutants-") as folder:
-        trees = [Tree(Path(folder) / f"tree{i}") for i in range(options.jobs)]
-        print(f"The tests of {len(chosen)} mutants, without a mistake ...", flush=True)
-        if not passes_without(chosen, trees[0]):
-            return 2
-        results = list(examine_all(chosen, trees))
-    order = {id(mutant): i for i, (_, mutant) in enumerate(chosen)}
-    results.sort(key=lambda result: order[id(result.mutant)])
+    results = earlier_results(options.out) if options.resume else []
+    known = {result.mutant.mistake for result in results}
+    left = [(area, mutant) for area, mutant in chosen if mutant.mistake not in known]
+    if known:
+        print(f"{len(chosen) - len(left)} of {len(chosen)} mutants are done.", flush=True)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuser-mutants-")))
+        trees = [Tree(folder / f"tree{i}") for i in range(min(options.jobs, len(left)))]
+        for tree in trees:
+            stack.callback(tree.close)
+        if left:
+            print(f"The tests of {len(left)} mutants, without a mistake ...", flush=True)
+            if not passes_without(left, trees):
+                return 2
+            write_results(options.out, results)
+            results += appended(options.out, examine_all(left, trees))
+    order = {mutant.mistake: i for i, mutant in enumerate(itertools.chain(*AREAS.values()))}
+    results.sort(key=lambda result: order[result.mutant.mistake])
     write_results(options.out, results)
     print(f"\n{summary(results).partition(chr(10) + '##')[0]}")
     for result in results:

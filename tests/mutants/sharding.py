@@ -10,6 +10,7 @@ SHARDING = (
     Mutant(
         "the amax of a write to a shard is that of the shard",
         "tensors/sharding.py",
+        "Sharding.write",
         "Part(quantizer, values, self.group if self.is_exact and self.ranks > 1 else None)",
         "Part(quantizer, values, None)",
         TWO_RANKS,
@@ -17,6 +18,7 @@ SHARDING = (
     Mutant(
         "shards that are written together reduce their amaxes one by one",
         "tensors/quantizer.py",
+        "quantized_parts",
         "found.setdefault((group, amaxes.device), []).append(amaxes)",
         "found[group, amaxes] = [amaxes]",
         TWO_RANKS,
@@ -25,14 +27,26 @@ SHARDING = (
     Mutant(
         "shards of two process groups reduce their amaxes in one of them",
         "tensors/quantizer.py",
-        "found.setdefault((group, amaxes.device), []).append(amaxes)",
-        "found.setdefault((parts[0].group, amaxes.device), []).append(amaxes)",
+        "quantized_parts",
+        "        found.setdefault((group, amaxes.device), []).append(amaxes)\n"
+        "        quantizer = quantizer.with_amaxes(amaxes)\n"
+        "    quantizers.append(quantizer)\n"
+        "for (group, _), together in found.items():\n"
+        "    reduce_amaxes(together, group)\n"
+        "for quantizer, part in zip(quantizers, parts, strict=True):",
+        "        found.setdefault((parts[0].group, amaxes.device), []).append(amaxes)\n"
+        "        quantizer = quantizer.with_amaxes(amaxes)\n"
+        "    quantizers.append(quantizer)\n"
+        "for (group, _), together in found.items():\n"
+        "    reduce_amaxes(together, group)\n"
+        "for quantizer, part in zip(quantizers, parts, strict=True):",
         TWO_RANKS,
         select="two_groups",
     ),
     Mutant(
         "a weight is gathered as it was quantized for an earlier forward",
         "tensors/master_weight.py",
+        "MasterWeight.fsdp_pre_all_gather",
         "shard, state.is_new = state.shard, False",
         "shard = state.shard",
         TWO_RANKS,
@@ -41,6 +55,7 @@ SHARDING = (
     Mutant(
         "a weight that is gathered quantized is read under any recipe",
         "runtime/checks.py",
+        "Checks.recipes",
         "if recipe is not None and other is not None and other != recipe:",
         "if False:",
         TWO_RANKS,
@@ -49,6 +64,7 @@ SHARDING = (
     Mutant(
         "shards that cut blocks are gathered as bytes",
         "tensors/sharding.py",
+        "is_exact",
         "return all(rows // ranks % units[name][1] == 0 for name in names if name in units)",
         "return True",
         TWO_RANKS,
@@ -56,21 +72,23 @@ SHARDING = (
     Mutant(
         "scales of padding are left as memory had them",
         "tensors/gathering.py",
-        "            if sizes != tuple(buffer.shape):\n                buffer.zero_()\n",
+        "_fill_from_parts",
+        "if sizes != tuple(buffer.shape):\n    buffer.zero_()",
         "",
         TWO_RANKS,
     ),
     Mutant(
         "a backward in high precision reads the columnwise copy",
         "basic_ops/basic_linear.py",
-        "values of forward.\n"
-        '            note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)',
-        'values of forward.\n            note_backward_read(weight, "columnwise")',
+        "BasicLinear.operands",
+        'note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)',
+        'note_backward_read(weight, "columnwise")',
         TWO_RANKS,
     ),
     Mutant(
         "a copy of a parameter that is not in memory is read",
         "tensors/base.py",
+        "QuantizedTensor._is_in_memory",
         "return data.numel() == 0 or data.untyped_storage().nbytes() > 0",
         "return True",
         TWO_RANKS,
@@ -78,6 +96,7 @@ SHARDING = (
     Mutant(
         "a parameter that stays gathered after backward has one copy",
         "tensors/gathering.py",
+        "_copies_read",
         'if state == "PRE_BACKWARD" and group.reshard_after_backward and _is_last_backward():',
         'if state == "PRE_BACKWARD" and _is_last_backward():',
         TWO_RANKS,
@@ -85,6 +104,7 @@ SHARDING = (
     Mutant(
         "a prefetch for a backward that was before has one copy",
         "tensors/gathering.py",
+        "_copies_read",
         'if state == "PRE_BACKWARD" and group.reshard_after_backward and _is_last_backward():',
         'if state == "PRE_BACKWARD" and group.reshard_after_backward:',
         TWO_RANKS,
@@ -92,29 +112,35 @@ SHARDING = (
     Mutant(
         "copies of a weight that is gathered quantized share its state",
         "tensors/master_weight.py",
-        '            is_another = is_another or fsdp_caller("FSDPParam") is None\n',
-        "            pass\n",
+        "MasterWeight._state_of_result",
+        'is_another = is_another or fsdp_caller("FSDPParam") is None',
+        "pass",
         TWO_RANKS,
     ),
     Mutant(
         "the rowwise bytes stay in memory after their transpose was made",
         "tensors/gathering.py",
-        '    if "rowwise" not in sent.copies:\n        gathering.free',
-        "    if False:\n        gathering.free",
+        "_derive",
+        'if "rowwise" not in sent.copies:\n    gathering.free',
+        "if False:\n    gathering.free",
         TWO_RANKS,
     ),
     Mutant(
         "a rank without rows for an expert gathers another copy of its weight than others",
         "basic_ops/grouped_loop.py",
-        "        note_reads(operand, self._usage, is_read=is_read)\n",
-        "        note_reads([operand[g] for g, rows in enumerate(self.groups.slices())\n"
-        "            if rows.start < rows.stop], self._usage, is_read=is_read)\n",
+        "LoopedProduct._saved_weight",
+        "note_reads(operand, self._usage, is_read=is_read)\n"
+        "for g, rows in enumerate(self.groups.slices() if is_read else ()):",
+        "note_reads([operand[g] for g, rows in enumerate(self.groups.slices()) if rows.start < "
+        "rows.stop], self._usage, is_read=is_read)\n"
+        "for g, rows in enumerate(self.groups.slices() if is_read else ()):",
         EXPERTS,
         select="different_experts and mxfp8",
     ),
     Mutant(
         "a quantized weight is kept after its parameter was gathered again",
         "basic_ops/kept_weight.py",
+        "_Gathering.lasts",
         "return self._freed is None or self._freed.untyped_storage().size() > 0",
         "return True",
         EXPERTS,
@@ -123,6 +149,7 @@ SHARDING = (
     Mutant(
         "copies of separate gathered weights are kept for backward",
         "basic_ops/grouped_products.py",
+        "GroupedProduct._saved_weight",
         "if is_copy and len(parts) > 1 and (is_quantized_again or is_gathered):",
         "if False:",
         EXPERTS,
@@ -131,14 +158,24 @@ SHARDING = (
     Mutant(
         "shards of uneven stacks of matrices are taken as exact",
         "tensors/sharding.py",
-        "    if shape[0] % ranks:\n",
-        "    if rows % ranks:\n",
+        "is_exact",
+        "if shape[0] % ranks:\n"
+        "    return False\n"
+        "kept = USAGES[:1] if whole.derives_columnwise and quantizer.rowwise else USAGES\n"
+        "names = [n for usage in kept if getattr(quantizer, usage) for n in whole._names(usage)]\n"
+        "return all(rows // ranks % units[name][1] == 0 for name in names if name in units)",
+        "if rows % ranks:\n"
+        "    return False\n"
+        "kept = USAGES[:1] if whole.derives_columnwise and quantizer.rowwise else USAGES\n"
+        "names = [n for usage in kept if getattr(quantizer, usage) for n in whole._names(usage)]\n"
+        "return all(rows // ranks % units[name][1] == 0 for name in names if name in units)",
         TWO_RANKS,
         select="matrices_of and mxfp8",
     ),
     Mutant(
         "a forward gathers both copies of a parameter that stays gathered",
         "tensors/gathering.py",
+        "_copies_read",
         "if reshards_after_forward(group) or sharding.is_exact:",
         "if reshards_after_forward(group):",
         TWO_RANKS,
@@ -147,6 +184,7 @@ SHARDING = (
     Mutant(
         "the columns that a backward gathers may be those of other values",
         "tensors/gathering.py",
+        "_gather_columns",
         "if version is not None and shard._version != version:",
         "if False:",
         TWO_RANKS,
@@ -155,7 +193,8 @@ SHARDING = (
     Mutant(
         "a rank without rows does not gather what others read in backward",
         "basic_ops/grouped_loop.py",
-        '        gather_noted_reads(self.linear._parts("weight"))\n',
+        "LoopedProduct.backward",
+        'gather_noted_reads(self.linear._parts("weight"))',
         "",
         EXPERTS,
         select="without_rows and rowwise",
@@ -163,14 +202,16 @@ SHARDING = (
     Mutant(
         "a copy that a backward added leaves the other one in memory",
         "tensors/gathering.py",
-        "            gathering.free(gathering.of_forward.shard.rowwise_names)\n",
-        "            pass\n",
+        "_complete",
+        "gathering.free(gathering.of_forward.shard.rowwise_names)",
+        "pass",
         TWO_RANKS,
         select="stays_is_in_memory",
     ),
     Mutant(
         "a shard of a stack of matrices counts matrices",
         "tensors/sharding.py",
+        "shards_of_values",
         "Sharding(group, values.shape[:-1].numel(), is_whole)",
         "Sharding(group, values.shape[0], is_whole)",
         EXPERTS,
@@ -179,6 +220,7 @@ SHARDING = (
     Mutant(
         "values that are set by data leave the quantized shard of the old ones",
         "tensors/master_weight.py",
+        "MasterWeight.data",
         "self._plain, self._state.shard, self._state.is_new = plain, None, False",
         "self._plain = plain",
         TWO_RANKS,
@@ -187,6 +229,7 @@ SHARDING = (
     Mutant(
         "a weight is quantized from another dtype than the policy's",
         "tensors/master_weight.py",
+        "_quantize",
         "one._plain.to(param.mp_policy.param_dtype or one.dtype)",
         "one._plain",
         TWO_RANKS,
@@ -195,6 +238,7 @@ SHARDING = (
     Mutant(
         "a weight of two ops becomes two that are gathered",
         "distributed/gather_quantized.py",
+        "gather_quantized",
         "if id(weight) not in masters:",
         "if True:",
         TWO_RANKS,
@@ -203,6 +247,7 @@ SHARDING = (
     Mutant(
         "a frozen parameter trains after it was sharded",
         "distributed/parallel_styles.py",
+        "_Style._distribute",
         "setattr(op, name, torch.nn.Parameter(distributed, requires_grad=parameter.requires_grad))",
         "setattr(op, name, torch.nn.Parameter(distributed))",
         "test_dtensor_parameters.py",
@@ -211,6 +256,7 @@ SHARDING = (
     Mutant(
         "a plan sends the columnwise copy of an input that is read rowwise",
         "basic_ops/linear_parallel.py",
+        "travels",
         'is_wgrads = side == "backward" and recipe.backward_override is None',
         'is_wgrads = side == "backward"',
         "test_parallel_ops.py::"
@@ -219,6 +265,7 @@ SHARDING = (
     Mutant(
         "weights that were replaced stay in separate memory",
         "runtime/known_parameters.py",
+        "KnownParameters.renew",
         "layout = self._layout(params) if any(are_moved) else layout",
         "pass",
         GROUPED_MEMORY,
@@ -226,22 +273,25 @@ SHARDING = (
     Mutant(
         "a call takes weights out of the memory of its caller",
         "basic_ops/shared_memory.py",
-        "    if not (is_alone or is_slice) or parameter.is_inference():\n",
-        "    if parameter.is_inference():\n",
+        "_may_move",
+        "if not (is_alone or is_slice) or parameter.is_inference():",
+        "if parameter.is_inference():",
         GROUPED_MEMORY,
         select="caller_stay",
     ),
     Mutant(
         "two ops take a weight from each other at each call",
         "basic_ops/shared_memory.py",
-        " == places.count(at) + 1\n",
-        " >= places.count(at) + 1\n",
+        "_have_own_memory",
+        "== places.count(at) + 1",
+        ">= places.count(at) + 1",
         GROUPED_MEMORY,
         select="two_ops",
     ),
     Mutant(
         "shards with the columnwise copy alone have the bytes of the whole",
         "tensors/sharding.py",
+        "is_exact",
         "kept = USAGES[:1] if whole.derives_columnwise and quantizer.rowwise else USAGES",
         "kept = USAGES[:1] if whole.derives_columnwise else USAGES",
         "test_quantized_tensors.py::"
@@ -250,6 +300,7 @@ SHARDING = (
     Mutant(
         "the first backward of a group frees rows that others recompute with",
         "tensors/gathering.py",
+        "_complete",
         'if group.reshard_after_backward and "rowwise" not in gathering.backward_reads:',
         "if group.reshard_after_backward:",
         "test_sharded_parameters.py::test_on_two_ranks",

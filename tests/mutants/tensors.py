@@ -6,6 +6,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "bytes are copied into a view whose blocks reach beyond it",
         "tensors/dispatch.py",
+        "_copy_",
         "if exchanges_bytes and target._can_be_written_alone():",
         "if exchanges_bytes:",
         "test_quantized_views.py::test_quantized_rows_are_copied_byte_by_byte_where_blocks_allow",
@@ -13,6 +14,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "bytes of another encoding are copied",
         "tensors/dispatch.py",
+        "_copy_",
         "and source._usage().encoding() == target._usage().encoding()",
         "and source._usage().encoding()",
         "test_quantized_views.py::test_bytes_of_another_encoding_are_not_copied",
@@ -20,6 +22,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "a view that begins inside a block keeps its scales",
         "tensors/base.py",
+        "QuantizedTensor._cuts",
         "return start % block != 0 or (stop % block != 0 and stop != self._matrix()[0])",
         "return stop % block != 0 and stop != self._matrix()[0]",
         "test_quantized_views.py::test_rows_keep_the_copies_whose_blocks_they_do_not_cut",
@@ -27,6 +30,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "a short last block counts as cut",
         "tensors/base.py",
+        "QuantizedTensor._cuts",
         "return start % block != 0 or (stop % block != 0 and stop != self._matrix()[0])",
         "return start % block != 0 or stop % block != 0",
         "test_quantized_views.py::test_a_last_block_may_be_short",
@@ -34,13 +38,15 @@ QUANTIZED_TENSORS = (
     Mutant(
         "one copy of a tensor may be written to",
         "tensors/base.py",
-        "        alias._is_read_only = True\n",
+        "QuantizedTensor.with_usage",
+        "alias._is_read_only = True",
         "",
         "test_quantized_views.py::test_one_copy_and_a_compact_view_are_there_to_be_read",
     ),
     Mutant(
         "a write through transposed rows is taken for one of rows",
         "tensors/base.py",
+        "QuantizedTensor._can_be_written_alone",
         "if view.is_turned or any(self._has(usage)",
         "if any(self._has(usage)",
         "test_quantized_views.py",
@@ -49,6 +55,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "NVFP4 with a Hadamard transform is taken for its transpose",
         "tensors/nvfp4.py",
+        "NVFP4Tensor._is_transposable",
         "return how.with_2d_quantization and not (how.with_rht or how.stochastic_rounding)",
         "return how.with_2d_quantization",
         "test_quantized_views.py::"
@@ -57,6 +64,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "new zeros are quantized in sizes that no block divides",
         "tensors/dispatch.py",
+        "_new_zeros",
         "return quantizer(zeros) if is_like and is_taken else zeros",
         "return quantizer(zeros) if is_like else zeros",
         "test_quantized_views.py::test_new_zeros_are_quantized_where_only_rows_differ",
@@ -64,15 +72,16 @@ QUANTIZED_TENSORS = (
     Mutant(
         "a conversion loses what hangs on a parameter",
         "tensors/dispatch.py",
-        "        lambda b: b.to(device=device, non_blocking=non_blocking, copy=True), dtype=dtype\n"
-        "    )\n    copy._take_attributes(tensor)\n",
-        "        lambda b: b.to(device=device, non_blocking=non_blocking, copy=True), dtype=dtype\n"
-        "    )\n",
+        "_to_copy",
+        "lambda b: b.to(device=device, non_blocking=non_blocking, copy=True), dtype=dtype)\n"
+        "copy._take_attributes(tensor)",
+        "lambda b: b.to(device=device, non_blocking=non_blocking, copy=True), dtype=dtype)",
         "test_quantized_parameters.py",
     ),
     Mutant(
         "a tensor's quantizer keeps the amaxes of the call that made it",
         "tensors/quantizer.py",
+        "Quantizer.unbound",
         "return self if self.reduced_amaxes is None else replace(self)",
         "return self",
         "test_quantized_tensors.py::"
@@ -81,13 +90,15 @@ QUANTIZED_TENSORS = (
     Mutant(
         "a subclass of a quantizer counts as one that only launches",
         "tensors/quantizer.py",
-        '        if "launch_key" not in cls.__dict__:\n',
-        '        if "launch_key" in cls.__dict__ and "buffers_of" not in cls.__dict__:\n',
+        "Quantizer.__init_subclass__",
+        'if "launch_key" not in cls.__dict__:',
+        'if "launch_key" in cls.__dict__ and "buffers_of" not in cls.__dict__:',
         "test_launch_cache.py::test_a_users_own_quantizer_is_called_every_time",
     ),
     Mutant(
         "a tensor that was written to through a view is said to come from its old values",
         "tensors/base.py",
+        "QuantizedTensor.high_precision_source",
         "if self._source is None or self._source[1] != self._version:",
         "if self._source is None:",
         "test_quantized_parameters.py::"
@@ -96,6 +107,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "a tensor of inference mode is said to come from the values before a write",
         "tensors/base.py",
+        "QuantizedTensor.high_precision_source",
         "is_kept = value is not None and not self.is_inference()",
         "is_kept = value is not None",
         "test_quantized_parameters.py::"
@@ -104,6 +116,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "an as_strided of a view counts from the view's start",
         "tensors/base.py",
+        "geometry",
         "return (1, k) if view.is_turned else contiguous, view.start * k",
         "return (1, k) if view.is_turned else contiguous, 0",
         "test_quantized_views.py",
@@ -112,27 +125,31 @@ QUANTIZED_TENSORS = (
     Mutant(
         "a copy of a view lies in memory as a tensor that is none",
         "tensors/base.py",
-        '            view_of=attributes.get("_view_of"),\n',
+        "QuantizedTensor.__deepcopy__",
+        'view_of=attributes.get("_view_of")',
         "",
         "test_quantized_views.py::test_a_deep_copy_of_a_view_has_its_strides_and_offset",
     ),
     Mutant(
         "a clone of a weight records amaxes in the training of the weight",
         "tensors/base.py",
-        "        quantizer = self._quantizer.unbound()\n",
-        "        quantizer = self._quantizer\n",
+        "QuantizedTensor._like",
+        "quantizer = self._quantizer.unbound()",
+        "quantizer = self._quantizer",
         "test_delayed_parameters.py::test_a_copy_of_a_weight_is_a_value_that_records_nothing",
     ),
     Mutant(
         "a saved weight carries the history of delayed scaling",
         "tensors/base.py",
-        "            self._quantizer.unbound(),\n",
-        "            self._quantizer,\n",
+        "QuantizedTensor.__reduce_ex__",
+        "self._quantizer.unbound(),",
+        "self._quantizer,",
         "test_delayed_parameters.py::test_a_saved_weight_does_not_carry_the_history",
     ),
     Mutant(
         "one copy of a view keeps the other copy of its parent",
         "tensors/base.py",
+        "QuantizedTensor.with_usage",
         "root = view.root.with_usage(other if view.is_turned else usage)",
         "root = view.root",
         "test_quantized_parameters.py::test_one_copy_of_a_view_keeps_no_bytes_of_the_other",
@@ -140,13 +157,15 @@ QUANTIZED_TENSORS = (
     Mutant(
         "rows of a tensor with one scale are written with a scale of their own",
         "tensors/base.py",
-        "        if not self.has_independent_blocks:\n            return 0\n",
+        "QuantizedTensor._rows_of_a_write",
+        "if not self.has_independent_blocks:\n    return 0",
         "",
         "test_quantized_views.py::test_a_write_through_rows_reaches_the_parent",
     ),
     Mutant(
         "of several parts that are written at once the last one stays",
         "tensors/dispatch.py",
+        "_mutate.plain",
         "if isinstance(value, QuantizedTensor) and sharing[memory] == 1:",
         "if isinstance(value, QuantizedTensor):",
         "test_quantized_views.py::test_a_write_to_several_parts_at_once_keeps_them_all",
@@ -154,7 +173,8 @@ QUANTIZED_TENSORS = (
     Mutant(
         "a write through columns leaves their version as it is",
         "tensors/dispatch.py",
-        "    for target, _ in back.values() if whole else ():\n        target._was_written()\n",
+        "_mutate",
+        "for target, _ in back.values() if whole else ():\n    target._was_written()",
         "",
         "test_quantized_views.py::"
         "test_a_fused_step_advances_the_version_of_a_view_that_is_not_quantized",
@@ -162,6 +182,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "the last rows of a tensor leave the padding of their block behind",
         "tensors/dispatch.py",
+        "_rows",
         "end = round_up(stop, whole.format.multiple)",
         "end = stop",
         "test_padding.py test_quantized_views.py",
@@ -170,6 +191,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "a view of a transpose has the copies of the tensor",
         "tensors/dispatch.py",
+        "_whole",
         "names = copies[::-1] if view.is_turned else copies",
         "names = copies",
         "test_quantized_views.py::test_views_of_a_transpose_have_the_copies_that_it_has",
@@ -177,6 +199,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "a noop flag writes where it is set",
         "tensors/writes.py",
+        "_unless",
         "chosen[name] = torch.where(is_set, old, new)",
         "chosen[name] = torch.where(is_set, new, old)",
         "test_te_tensors.py::test_a_write_under_a_flag_that_is_set_leaves_every_byte",
@@ -184,21 +207,24 @@ QUANTIZED_TENSORS = (
     Mutant(
         "bytes that are set leave the transpose of the bytes before",
         "tensors/fp8.py",
-        "        if data is not None:\n            self._columnwise_data = None\n",
+        "Float8Tensor._data",
+        "if data is not None:\n    self._columnwise_data = None",
         "",
         "test_te_tensors.py::test_setting_float8_data_sets_the_contents_without_a_stale_transpose",
     ),
     Mutant(
         "data that are set come from what the data before were quantized from",
         "tensors/base.py",
-        "        self.high_precision_source = fresh.high_precision_source\n",
-        "",
+        "QuantizedTensor.data",
+        "self.high_precision_source = fresh.high_precision_source\nself.",
+        "self.",
         "test_quantized_parameters.py::"
         "test_what_a_tensor_was_quantized_from_is_forgotten_when_it_is_written",
     ),
     Mutant(
         "NVFP4 bytes are exchanged under other signs of the transform",
         "tensors/nvfp4.py",
+        "NVFP4Quantizer.encoding",
         "transform = (self.with_rht, self.with_random_sign_mask)",
         "transform = (self.with_rht,)",
         "test_nvfp4_quantizer.py::test_bytes_under_other_signs_are_not_exchanged",
@@ -206,6 +232,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "NVFP4 bytes with scales of rows are exchanged with bytes under one scale",
         "tensors/nvfp4.py",
+        "NVFP4Quantizer.encoding",
         "scales = (self.row_scaled_nvfp4, self.nvfp4_e4m3_max)",
         "scales = (self.nvfp4_e4m3_max,)",
         "test_nvfp4_quantizer.py::"
@@ -214,6 +241,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "NVFP4 bytes are exchanged under another largest scale of blocks",
         "tensors/nvfp4.py",
+        "NVFP4Quantizer.encoding",
         "scales = (self.row_scaled_nvfp4, self.nvfp4_e4m3_max)",
         "scales = (self.row_scaled_nvfp4,)",
         "test_nvfp4_quantizer.py::"
@@ -222,6 +250,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "four over six keeps of each block the scale of more error",
         "reference/nvfp4.py",
+        "_quantize_rows",
         "is_four = errors[1] < errors[0]",
         "is_four = errors[1] > errors[0]",
         "test_nvfp4_quantizer.py::test_four_over_six_keeps_of_each_block_the_scale_of_less_error",
@@ -229,6 +258,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "a product of copies in two formats reads the format of the other copy",
         "formats.py",
+        "NumberFormat.of",
         'self.parts[usage == "columnwise"]',
         'self.parts[usage == "rowwise"]',
         "test_exact_weight_gradients.py::test_on_a_gpu_forward_and_dgrad_are_native",
@@ -236,22 +266,24 @@ QUANTIZED_TENSORS = (
     Mutant(
         "initial values stay after a write",
         "tensors/base.py",
-        "            self._high_precision_init_val.clear()\n        sharding = self._sharding\n",
-        "            pass\n        sharding = self._sharding\n",
+        "QuantizedTensor._was_written",
+        "self._high_precision_init_val.clear()",
+        "pass",
         "test_quantized_tensors.py::test_a_write_ends_the_initial_values "
         "test_te_layers.py::test_an_optimizer_begins_with_the_values_that_were_loaded",
     ),
     Mutant(
         "a kernel after the step takes it again",
         "functional/adamw.py",
-        "            kernels.adamw(self.step, self.dtype, amax=out)\n"
-        "            self.is_taken = True\n",
-        "            kernels.adamw(self.step, self.dtype, amax=out)\n",
+        "_Updated.amax",
+        "self.is_taken = True",
+        "",
         "test_cuda_adamw.py::test_a_tensor_is_quantized_by_the_step",
     ),
     Mutant(
         "a step is quantized from values that are not rounded to the parameter's dtype",
         "functional/adamw.py",
+        "_Updated.producer",
         "return kernels.rounded_producer(self.step.master, self.dtype)",
         "return kernels.rounded_producer(self.step.master, torch.float32)",
         "test_cuda_adamw.py::test_a_tensor_is_quantized_by_the_step",
@@ -259,42 +291,48 @@ QUANTIZED_TENSORS = (
     Mutant(
         "the columnwise copy of a hybrid tensor is always of the original values",
         "tensors/hybrid.py",
-        "                source = quantized.dequantize(dtype=source.dtype)\n",
-        "                pass\n",
+        "HybridQuantizer.buffers_of",
+        "source = quantized.dequantize(dtype=source.dtype)",
+        "pass",
         "test_hybrid_quantizer.py::test_each_copy_is_the_copy_of_its_own_quantizer",
     ),
     Mutant(
         "exact weight gradients read quantized operands",
         "op/basic.py",
-        "        if recipe.keeps_columns(role) and isinstance(quantizer, Float8Quantizer):\n",
-        "        if False:\n",
+        "BasicOperation._of_role",
+        "if recipe.keeps_columns(role) and isinstance(quantizer, Float8Quantizer):",
+        "if False:",
         "test_exact_weight_gradients.py::test_forward_and_dgrad_read_fp8_and_wgrad_the_values",
     ),
     Mutant(
         "a kernel quantizes to a format that it does not know",
         "tensors/nvfp4.py",
-        "        if not self.format.has_kernel:\n",
-        "        if False:\n",
+        "NVFP4Quantizer.from_kernel",
+        "if not self.format.has_kernel:",
+        "if False:",
         "test_nvfp4_options.py::test_no_fusion_writes_nvfp4_of_the_option_by_a_kernel "
         "test_nvfp4_options.py::test_kernels_write_the_bytes_of_torch_where_there_is_none",
     ),
     Mutant(
         "a kernel quantizes groups to a format that it does not know",
         "tensors/group_formats.py",
-        "    if not first.format.has_kernel:\n        return False\n",
-        "",
+        "quantizes_groups",
+        "if not first.format.has_kernel:\n    return False\nif",
+        "if",
         "test_nvfp4_options.py::test_experts_quantize_their_groups_alone",
     ),
     Mutant(
         "a plan quantizes in the kernel before to a format without a kernel",
         "op/output.py",
-        "    if read is not None and not read.format.has_kernel:\n        return False\n",
+        "quantizes_values",
+        "if read is not None and not read.format.has_kernel:\n    return False",
         "",
         "test_nvfp4_options.py::test_a_plan_counts_a_pass_that_quantizes_after_the_kernel",
     ),
     Mutant(
         "bytes of 1x128 blocks are exchanged with those of 128x128",
         "tensors/quantizer.py",
+        "Quantizer.encoding",
         "return (self.format,)",
         "return (self.format.element,)",
         "test_quantized_views.py::test_bytes_of_another_encoding_are_not_copied",
@@ -302,14 +340,16 @@ QUANTIZED_TENSORS = (
     Mutant(
         "a quantizer that was changed quantizes as before",
         "te/quantizers.py",
-        "            del self.__dict__[derived]\n",
-        "            pass\n",
+        "ChangeableQuantizer.__setattr__",
+        "del self.__dict__[derived]",
+        "pass",
         "test_changeable_quantizers.py",
         select="set_usage or any_field",
     ),
     Mutant(
         "a weight with an infinity is written with a scale of zero",
         "tensors/fp8.py",
+        "Float8Quantizer._scale_for_amax",
         "torch.where((found < math.inf) & (largest < self.scale), largest, self.scale)",
         "torch.where(largest < self.scale, largest, self.scale)",
         "test_delayed_parameters.py::"
@@ -318,6 +358,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "delayed quantizers of two states are equal",
         "tensors/fp8.py",
+        "Float8Quantizer._contents",
         "return (id(self.scale), id(self.amax), self.fp8_dtype, *usage, self.saturates)",
         "return (self.fp8_dtype, *usage, self.saturates)",
         "test_quantized_tensors.py::test_delayed_quantizers_are_equal_if_they_hold_the_same_state",
@@ -328,6 +369,7 @@ NUMBER_FORMATS = (
     Mutant(
         "an MXFP8 exponent is rounded down, so that elements saturate",
         "reference/mxfp8.py",
+        "e8m0_from_amax",
         "(bits.clamp(max=0x7F000000) + 0x7FFFFF) >> 23",
         "bits.clamp(max=0x7F000000) >> 23",
         "test_scales.py::test_the_exponent_of_an_amax",
@@ -335,6 +377,7 @@ NUMBER_FORMATS = (
     Mutant(
         "an MXFP8 exponent rounds up to that of NaN",
         "reference/mxfp8.py",
+        "e8m0_from_amax",
         "(bits.clamp(max=0x7F000000) + 0x7FFFFF) >> 23",
         "(bits + 0x7FFFFF) >> 23",
         "test_scales.py::test_an_exponent_never_rounds_up_to_that_of_nan",
@@ -342,6 +385,7 @@ NUMBER_FORMATS = (
     Mutant(
         "a NaN keeps its sign",
         "reference/fp8.py",
+        "encode",
         "x.clamp_(-dtype.max, dtype.max).nan_to_num_(nan=math.nan)",
         "x.clamp_(-dtype.max, dtype.max)",
         "test_casts.py::test_a_cast_saturates_and_every_nan_becomes_one_byte",
@@ -349,6 +393,7 @@ NUMBER_FORMATS = (
     Mutant(
         "an amax of infinity gives a scale of zero",
         "reference/fp8.py",
+        "scale_from_amax",
         "return torch.where((amax > 0) & (amax < math.inf), scale, 1.0)",
         "return torch.where(amax > 0, scale, 1.0)",
         "test_scales.py::test_the_scale_of_an_amax",
@@ -356,6 +401,7 @@ NUMBER_FORMATS = (
     Mutant(
         "a scale is divided by twice: as the product with a reciprocal",
         "reference/fp8.py",
+        "scale_from_amax",
         "torch.full_like(amax, max_fp8).div_(amax)",
         "amax.reciprocal().mul_(max_fp8)",
         "test_scales.py::test_scales_equal_the_numpy_definition_for_any_fp32_amax",
@@ -363,6 +409,7 @@ NUMBER_FORMATS = (
     Mutant(
         "a power-of-two scale is rounded up",
         "reference/fp8.py",
+        "scale_from_amax",
         "scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)",
         "scale = (scale.view(torch.int32) + 0x7FFFFF & -0x800000).view(torch.float32)",
         "test_scales.py::test_the_scale_of_an_amax",
@@ -370,6 +417,7 @@ NUMBER_FORMATS = (
     Mutant(
         "a block's scale that overflows becomes fp32's largest number",
         "reference/block_scaling.py",
+        "quantize",
         "overflow = x.float(), min(torch.finfo(x.dtype).max, FLOAT32_MAX)",
         "overflow = x.float(), FLOAT32_MAX",
         "test_quantize_definitions.py::test_a_scale_that_overflows_is_the_largest_number_of_the_inputs_dtype",
@@ -377,6 +425,7 @@ NUMBER_FORMATS = (
     Mutant(
         "negative elements do not count in an amax",
         "reference/fp8_scaling.py",
+        "amax",
         "torch.maximum(low.abs(), high.abs())",
         "high.abs()",
         "test_quantize_definitions.py::test_current_scaling_equals_the_numpy_definition",
@@ -384,6 +433,7 @@ NUMBER_FORMATS = (
     Mutant(
         "both copies of an NVFP4 tensor round with one stream of random words",
         "reference/nvfp4.py",
+        "",
         "_ROWWISE_STREAM, _COLUMNWISE_STREAM = 0, 1",
         "_ROWWISE_STREAM, _COLUMNWISE_STREAM = 0, 0",
         "test_nvfp4_stochastic_rounding.py::test_the_copies_of_a_tensor_round_independently",
@@ -391,6 +441,7 @@ NUMBER_FORMATS = (
     Mutant(
         "stochastic rounding rounds up too rarely",
         "reference/nvfp4.py",
+        "_encode_in",
         "fixed.add_((words >> 8).to(torch.int32))",
         "fixed.add_((words >> 9).to(torch.int32))",
         "test_nvfp4_stochastic_rounding.py::"
@@ -399,21 +450,24 @@ NUMBER_FORMATS = (
     Mutant(
         "an NVFP4 tensor of zeros has an infinite scale",
         "reference/nvfp4.py",
-        "    encode = encode.masked_fill_(amax == 0, 1.0)\n",
-        "",
+        "_quantize_rows",
+        "encode = encode.masked_fill_(amax == 0, 1.0)\nencode = encode",
+        "encode = encode",
         "test_named_blocks.py::test_bytes_of_named_nvfp4_blocks "
         "test_quantize_definitions.py::test_nvfp4_equals_the_numpy_definition",
     ),
     Mutant(
         "columnwise MXFP8 scales are not padded to whole tiles",
         "formats.py",
-        '(Size("M", MXFP8_BLOCK, SCALE_TILE_BLOCKS), Size("K", padding=SCALE_TILE_ROWS)),',
-        '(Size("M", MXFP8_BLOCK, SCALE_TILE_BLOCKS), Size("K")),',
+        "",
+        '(Size("M", MXFP8_BLOCK, SCALE_TILE_BLOCKS), Size("K", padding=SCALE_TILE_ROWS))',
+        '(Size("M", MXFP8_BLOCK, SCALE_TILE_BLOCKS), Size("K"))',
         "test_format_sizes.py::test_scale_shapes",
     ),
     Mutant(
         "an element of 4 bits counts as a byte",
         "formats.py",
+        "NumberFormat.nbytes",
         'counts = (ceil_div(m if of == "M" else k, unit) for of, unit, _ in buffer.sizes)',
         'counts = (m if of == "M" else k for of, _, _ in buffer.sizes)',
         "test_format_sizes.py::"
@@ -422,14 +476,16 @@ NUMBER_FORMATS = (
     Mutant(
         "a columnwise copy of 128x128 blocks has its scales as the rowwise one",
         "reference/block_scaling.py",
-        "padded(scale.reciprocal().t(), col_shape)",
-        "padded(scale.reciprocal().reshape(scale.shape[::-1]), col_shape)",
+        "quantize",
+        "data), padded(scale.reciprocal().t(), col_shape)",
+        "data), padded(scale.reciprocal().reshape(scale.shape[::-1]), col_shape)",
         "test_quantize_definitions.py::test_block_scaling_equals_the_numpy_definition "
         "test_format_layouts.py::test_a_transposed_columnwise_copy_is_the_rowwise_copy_of_the_transpose",
     ),
     Mutant(
         "the mask of a dropout has other random words on a CPU",
         "reference/dropout.py",
+        "",
         "PHILOX_ROUNDS = 7",
         "PHILOX_ROUNDS = 10",
         "test_cuda_pointwise.py::test_a_linear_chain_has_the_references_bits_and_mask",
@@ -437,22 +493,25 @@ NUMBER_FORMATS = (
     Mutant(
         "the inverse Hadamard transform does not give the signs back",
         "reference/nvfp4.py",
-        "        groups.mul_(_signs(y.device))\n",
-        "        pass\n",
+        "inverse_hadamard_transform",
+        "groups.mul_(_signs(y.device))",
+        "pass",
         "test_nvfp4_hadamard.py::"
         "test_the_hadamard_transform_is_orthonormal_and_its_inverse_undoes_it_exactly",
     ),
     Mutant(
         "a Hadamard transform without random signs has them",
         "reference/nvfp4.py",
-        "    if random_signs:\n        groups = groups * _signs(x.device)\n",
-        "    groups = groups * _signs(x.device)\n",
+        "hadamard_transform",
+        "if random_signs:\n    groups = groups * _signs(x.device)",
+        "groups = groups * _signs(x.device)",
         "test_nvfp4_hadamard.py::"
         "test_the_hadamard_transform_has_the_signs_of_its_mask_and_mixes_groups_of_16_only",
     ),
     Mutant(
         "the columnwise copy has the amax that was reduced for the rowwise one",
         "reference/nvfp4.py",
+        "quantize",
         "amax_col = given.clone() if row_scaled else given[-1:].clone()",
         "amax_col = given.clone() if row_scaled else given[:1].clone()",
         "test_quantize_definitions.py::test_each_copy_of_nvfp4_takes_the_amax_that_was_reduced_for_it",
@@ -460,6 +519,7 @@ NUMBER_FORMATS = (
     Mutant(
         "an offset into random words is rounded down to whole blocks of them",
         "reference/nvfp4.py",
+        "random_words",
         "first, skip = divmod(offset, 4)",
         "first, skip = offset // 4, 0",
         "test_nvfp4_stochastic_rounding.py::test_random_words_are_those_of_philox",
@@ -467,6 +527,7 @@ NUMBER_FORMATS = (
     Mutant(
         "an amax of half the least MXFP8 scale has the exponent 1",
         "reference/mxfp8.py",
+        "e8m0_from_amax",
         "exponent.masked_fill_(bits <= 0x00400000, 0)",
         "exponent.masked_fill_(bits < 0x00400000, 0)",
         "test_scales.py",
@@ -475,6 +536,7 @@ NUMBER_FORMATS = (
     Mutant(
         "an infinite amax has MXFP8's exponent of NaN",
         "reference/mxfp8.py",
+        "e8m0_from_amax",
         ".masked_fill_(bits > 0x7F800000, 0xFF)",
         ".masked_fill_(bits >= 0x7F800000, 0xFF)",
         "test_scales.py::test_the_exponent_of_an_amax",
@@ -482,6 +544,7 @@ NUMBER_FORMATS = (
     Mutant(
         "fp32 scales of blocks are not padded to 16 bytes",
         "formats.py",
+        "",
         '(Size("K", FP8_BLOCK), Size("M", padding=FP8_BLOCK_SCALE_ALIGNMENT)),',
         '(Size("K", FP8_BLOCK), Size("M")),',
         "test_format_sizes.py::test_scale_shapes",
@@ -489,6 +552,7 @@ NUMBER_FORMATS = (
     Mutant(
         "delayed scaling's scale of a tensor with an infinity is zero",
         "reference/fp8_scaling.py",
+        "update_delayed",
         "scale.copy_(torch.where(is_over & (largest > 0) & (largest < math.inf), fresh, scale))",
         "scale.copy_(torch.where(largest > 0, fresh, scale))",
         "test_scales.py test_delayed_scaling_reference.py",
@@ -497,6 +561,7 @@ NUMBER_FORMATS = (
     Mutant(
         "delayed scaling's scale of a tiny amax is infinite",
         "reference/fp8_scaling.py",
+        "update_delayed",
         "fresh = numerator.div_(largest).clamp_(max=FLOAT32_MAX)",
         "fresh = numerator.div_(largest)",
         "test_scales.py test_delayed_scaling_reference.py",
@@ -505,6 +570,7 @@ NUMBER_FORMATS = (
     Mutant(
         "eps is an upper limit of the amax",
         "reference/fp8.py",
+        "scale_from_amax",
         "amax = torch.where(amax < eps, eps, amax)",
         "amax = torch.where(amax > eps, eps, amax)",
         "test_quantize_definitions.py::test_eps_is_the_least_amax_of_the_tensor_and_of_every_block",
@@ -512,6 +578,7 @@ NUMBER_FORMATS = (
     Mutant(
         "the last block of 128 rows is dequantized with its padding",
         "reference/block_scaling.py",
+        "dequantize",
         "blocks * FP8_BLOCK)[:m, :k].to(out_dtype)",
         "blocks * FP8_BLOCK)[:, :k].to(out_dtype)",
         "test_format_layouts.py test_dequantize.py",
@@ -523,6 +590,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "dgrad and wgrad swap their accumulators",
         "basic_ops/basic_linear.py",
+        "BasicLinear._quantized_backward",
         "dgrad_is_split = ctx.split_accumulators[1]",
         "dgrad_is_split = ctx.split_accumulators[2]",
         "test_quantized_gemm.py::test_accumulators_are_those_of_the_recipe",
@@ -530,6 +598,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a split accumulator is asked for where it is not wanted",
         "gemm/native.py",
+        "_multiply",
         "use_fast_accum=not is_split",
         "use_fast_accum=is_split",
         "test_quantized_gemm.py::test_accumulators_are_those_of_the_recipe",
@@ -537,6 +606,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "two E5M2 operands go to tensor cores",
         "gemm/native.py",
+        "NativeGemm.serves",
         "and DType.kFloat8E4M3 in (a.element, b.element)",
         "and a.element in DType",
         "test_quantized_gemm.py::"
@@ -545,6 +615,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "the padding of a native product is not cut off",
         "gemm/native.py",
+        "_by_rows",
         "return product if columns == padded_columns else product[:, :columns]",
         "return product",
         "test_quantized_gemm.py::test_native_products_equal_emulated_ones",
@@ -552,6 +623,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a weight gradient replaces main_grad instead of being added",
         "gemm/matmul.py",
+        "wgrad_accumulate",
         "main_grad.addmm_(a, b, alpha=scale)",
         "main_grad.addmm_(a, b, beta=0, alpha=scale)",
         "test_state.py::test_weight_gradients_add_up_in_fp32_main_grad",
@@ -559,6 +631,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "under an override wgrad reads the columnwise copy of what was saved rowwise",
         "basic_ops/linear_operands.py",
+        "operand_of_backward",
         'is_dequantized = ctx.backward_override == "dequantized"',
         "is_dequantized = False",
         "test_backward_override.py",
@@ -566,13 +639,15 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a weight is quantized columnwise also where nobody wants dgrad",
         "basic_ops/linear_operands.py",
-        '"weight": (True, wants_dgrad and is_quantized_backward and op.keeps_weight),',
-        '"weight": (True, is_quantized_backward and op.keeps_weight),',
+        "operands_of",
+        '"weight": (True, wants_dgrad and is_quantized_backward and op.keeps_weight)',
+        '"weight": (True, is_quantized_backward and op.keeps_weight)',
         "test_operand_flow.py::test_an_operand_has_the_copies_that_the_gradients_in_demand_read",
     ),
     Mutant(
         "a linear takes the constant quantizers of the op whose context it was given",
         "basic_ops/basic_linear.py",
+        "BasicLinear._quantized_operands",
         "if quantizers is None or quantizers[0] is not self:",
         "if quantizers is None:",
         "test_constant_quantizers.py::test_two_linears_that_share_a_context_have_quantizers_of_their_own",
@@ -580,6 +655,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a linear under a recipe without state uses the quantizers of another side",
         "basic_ops/basic_linear.py",
+        "BasicLinear.context_values",
         "self.constant_quantizer(key.recipe, side, index)",
         'self.constant_quantizer(key.recipe, "forward", index)',
         "test_operand_flow.py test_low_precision.py",
@@ -587,6 +663,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "dgrad reads the weight's rowwise copy",
         "gemm/matmul.py",
+        "quantized_dgrad",
         '_values(weight, "columnwise", dtype), scale)',
         '_values(weight, "rowwise", dtype), scale)',
         "test_low_precision.py::test_a_linear_computes_what_the_formats_say",
@@ -594,6 +671,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "the native wgrad reads a rowwise copy",
         "gemm/matmul.py",
+        "quantized_wgrad",
         'return _product(row, dy, "columnwise", x, "columnwise", dtype, is_split, scale=scale)',
         'return _product(row, dy, "columnwise", x, "rowwise", dtype, is_split, scale=scale)',
         "test_quantized_gemm.py::test_native_products_equal_emulated_ones",
@@ -601,13 +679,24 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a native weight gradient is rounded before it is added to main_grad",
         "gemm/matmul.py",
-        "quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split, scale=scale)",
-        "quantized_wgrad(dy, x, dtype, is_split=is_split, scale=scale)",
+        "quantized_wgrad_accumulate",
+        "    wgrad_accumulate(main_grad, *column_values(dy, x, dtype), scale)\n"
+        "    return\n"
+        'a, b = dy.operand("columnwise"), x.operand("columnwise")\n'
+        "if by_cublaslt(main_grad, a, b, is_split, scale=scale, addend=main_grad) is None:\n"
+        "    main_grad.add_(quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split, "
+        "scale=scale)",
+        "    wgrad_accumulate(main_grad, *column_values(dy, x, dtype), scale)\n"
+        "    return\n"
+        'a, b = dy.operand("columnwise"), x.operand("columnwise")\n'
+        "if by_cublaslt(main_grad, a, b, is_split, scale=scale, addend=main_grad) is None:\n"
+        "    main_grad.add_(quantized_wgrad(dy, x, dtype, is_split=is_split, scale=scale)",
         "test_quantized_gemm.py::test_a_native_weight_gradient_comes_to_main_grad_unrounded",
     ),
     Mutant(
         "a native weight gradient comes to main_grad without its scale",
         "gemm/matmul.py",
+        "quantized_wgrad_accumulate",
         "quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split, scale=scale)",
         "quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split)",
         "test_quantized_gemm.py::test_a_scaled_weight_gradient_adds_up_in_main_grad",
@@ -615,6 +704,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a weight gradient comes to an fp32 main_grad without its scale",
         "gemm/matmul.py",
+        "wgrad_accumulate",
         "main_grad.add_(torch.mm(a.to(main_grad.dtype), b.to(main_grad.dtype)), alpha=scale)",
         "main_grad.add_(torch.mm(a.to(main_grad.dtype), b.to(main_grad.dtype)))",
         "test_state.py test_fusions.py test_quantized_gemm.py",
@@ -623,6 +713,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a 16-bit weight gradient is rounded before it is added to an fp32 main_grad",
         "gemm/matmul.py",
+        "wgrad_accumulate",
         "main_grad.add_(torch.mm(a.to(main_grad.dtype), b.to(main_grad.dtype)), alpha=scale)",
         "main_grad.add_(torch.mm(a, b), alpha=scale)",
         "test_state.py",
@@ -631,13 +722,15 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a native product of padded bytes is not cut",
         "gemm/matmul.py",
-        "scale=scale)[:rows, :columns]\n",
-        "scale=scale)\n",
+        "_product",
+        "scale=scale)[:rows, :columns]",
+        "scale=scale)",
         "test_padding.py::test_a_native_product_of_padded_bytes_is_cut",
     ),
     Mutant(
         "the rows of a product are those of a columnwise copy's tensor",
         "gemm/matmul.py",
+        "_product",
         'tensor._matrix()[usage == "columnwise"] for',
         "tensor._matrix()[0] for",
         "test_padding.py::"
@@ -646,13 +739,15 @@ MATRIX_PRODUCTS = (
     Mutant(
         "operands padded to blocks of two sizes are multiplied as they are",
         "gemm/matmul.py",
-        "        return a[:rows], b[:rows]\n",
-        "        return a, b\n",
+        "column_values",
+        "return a[:rows], b[:rows]",
+        "return a, b",
         "test_padding.py::test_operands_in_blocks_of_two_sizes_are_multiplied",
     ),
     Mutant(
         "dgrad in another dtype than its addend is not scaled",
         "gemm/matmul.py",
+        "dgrad",
         "return dgrad(dy, weight, scale) + addend",
         "return dgrad(dy, weight) + addend",
         "test_quantized_gemm.py::test_dgrad_scales_its_product_and_not_the_addend",
@@ -660,6 +755,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "dgrad with an addend is not scaled",
         "gemm/matmul.py",
+        "dgrad",
         "return _add_product(addend, dy, weight, scale)",
         "return _add_product(addend, dy, weight, 1.0)",
         "test_quantized_gemm.py::test_dgrad_scales_its_product_and_not_the_addend",
@@ -667,6 +763,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "the first CUDA version that has a GEMM is said not to have it",
         "gemm/native.py",
+        "NativeGemm.serves",
         "and torch_cuda() >= self.cuda",
         "and torch_cuda() > self.cuda",
         "test_quantized_gemm.py::"
@@ -675,14 +772,17 @@ MATRIX_PRODUCTS = (
     Mutant(
         "chips are told apart by their major version alone",
         "gemm/native.py",
-        "and (arch in self.archs or arch[0] in self.archs)",
-        "and any(arch[0] in (a, a[0] if isinstance(a, tuple) else a) for a in self.archs)",
+        "NativeGemm.serves",
+        "a.element is b.element) and (arch in self.archs or arch[0] in self.archs)",
+        "a.element is b.element) and any(arch[0] in (a, a[0] if isinstance(a, tuple) else a) for "
+        "a in self.archs)",
         "test_quantized_gemm.py::"
         "test_a_native_gemm_is_had_on_its_chips_from_its_first_cuda_version",
     ),
     Mutant(
         "an addend of a quantized dgrad is left out",
         "basic_ops/basic_linear.py",
+        "BasicLinear._quantized_backward",
         "dtype, is_split=dgrad_is_split, scale=scale, addend=addend",
         "dtype, is_split=dgrad_is_split, scale=scale",
         "test_quantized_gemm.py::"
@@ -691,14 +791,16 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a forward keeps the copies that its backward does not read",
         "basic_ops/basic_linear.py",
-        '                        operand.release("rowwise")\n',
-        "                        pass\n",
+        "BasicLinear._own_matmul",
+        'operand.release("rowwise")',
+        "pass",
         "test_low_precision.py test_step_memory.py",
         select="one_quantized_copy or saved",
     ),
     Mutant(
         "delayed scaling records the amax of a gradient without its scale",
         "basic_ops/linear_epilogues.py",
+        "grad_scale_refusal",
         "if recipe.delayed() or recipe.custom():",
         "if recipe.custom():",
         "test_quantized_gemm.py::test_delayed_scaling_records_the_amax_of_the_scaled_gradient",
@@ -706,8 +808,9 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a copy makes the copy that its source lacks in the source",
         "tensors/dispatch.py",
-        "            source = source.compact()._alias()\n",
-        "",
+        "_copy_",
+        "source = source.compact()._alias()\nsource",
+        "source",
         "test_quantized_tensors.py::"
         "test_a_copy_from_a_tensor_that_has_one_copy_makes_the_other_in_the_target_alone",
     ),
