@@ -165,7 +165,7 @@ def check(make: Make, given: dict[str, Any], formula: Formula) -> None:
 
 def check_quantized(make: Make, given: dict[str, Any], formula: Formula) -> None:
     """A layer is a pipeline of its own, under the recipe."""
-    agrees_quantized(partial(make, **given), formula, X, tolerance=0.3)
+    agrees_quantized(partial(make, **given), formula, X, tolerance=0.3, has_stored=True)
 
 
 def _named(layer: Any, names: tuple[str, ...]) -> list[Any]:
@@ -550,7 +550,7 @@ def _a_tracker_draws_the_weights_of_a_layer(given: dict[str, Any]) -> None:
 def _weight_gradients_of_a_layer_go_into_main_grad(given: dict[str, Any]) -> None:
     for is_one in (False, True):
         accumulates(
-            partial(_Grouped, single_grouped_weight=is_one, **given),
+            partial(_Grouped, out_features=128, single_grouped_weight=is_one, **given),
             grouped({"single_grouped_weight": is_one}),
             X,
             SIZES,

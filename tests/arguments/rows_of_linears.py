@@ -54,7 +54,7 @@ def _linears(name: str, formula: Formula) -> None:
         sizes = {"in_features": 6, "out_features": 8, **given}
         assert tuple(cls(**sizes).weight.shape) == (8, 6)
         agrees(partial(cls, **sizes), formula, X)
-        agrees_quantized(partial(cls, **sizes), formula, X)
+        agrees_quantized(partial(cls, **sizes), formula, X, has_stored=True)
         refuses(lambda: cls(**sizes)(torch.zeros(4, 5)), "its last dimension must be 6")
 
     @sets(path, device="meta")
@@ -163,7 +163,7 @@ def _a_linear_without_bias(given: dict[str, Any]) -> None:
     assert op.bias is None
     assert [name for name, _ in op.named_parameters()] == ["basic_ops.0.weight"]
     agrees(partial(fuser.Linear, 6, 8, **given), oracles.linear, X)
-    agrees_quantized(partial(fuser.Linear, 6, 8, **given), oracles.linear, X)
+    agrees_quantized(partial(fuser.Linear, 6, 8, **given), oracles.linear, X, has_stored=True)
 
 
 # -- Bias -------------------------------------------------------------------------------
@@ -237,13 +237,13 @@ def _sizes_of_adapters(given: dict[str, Any]) -> None:
     shapes = {name: tuple(parameter.shape) for name, parameter in op.named_parameters()}
     assert shapes == {"weight": (8, 6), "bias": (8,), "lora_A": (2, 6), "lora_B": (8, 2)}
     agrees(_lora(given), lora(), X)
-    agrees_quantized(_lora(given), lora(), X)
+    agrees_quantized(_lora(given), lora(), X, has_stored=True)
 
 
 @sets("fuser.LoRALinear", alpha=5.0)
 def _factor_of_the_adapters(given: dict[str, Any]) -> None:
     agrees(_lora(given), lora(2.5), X)
-    agrees_quantized(_lora(given), lora(2.5), X)
+    agrees_quantized(_lora(given), lora(2.5), X, has_stored=True)
     op = _lora(given)(dtype=FP32)
     with torch.no_grad():
         op.lora_B.fill_(0.25)
@@ -285,7 +285,7 @@ def check_dropout(
 def _adapters_without_bias(given: dict[str, Any]) -> None:
     assert "bias" not in _lora(given)(dtype=FP32).state_dict()
     agrees(_lora(given), lora(has_bias=False), X)
-    agrees_quantized(_lora(given), lora(has_bias=False), X)
+    agrees_quantized(_lora(given), lora(has_bias=False), X, has_stored=True)
 
 
 @sets("fuser.LoRALinear", device="meta")
@@ -309,7 +309,7 @@ def _adapters_in_another_dtype(given: dict[str, Any]) -> None:
     assert {p.dtype for p in (op.weight, op.bias)} == {BF16}
     assert {p.dtype for p in (op.lora_A, op.lora_B)} == {FP32}
     agrees(_lora(given), lora(), X, dtypes=(BF16,))
-    agrees_quantized(_lora(given), lora(), X)
+    agrees_quantized(_lora(given), lora(), X, has_stored=True)
     # Products with adapters of fp32 do not round to bf16: 1 + 2^-10 is one there.
     with torch.no_grad():
         op.weight.zero_()

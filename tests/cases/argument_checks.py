@@ -84,7 +84,7 @@ def agrees(
     dtypes: Sequence[torch.dtype] = (FP32, BF16),
     in_pipelines: bool = True,
 ) -> None:
-    """Values and gradients of an op, alone and before another op, are those of its formula.
+    """Values and gradients of an op, alone and in two calls before another op, are its formula's.
 
     The formula gets the main input, parameters, and extra inputs.
     """
@@ -94,7 +94,12 @@ def agrees(
             parameters = fill(op)
             run = op if factor == 1.0 else _pipeline(op, fuser.ConstantScale(factor))
             given = leaves([t.to(dtype) if t.is_floating_point() else t for t in inputs])
-            actual = results(run, given, [given[0], *parameters, *given[1:]])
+            wanted = [given[0], *parameters, *given[1:]]
+            actual = results(run, given, wanted)
+            if factor != 1.0:  # the second call finds the plan of the first
+                for tensor in wanted:
+                    tensor.grad = None
+                actual = results(run, given, wanted)
             x, *others = in_fp64([given[0], *parameters, *given[1:]])
             _freeze_as([x, *others], parameters)
             scaled = formula if factor == 1.0 else _then(formula, lambda y, f=factor: f * y)
@@ -106,25 +111,31 @@ def agrees_quantized(
     make: Make,
     formula: Formula,
     *inputs: torch.Tensor,
-    recipe: Any = E4M3,
     tolerance: float = QUANTIZED,
+    has_stored: bool = False,
 ) -> None:
-    """As :func:`agrees` between two linears under a recipe: the op's output is quantized."""
-    op = make(dtype=BF16)
-    parameters = fill(op)
-    given = leaves([t.to(BF16) if t.is_floating_point() else t for t in inputs])
-    with torch.no_grad():
-        features = _first(formula(*in_fp64([given[0], *parameters, *given[1:]]))).shape[-1]
-    linear = fuser.BasicLinear(features, 16, dtype=BF16)
-    fill(linear)
-    model = _pipeline(op, linear)
-    with fuser.autocast(recipe=recipe):
-        actual = results(model, given, [given[0], *parameters, *given[1:], linear.weight])
-    *others, weight = in_fp64([given[0], *parameters, *given[1:], linear.weight])
-    _freeze_as(others, parameters)
+    """As :func:`agrees` before a linear under a recipe: the op's output is quantized.
 
-    exact = results(_then(formula, lambda y: y @ weight.T), others, [*others, weight])
-    _compare(actual, exact, tolerance, "quantized")
+    With ``has_stored`` also with weights that are stored quantized.
+    """
+    for is_stored in (False, True) if has_stored else (False,):
+        with fuser.quantized_model_init(enabled=is_stored, recipe=E4M3):
+            op = make(dtype=BF16)
+        parameters = fill(op)
+        assert is_stored == any(isinstance(p, fuser.QuantizedTensor) for p in parameters)
+        given = leaves([t.to(BF16) if t.is_floating_point() else t for t in inputs])
+        tensors = [given[0], *parameters, *given[1:]]
+        with torch.no_grad():
+            features = _first(formula(*in_fp64(tensors))).shape[-1]
+        linear = fuser.BasicLinear(features, 16, dtype=BF16)
+        fill(linear)
+        with fuser.autocast(recipe=E4M3):
+            actual = results(_pipeline(op, linear), given, [*tensors, linear.weight])
+        *others, weight = in_fp64([*tensors, linear.weight])
+        _freeze_as(others, parameters)
+        whole = _then(formula, lambda y, weight=weight: y @ weight.T)
+        exact = results(whole, others, [*others, weight])
+        _compare(actual, exact, tolerance, f"quantized, with stored weights: {is_stored}")
 
 
 def _freeze_as(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
@@ -340,14 +351,17 @@ def accumulates(
     make: Make, formula: Formula, *inputs: torch.Tensor, weights: Callable[[Any], list[Any]]
 ) -> None:
     """Gradients of weights are added to ``main_grad``, or replace it; all others are returned."""
-    for dtype, tolerance, recipe in (
-        (FP32, TOLERANCES[FP32], None),
-        (BF16, TOLERANCES[BF16], None),
-        (BF16, QUANTIZED, E4M3),
+    for dtype, tolerance, recipe, is_stored in (
+        (FP32, TOLERANCES[FP32], None, False),
+        (BF16, TOLERANCES[BF16], None, False),
+        (BF16, QUANTIZED, E4M3, False),
+        (BF16, QUANTIZED, E4M3, True),
     ):
         for is_overwritten in (False, True):
-            op = make(dtype=dtype)
+            with fuser.quantized_model_init(enabled=is_stored, recipe=recipe):
+                op = make(dtype=dtype)
             parameters = fill(op)
+            assert is_stored == isinstance(weights(op)[0], fuser.QuantizedTensor)
             own = weights(op)
             for weight in own:
                 weight.main_grad = torch.full(weight.shape, 0.5)
