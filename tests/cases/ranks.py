@@ -1,8 +1,8 @@
 """Cases that run on several ranks, which start once for all of them: gloo on a CPU, NCCL on GPUs.
 
-Ranks on a CPU are forked from one process, which has imported what :mod:`warm` does; each would
-take four seconds for it alone. ``FUSER_TEST_BACKEND=nccl pytest tests/sharded`` runs the cases on
-GPUs, a rank on each; these ranks are new processes, as fork and CUDA do not go together.
+Ranks on a CPU are forked from one process, which has imported what :mod:`imports_of_ranks` does;
+each would take four seconds for it alone. ``FUSER_TEST_BACKEND=nccl pytest tests/sharded`` runs the
+cases on GPUs, a rank on each; these ranks are new processes, as fork and CUDA do not go together.
 """
 
 from __future__ import annotations
@@ -125,10 +125,10 @@ def are_forked() -> bool:
 
 
 def start_method() -> str:
-    """How ranks start here, for contexts of multiprocessing; what they are forked from is warm."""
+    """How ranks start here, for contexts of multiprocessing; their parent has imported much."""
     if not are_forked():
         return "spawn"
-    multiprocessing.set_forkserver_preload(["warm"])
+    multiprocessing.set_forkserver_preload(["imports_of_ranks"])
     # Not every Python gives that process the folders of its imports.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
         multiprocessing.forkserver.ensure_running()
