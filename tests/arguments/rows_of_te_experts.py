@@ -199,6 +199,21 @@ _PLACES = [(token, expert) for expert in range(3) for token in range(5) if _MASK
 _ROWS = torch.stack([TOKENS[token] for token, _ in _PLACES])
 
 
+_ROW_MAP = te.moe_permute(TOKENS, _MASK)[1]
+_OTHER_MAP = te.moe_permute(TOKENS, _OTHER_MASK)[1]
+
+
+_DY_ROWS, _DY_TOKENS = seeded(7, 6, seed=4), seeded(5, 6, seed=5)
+
+
+def _sums(weights: torch.Tensor | None = None, rows: torch.Tensor = _ROWS) -> torch.Tensor:
+    """By token the sum of its rows, times its probabilities, in fp64."""
+    sums = torch.zeros(5, 6, dtype=torch.float64)
+    for row, (token, expert) in zip(rows.double(), _PLACES, strict=True):
+        sums[token] += row * (1.0 if weights is None else float(weights[token, expert]))
+    return sums
+
+
 @sets(
     f"{HERE}.moe_permute",
     inp=Of(TOKENS, instead=OTHER_TOKENS),
@@ -206,7 +221,11 @@ _ROWS = torch.stack([TOKENS[token] for token, _ in _PLACES])
 )
 def _copies_of_tokens_by_expert(given: Given) -> None:
     call = {"inp": TOKENS, "routing_map": _MASK, **given}
-    assert torch.equal(te.moe_permute(**call)[0], _ROWS)
+    tokens = call["inp"].clone().requires_grad_()
+    rows, _ = te.moe_permute(**{**call, "inp": tokens})
+    assert torch.equal(rows, _ROWS)
+    rows.backward(_DY_ROWS)
+    close(tokens.grad, _sums(rows=_DY_ROWS))
 
 
 @sets(f"{HERE}.moe_permute", num_out_tokens=9)
@@ -278,17 +297,6 @@ def _split(places: list[Any], sizes: list[int]) -> Iterator[list[Any]]:
         begin += size
 
 
-_ROW_MAP = te.moe_permute(TOKENS, _MASK)[1]
-_OTHER_MAP = te.moe_permute(TOKENS, _OTHER_MASK)[1]
-
-
-def _sums(weights: torch.Tensor | None = None) -> torch.Tensor:
-    sums = torch.zeros(5, 6, dtype=torch.float64)
-    for row, (token, expert) in zip(_ROWS.double(), _PLACES, strict=True):
-        sums[token] += row * (1.0 if weights is None else float(weights[token, expert]))
-    return sums
-
-
 @sets(
     f"{HERE}.moe_unpermute",
     inp=Of(_ROWS, instead=_ROWS + 1),
@@ -304,7 +312,16 @@ def _sums_of_the_rows_of_a_token(given: Given) -> None:
 
 @sets(f"{HERE}.moe_unpermute", merging_probs=_PROBS, probs=_PROBS)
 def _weighted_sums(given: Given) -> None:
-    close(te.moe_unpermute(_ROWS, _ROW_MAP, restore_shape=(5, 6), **given), _sums(_PROBS))
+    rows, probs = (t.clone().requires_grad_() for t in (_ROWS, _PROBS))
+    sums = te.moe_unpermute(rows, _ROW_MAP, restore_shape=(5, 6), **dict.fromkeys(given, probs))
+    close(sums, _sums(_PROBS))
+    sums.backward(_DY_TOKENS)
+    dy = _DY_TOKENS.double()
+    close(rows.grad, torch.stack([dy[place[0]] * _PROBS[place] for place in _PLACES]))
+    of_probs = torch.zeros(5, 3, dtype=torch.float64)
+    for row, place in zip(_ROWS.double(), _PLACES, strict=True):
+        of_probs[place] = row @ dy[place[0]]
+    close(probs.grad, of_probs)
 
 
 @sets(f"{HERE}.moe_unpermute", map_type="index")

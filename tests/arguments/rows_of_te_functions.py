@@ -233,16 +233,15 @@ _CLASSES = seeded(2, 4, 10)
 _TARGET = torch.tensor([[1, 3, 9, 0], [2, 3, 3, 7]])
 
 
-def _row_of_entropy(argument: str, value: Any, reduction: str = "none", **settings: Any) -> None:
+def _row_of_entropy(argument: str, value: Any, **settings: Any) -> None:
     @sets(_ENTROPY, **{argument: value})
     def _cross_entropy_and_its_gradient(given: Given) -> None:
         logits = given.get("inp", _CLASSES).clone().requires_grad_()
         loss = te.parallel_cross_entropy(**{"target": _TARGET, **given, "inp": logits})
         exact = _CLASSES.double().requires_grad_()
         expected = F.cross_entropy(
-            exact.flatten(0, 1), _TARGET.flatten(), reduction=reduction, **settings
-        )
-        expected = expected if reduction == "mean" else expected.view(2, 4)
+            exact.flatten(0, 1), _TARGET.flatten(), reduction="none", **settings
+        ).view(2, 4)
         close(loss, expected)
         loss.square().sum().backward()
         expected.square().sum().backward()
@@ -252,9 +251,20 @@ def _row_of_entropy(argument: str, value: Any, reduction: str = "none", **settin
 _row_of_entropy("inp", Of(_CLASSES, instead=2 * _CLASSES))
 _row_of_entropy("target", Of(_TARGET, instead=_TARGET.roll(1)))
 _row_of_entropy("label_smoothing", 0.2, label_smoothing=0.2)
-_row_of_entropy("reduce_loss", True, reduction="mean")
 _row_of_entropy("ignore_idx", 3, ignore_index=3)
 ignores(_ENTROPY, "nothing is read by the host", "is_cg_capturable")
+
+
+@sets(_ENTROPY, reduce_loss=True)
+def _the_mean_over_targets_that_are_read(given: Given) -> None:
+    target = _TARGET.masked_fill(_TARGET == 3, -100)
+    logits, exact = _CLASSES.clone().requires_grad_(), _CLASSES.double().requires_grad_()
+    loss = te.parallel_cross_entropy(logits, target, **given)
+    expected = F.cross_entropy(exact.flatten(0, 1), target.flatten())
+    close(loss, expected)
+    loss.backward()
+    expected.backward()
+    close(logits.grad, exact.grad)
 
 
 @sets(_ENTROPY, dist_process_group="both ranks")
@@ -397,8 +407,12 @@ def _a_state_of_a_name_and_a_seed(given: Given) -> None:
 def _random_numbers_of_a_state(given: Given) -> None:
     tracker = tracker_of(model_parallel_rng=6, some=7)()
     before = torch.get_rng_state()
-    with tracker.fork(**given):
-        assert torch.equal(torch.randn(4), _draws(7))
+    both = []
+    for _ in range(2):  # the second goes on where the first has ended
+        with tracker.fork(**given):
+            both.append(torch.randn(16))
+    drawn = torch.Generator().manual_seed(7)
+    assert torch.equal(torch.stack(both), torch.randn(2, 16, generator=drawn))
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -291,8 +291,13 @@ def _rows_of_ranks(layer: Layer) -> None:
         assert ("ReduceScatter" in plan) == is_mlp
         if layer.name != "Linear":
             assert module.layer_norm_weight.sequence_parallel
-        else:
-            assert module.ops[0].members[0].sequence_parallel
+            return
+        assert module.ops[0].members[0].sequence_parallel
+        last = layer(tp_group=TWO, parallel_mode="row", **given)
+        assert last.weight.shape == (6, 4)
+        assert (last.weight.partition_dim, last.bias.partition_dim) == (1, -1)
+        assert last.bias.sequence_parallel
+        assert "ReduceScatter" in layer.plan(last, torch.randn(4, 4))
 
 
 def _rows_of_norms(layer: Layer) -> None:
