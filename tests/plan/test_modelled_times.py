@@ -24,7 +24,13 @@ from fuser.plan.devices import (
     precision_of,
 )
 from fuser.plan.plain_torch import PLAIN
-from fuser.plan.torch_calls import TorchCall, TorchCalls, compiled_seconds, eager_seconds
+from fuser.plan.torch_calls import (
+    ATTENTION,
+    TorchCall,
+    TorchCalls,
+    compiled_seconds,
+    eager_seconds,
+)
 from fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -193,6 +199,54 @@ def test_a_frozen_weight_saves_one_of_the_products_of_backward() -> None:
     layer.weight.requires_grad_(False)
     plan = planned(fuser.Sequential(layer), 8192, 8192, None)
     assert plan.backward[0].flops_per_token == plan.forward[0].flops_per_token
+
+
+def test_an_input_without_a_gradient_saves_the_other_product_of_backward() -> None:
+    x = torch.empty(8192, 8192, dtype=torch.bfloat16, device=META)
+    plan = fuser.Sequential(linear(8192, 8192), linear(8192, 8192)).plan(x, device="h200")
+    flops = 2 * 8192**2
+    assert [step.flops_per_token for step in plan.forward] == [flops, flops]
+    assert [step.flops_per_token for step in plan.backward] == [2 * flops, flops]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["none", "current"])
+def test_a_grouped_linear_has_the_rate_of_groups(groups: int, recipe: Recipe | None) -> None:
+    rows, size = 8192, 4096
+    up = fuser.GroupedLinear(
+        groups,
+        size,
+        size,
+        bias=False,
+        single_grouped_weight=True,
+        device=META,
+        dtype=torch.bfloat16,
+    )
+    x = torch.empty(rows, size, dtype=torch.bfloat16, device=META, requires_grad=True)
+    splits = torch.empty(groups, dtype=torch.int32, device=META)
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        plan = fuser.Sequential(up).plan(x, splits, device="h200")
+    rate = H200.grouped["bf16" if recipe is None else "Float8CurrentScaling"]
+    seconds = 2 * rows * size**2 / rate.forward
+    if recipe is not None:  # values are read twice, once for the amax, and both copies written
+        seconds += (rows * size + groups * size**2) * (2 * 2 + 2) / H200.bandwidth
+    assert plan.forward[0].product_microseconds == pytest.approx(seconds * 1e6)
+    assert plan.backward[0].flops_per_token == 2 * plan.forward[0].flops_per_token
+
+
+@pytest.mark.parametrize("device", [*DEVICES.values(), CPU], ids=lambda device: device.name)
+def test_attention_takes_the_time_of_its_operations_at_its_own_rate(device: Device) -> None:
+    for side in ("forward", "backward"):
+        call = TorchCall(ATTENTION, 10**15, "bf16", {}, {})
+        seconds = 1e15 / min(device.attention, device.peak) + device.launch
+        assert call.seconds(device, side) == pytest.approx(seconds)
+        rate = device.products("fp32", is_grouped=False).on(side)
+        product = TorchCall("mm", 10**15, "fp32", {}, {})
+        assert product.seconds(device, side) == pytest.approx(1e15 / rate + device.launch)
+        moving = TorchCall("mm", 1, "fp32", {(0, 0): 10**12}, {(1, 0): 10**12})
+        assert moving.seconds(device, side) == pytest.approx(
+            2e12 / device.bandwidth + device.launch
+        )
 
 
 def test_a_product_of_few_rows_takes_the_time_of_its_weight() -> None:

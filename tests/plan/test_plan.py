@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -765,11 +766,56 @@ def test_each_dependency_of_a_plan_changes_its_key() -> None:
     assert len(set(keys.values())) == len(keys)
 
 
-def test_a_key_narrowed_to_a_window_keeps_everything_else() -> None:
+# Of each field a value that is not the default.
+OF_A_KEY: dict[str, Any] = {
+    "recipe": fuser.recipe.MXFP8BlockScaling(),
+    "autocast_dtype": torch.bfloat16,
+    "device": "cuda",
+    "arch": (9, 0),
+    "fusions": (),
+    "registered": ("a function",),
+    "no_kernels": "there is no compiler",
+}
+OF_AN_OP: dict[str, Any] = {
+    "input_dtype": torch.float16,
+    "requires_grad": False,
+    "input_requires_grad": True,
+    "params": (),
+    "extra_inputs": (fuser.specs.TensorKey(torch.float32, True),),
+    "keeps_input": False,
+    "keeps_source": True,
+    "keeps_weight": False,
+    "rounds_input": True,
+}
+QUANTIZED = ("input", "output", "grad_output", "grad_input")
+
+
+def test_each_field_of_a_key_and_of_its_first_and_last_op_counts() -> None:
     key = key_of()
-    part = key.window(1, 3)
-    assert part.ops == key.ops[1:3]
-    assert dataclasses.replace(part, ops=key.ops) == key
+    assert {"ops", *OF_A_KEY} == {field.name for field in dataclasses.fields(key)}
+    assert {*OF_AN_OP, *QUANTIZED} == {field.name for field in dataclasses.fields(key.ops[0])}
+    with fuser.autocast(recipe=fuser.recipe.MXFP8BlockScaling()):
+        quantized = mlp().plan(torch.empty(64, 8)).key.ops
+    specs = {name: getattr(op, name) for op in quantized for name in QUANTIZED}
+    spec = next(spec for spec in specs.values() if spec is not None)
+    keys = [key, *(dataclasses.replace(key, **{name: value}) for name, value in OF_A_KEY.items())]
+    for place in (0, len(key.ops) - 1):
+        for name, value in {**OF_AN_OP, **dict.fromkeys(QUANTIZED, spec)}.items():
+            ops = list(key.ops)
+            if getattr(ops[place], name) == value:
+                value = not value
+            ops[place] = dataclasses.replace(ops[place], **{name: value})
+            keys.append(dataclasses.replace(key, ops=tuple(ops)))
+    assert len(set(keys)) == len(keys)
+    assert all(one != other for one, other in itertools.combinations(keys, 2))
+
+
+def test_a_key_narrowed_to_a_window_keeps_everything_else() -> None:
+    key = dataclasses.replace(key_of(), **OF_A_KEY)
+    for start, stop in ((0, 1), (1, 3), (4, 5), (0, 5)):
+        part = key.window(start, stop)
+        assert part.ops == key.ops[start:stop]
+        assert dataclasses.replace(part, ops=key.ops) == key
     assert len(key.ops) == 5
 
 

@@ -466,6 +466,24 @@ def test_a_plan_states_what_is_kept(make: Any, recipe: Any) -> None:
     assert abs(measured - stated) <= 0.01 * measured
 
 
+@pytest.mark.parametrize("single", [False, True], ids=["weights apart", "one weight"])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_plan_states_what_a_grouped_linear_keeps(groups: int, single: bool) -> None:
+    """The copies of all experts; beside them, rows of padding: less than a tile for each expert."""
+    for recipe in RECIPES.values():
+        options: dict[str, Any] = {"bias": False, "single_grouped_weight": single, "dtype": BF16}
+        model = fuser.Sequential(fuser.GroupedLinear(groups, H, F, **options))
+        x = oracles.leaf(oracles.random_tensor((groups * 128, H), BF16, 1))
+        sizes, kept = torch.full((groups,), 128), Kept(model)
+        with under(recipe):
+            plan = model.plan(x, sizes)
+            with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda t: t):
+                model(x, sizes)
+        stated = plan.kept_bytes_per_token * len(x) + sum(each.nbytes for each in plan.kept)
+        padding = 1.1 * (groups - 1) * 128 * H
+        assert -0.01 * stated <= kept.nbytes - stated <= 0.01 * stated + padding, recipe
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_no_other_choice_of_kept_inputs_has_fewer_bytes(seed: int) -> None:
     """Of all sets of main inputs from which norms, activations and dropouts give those of linears.
