@@ -360,7 +360,7 @@ class Source:
         return self._runs[where]
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=512)
 def source_of(text: str, is_python: bool) -> Source:
     """The functions of a file's text."""
     return Source(text, is_python)

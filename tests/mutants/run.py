@@ -80,6 +80,7 @@ PRELOADED: tuple[str, ...] = (
     "torch.utils.checkpoint",
     "unittest.mock",
 )
+OF_PLUGINS: tuple[str, ...] = ("-n0", "--hypothesis-seed=0")
 FORKS = sys.platform == "linux"
 
 
@@ -140,8 +141,8 @@ class Tree:
         self, tests: Sequence[str], select: str, *options: str, alone: bool = False
     ) -> tuple[int, str]:
         """pytest's exit status, and what it printed; a timeout counts as a failure."""
-        arguments = ["-n0", "-q", "--tb=no", "-rfE", "--no-header", "-p", "no:cacheprovider"]
-        arguments += ["--hypothesis-seed=0", "-W", "ignore", *options]
+        arguments = ["-q", "--tb=no", "-rfE", "--no-header", "-p", "no:cacheprovider"]
+        arguments += ["-W", "ignore", *OF_PLUGINS, *options]
         arguments += [*(("-k", select) if select else ()), *tests]
         alone |= not FORKS or any(test.partition("::")[0] in self.alone for test in tests)
         code, printed = (self._fresh if alone else self._forked)(arguments)

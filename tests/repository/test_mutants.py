@@ -275,7 +275,10 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / file).parent.mkdir(parents=True)
         (root / file).write_text(text)
     monkeypatch.setattr(run, "ROOT", root)
-    monkeypatch.setattr(run, "PRELOADED", ("pytest", "xdist.plugin", "_hypothesis_pytestplugin"))
+    # Neither torch nor plugins: every pytest starts at once.
+    monkeypatch.setattr(run, "PRELOADED", ("pytest",))
+    monkeypatch.setattr(run, "OF_PLUGINS", ())
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     return root
 
 
