@@ -23,8 +23,8 @@ PYTHON = re.compile(
     r"|(?P<other>\.\.\.|->|:=|(?:\*\*|//|<<|>>|[+\-*/%@&|^=!<>])=|\*\*|//|<<|>>|.)"
 )
 CUDA = re.compile(
-    r"(?P<space>\s+|\\\n|//[^\n]*|/\*.*?\*/)"
-    r"|(?P<directive>^[ \t]*#(?:\\\n|[^\n])*)"
+    r"(?P<directive>^[ \t]*#(?:\\\n|[^\n])*)"
+    r"|(?P<space>\n|[^\S\n]+|\\\n|//[^\n]*|/\*.*?\*/)"
     r"|(?P<text>\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])+')|(?P<name>[^\W\d]\w*)"
     r"|(?P<number>\.?\d(?:[eEpP][+-]|[\w.'])*)"
     r"|(?P<other>->|::|&&|\|\||\+\+|--|[+\-*/%&|^=!]=|.)",
@@ -174,7 +174,8 @@ def cuda_tokens(text: str, depth: int = 0) -> list[Token]:
         if found.lastgroup != "space":
             depth = max(depth - (found[0] in CLOSE), 0)
             is_name = found.lastgroup == "name" and found[0] not in CUDA_WORDS
-            tokens.append(Token(found[0], found[0], found.start(), is_name, depth))
+            key = " ".join(found[0].split()) if found.lastgroup == "directive" else found[0]
+            tokens.append(Token(found[0], key, found.start(), is_name, depth))
             depth += found[0] in OPEN
     return tokens
 
@@ -360,7 +361,7 @@ class Source:
         return self._runs[where]
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=512)
 def source_of(text: str, is_python: bool) -> Source:
     """The functions of a file's text."""
     return Source(text, is_python)
@@ -662,7 +663,7 @@ def _joined(
     for token, name in zip(tokens, names, strict=True):
         parts += [new[at : token.start], name]
         at = token.end
-    if tokens and tokens[0].text.startswith("#"):
+    if tokens and tokens[0].text.lstrip().startswith("#"):
         parts.insert(1, "\n")
     if tokens and tokens[-1].text.lstrip().startswith("#"):
         parts.append("\n")

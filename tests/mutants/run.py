@@ -80,6 +80,7 @@ PRELOADED: tuple[str, ...] = (
     "torch.utils.checkpoint",
     "unittest.mock",
 )
+OF_PLUGINS: tuple[str, ...] = ("-n0", "--hypothesis-seed=0")
 FORKS = sys.platform == "linux"
 
 
@@ -105,6 +106,8 @@ class Tree:
         # Files of tests that do not pass in a child of the warm process.
         self.alone: set[str] = set()
         self._warm: subprocess.Popen[str] | None = None
+        self._alone: subprocess.Popen[str] | None = None
+        self._is_closed = False
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
@@ -130,18 +133,21 @@ class Tree:
             os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
 
     def close(self) -> None:
-        """End the warm process."""
+        """End the warm process, and tests that run."""
+        self._is_closed = True
+        if self._alone is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._alone.pid, signal.SIGKILL)
         if self._warm is not None:
             self._warm.terminate()
-            self._warm.communicate()
-            self._warm = None
+            self._warm.wait()
 
     def test(
         self, tests: Sequence[str], select: str, *options: str, alone: bool = False
     ) -> tuple[int, str]:
         """pytest's exit status, and what it printed; a timeout counts as a failure."""
-        arguments = ["-n0", "-q", "--tb=no", "-rfE", "--no-header", "-p", "no:cacheprovider"]
-        arguments += ["--hypothesis-seed=0", "-W", "ignore", *options]
+        arguments = ["-q", "--tb=no", "-rfE", "--no-header", "-p", "no:cacheprovider"]
+        arguments += ["-W", "ignore", *OF_PLUGINS, *options]
         arguments += [*(("-k", select) if select else ()), *tests]
         alone |= not FORKS or any(test.partition("::")[0] in self.alone for test in tests)
         code, printed = (self._fresh if alone else self._forked)(arguments)
@@ -171,12 +177,15 @@ class Tree:
             errors="replace",
             start_new_session=True,
         ) as process:
+            self._alone = process
             try:
                 printed, _ = process.communicate(timeout=TIMEOUT)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
                 return None, ""
+            finally:
+                self._alone = None
         return process.returncode, printed
 
     def _forked(self, arguments: Sequence[str]) -> tuple[int | None, str]:
@@ -197,9 +206,13 @@ class Tree:
         try:
             print(json.dumps(request), file=self._warm.stdin, flush=True)
             code = json.loads(self._warm.stdout.readline())
-        except (BrokenPipeError, json.JSONDecodeError):  # a test has ended it
-            self.close()
-            return self._fresh(arguments)
+        except (BrokenPipeError, json.JSONDecodeError):
+            self._warm.kill()
+            self._warm.wait()
+            self._warm = None
+            if self._is_closed:
+                raise
+            return self._fresh(arguments)  # a test has ended it
         return code, output.read_text(encoding="utf-8", errors="replace")
 
 
@@ -255,8 +268,11 @@ def in_trees(
         try:
             for future in as_completed(futures):
                 yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        except BaseException:  # an interruption waits for nothing
+            pool.shutdown(wait=False, cancel_futures=True)
+            for tree in trees:
+                tree.close()
+            raise
 
 
 def passes_without(chosen: Sequence[tuple[str, Mutant]], trees: Sequence[Tree]) -> bool:

@@ -22,6 +22,7 @@ import types
 
 def serve(preloaded: list[str]) -> None:
     """Answer requests until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks says when it is over
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
@@ -52,6 +53,7 @@ def run(arguments: list[str], output: str) -> None:
     try:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
         os.dup2(file, 2)

@@ -222,6 +222,8 @@ extern "C" __global__ void __launch_bounds__(256) kernel(float* out, int count) 
     if (i < count) {
 #pragma unroll
         for (int row = 0; row < 4; ++row) { out[i] += row; }
+    #pragma unroll 2
+        for (;;) {}
     }
 }
 }
@@ -234,6 +236,7 @@ extern "C" __global__ void __launch_bounds__(256) kernel(float* out, int count) 
         ("kernel", "if (i<count) {", "{", "    {\n#pragma unroll"),
         ("kernel", "if (i < count) {\n#pragma unroll", "{\n#pragma unroll", "{\n#pragma unroll\n"),
         ("kernel", "const int lane = threadIdx.x;", "const int lane = 0;", "const int i = 0;"),
+        ("kernel", "#pragma unroll 2\nfor (;;)", "for (;;)", "for (;;) {}"),
         ("kernel", "sums[i] += row", "sums[i] -= row", "out[i] -= row"),
         ("Tile::at", "x[first + i]", "x[i]", "return x[i];"),
         ("Tile::Tile", "first(row)", "first(0)", ": first(0) {}"),
@@ -275,7 +278,10 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / file).parent.mkdir(parents=True)
         (root / file).write_text(text)
     monkeypatch.setattr(run, "ROOT", root)
-    monkeypatch.setattr(run, "PRELOADED", ("pytest", "xdist.plugin", "_hypothesis_pytestplugin"))
+    # Neither torch nor plugins: every pytest starts at once.
+    monkeypatch.setattr(run, "PRELOADED", ("pytest",))
+    monkeypatch.setattr(run, "OF_PLUGINS", ())
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     return root
 
 
