@@ -186,6 +186,7 @@ absolute, square = {"error": "MAE", "largest": 256}, {"error": "MSE", "largest":
 four_over_six("nvfp4_4over6", "all", absolute, absolute)
 four_over_six("nvfp4_4over6_err_mode", "MSE", square, square, nvfp4_4over6="all")
 of_448 = {"error": "MAE"}
+# Of "weights", a part of a block of the samples has two errors that are equal.
 four_over_six("nvfp4_4over6_e4m3_use_256", "activations", absolute, of_448, nvfp4_4over6="all")
 
 
