@@ -417,16 +417,19 @@ def _scales_with_a_margin(given: Given) -> None:
 @sets("fuser.recipe.DelayedScaling", fp8_format=ALL_E4M3)
 def _scales_of_gradients_in_e4m3(given: Given) -> None:
     assert_steps_compute(DelayedScaling(**given), of_grads=E4M3)
+    assert_steps_compute(DelayedScaling(**given), of_grads=E4M3, in_experts=True)
 
 
 @sets("fuser.recipe.DelayedScaling", amax_history_len=2)
 def _scales_from_the_last_two_amaxes(given: Given) -> None:
     assert_steps_compute(DelayedScaling(**given), length=2)
+    assert_steps_compute(DelayedScaling(**given), length=2, in_experts=True)
 
 
 @sets("fuser.recipe.DelayedScaling", amax_compute_algo="most_recent")
 def _scales_from_the_last_amax(given: Given) -> None:
     assert_steps_compute(DelayedScaling(**given), algorithm="most_recent")
+    assert_steps_compute(DelayedScaling(**given), algorithm="most_recent", in_experts=True)
 
 
 @sets("fuser.recipe.DelayedScaling", override_linear_precision=(False, False, True))
