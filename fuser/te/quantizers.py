@@ -100,12 +100,16 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
         value = self.value()
         if isinstance(value, ChangeableQuantizer):
             return Quantizer.__call__(value, tensor)
-        if self.with_amax_reduction:
-            group = self.amax_reduction_group
-            if group is None:  # all ranks
-                group = resolved(type(self).__name__, None)
-            return value.bound_to(group)(tensor)
-        return value(tensor)
+        return self._over_ranks(value)(tensor)
+
+    def _over_ranks(self, value: Quantizer) -> Callable[[Any], QuantizedTensor]:
+        """``value``, for one call, with the amaxes of the ranks over which this one reduces."""
+        if not self.with_amax_reduction:
+            return value
+        group = self.amax_reduction_group
+        if group is None:  # all ranks
+            group = resolved(type(self).__name__, None)
+        return value.bound_to(group)
 
     def quantize(
         self,
@@ -163,7 +167,7 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
                 "format must be the same."
             )
         with torch.no_grad():
-            fresh = maker(src.to(device=dst.device))
+            fresh = self._over_ranks(maker)(src.to(device=dst.device))
             if noop_flag is not None:
                 keeps = noop_flag.reshape(()).to(device=dst.device) != 0
                 before = dst.compact().buffers()

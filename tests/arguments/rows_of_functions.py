@@ -237,16 +237,20 @@ ignores("fuser.checkpoint", "saved activations are not distributed", "tp_group")
 
 
 class Tracker:
-    """A generator beside torch's own."""
+    """A generator beside torch's own; its state is bytes, or as for CUDA graphs the generator."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
+        self.gives_bytes = True
 
-    def get_states(self) -> dict[str, torch.Tensor]:
-        return {"own": self.generator.get_state()}
+    def get_states(self) -> dict[str, Any]:
+        return {"own": self.generator.get_state() if self.gives_bytes else self.generator}
 
-    def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        self.generator.set_state(states["own"])
+    def set_states(self, states: dict[str, Any]) -> None:
+        if self.gives_bytes:
+            self.generator.set_state(states["own"])
+        else:
+            self.generator = states["own"]
 
     def masked(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rand(x.shape, generator=self.generator)
@@ -257,10 +261,14 @@ TRACKER = Tracker()
 
 @sets("fuser.checkpoint", get_rng_state_tracker=lambda: TRACKER)
 def _random_numbers_of_the_first_run(given: Given) -> None:
-    x = leaf(64)
-    y = fuser.checkpoint(TRACKER.masked, x, **given)
-    y.sum().backward()
-    assert_close(x.grad, y.detach() / x.detach())
+    for gives_bytes in (True, False):
+        TRACKER.gives_bytes = gives_bytes
+        x = leaf(64)
+        y = fuser.checkpoint(TRACKER.masked, x, **given)
+        after = TRACKER.generator.get_state()
+        y.sum().backward()
+        assert_close(x.grad, y.detach() / x.detach())
+        assert torch.equal(TRACKER.generator.get_state(), after)
 
 
 def masked(x: torch.Tensor) -> torch.Tensor:
@@ -840,8 +848,10 @@ def _graph_without_quantization(given: Given) -> None:
 
 @sets(GRAPHED, recipe=MXFP8BlockScaling())
 def _operands_in_a_graph(given: Given) -> None:
+    """Those of the argument, also where another recipe is in effect."""
     with _capturing():
-        module = graphed(Linear(), (_sample(),), **given, **UNUSED)
+        with fuser.autocast(recipe=Float8CurrentScaling()):
+            module = graphed(Linear(), (_sample(),), **given, **UNUSED)
         _replayed(module, MXFP8, fuser.autocast(recipe=MXFP8BlockScaling()))
 
 

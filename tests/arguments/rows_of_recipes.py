@@ -186,6 +186,7 @@ absolute, square = {"error": "MAE", "largest": 256}, {"error": "MSE", "largest":
 four_over_six("nvfp4_4over6", "all", absolute, absolute)
 four_over_six("nvfp4_4over6_err_mode", "MSE", square, square, nvfp4_4over6="all")
 of_448 = {"error": "MAE"}
+# Of "weights", a part of a block of the samples has two errors that are equal.
 four_over_six("nvfp4_4over6_e4m3_use_256", "activations", absolute, of_448, nvfp4_4over6="all")
 
 
@@ -416,16 +417,19 @@ def _scales_with_a_margin(given: Given) -> None:
 @sets("fuser.recipe.DelayedScaling", fp8_format=ALL_E4M3)
 def _scales_of_gradients_in_e4m3(given: Given) -> None:
     assert_steps_compute(DelayedScaling(**given), of_grads=E4M3)
+    assert_steps_compute(DelayedScaling(**given), of_grads=E4M3, in_experts=True)
 
 
 @sets("fuser.recipe.DelayedScaling", amax_history_len=2)
 def _scales_from_the_last_two_amaxes(given: Given) -> None:
     assert_steps_compute(DelayedScaling(**given), length=2)
+    assert_steps_compute(DelayedScaling(**given), length=2, in_experts=True)
 
 
 @sets("fuser.recipe.DelayedScaling", amax_compute_algo="most_recent")
 def _scales_from_the_last_amax(given: Given) -> None:
     assert_steps_compute(DelayedScaling(**given), algorithm="most_recent")
+    assert_steps_compute(DelayedScaling(**given), algorithm="most_recent", in_experts=True)
 
 
 @sets("fuser.recipe.DelayedScaling", override_linear_precision=(False, False, True))

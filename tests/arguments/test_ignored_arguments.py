@@ -52,7 +52,7 @@ def _is_op(value: Any) -> bool:
     return inspect.isclass(value) and issubclass(value, torch.nn.Module)
 
 
-@pytest.mark.parametrize(("path", "argument"), _of_ops(), ids="-".join)
+@pytest.mark.parametrize(("path", "argument"), _of_ops(), ids=str)
 def test_an_ignored_argument_changes_no_bit_and_no_tensor_of_the_caller(
     path: str, argument: str
 ) -> None:
@@ -78,7 +78,7 @@ def test_the_margin_of_each_pass_is_accepted() -> None:
         assert torch.equal(y, norm(6)(X))
 
 
-@pytest.mark.parametrize(("path", "argument"), _of_ops(), ids="-".join)
+@pytest.mark.parametrize(("path", "argument"), _of_ops(), ids=str)
 def test_the_documents_print_an_ignored_argument(path: str, argument: str) -> None:
     text = (ROOT / "docs" / "te_ops.md").read_text(encoding="utf-8")
     _, _, section = text.partition("## Arguments that change nothing")

@@ -218,8 +218,17 @@ def test_an_amax_is_reduced_over_the_group_of_the_quantizer(
     together = fuser.Float8CurrentScalingQuantizer(
         E4M3, "cpu", with_amax_reduction=True, amax_reduction_group="a group"
     )
-    assert torch.equal(together(values())._scale_inv, 4 * alone(values())._scale_inv)
+    expected = 4 * alone(values())._scale_inv
+    assert torch.equal(together(values())._scale_inv, expected)
     assert together(values())._quantizer.reduced_amaxes is None
+    for write in (
+        lambda target: together.update_quantized(values(), target),
+        lambda target: together.quantize(values(), out=target),
+    ):
+        target: Any = alone(-9 * values())
+        write(target)
+        assert torch.equal(target._scale_inv, expected)
+        assert torch.equal(target._rowwise_data, together(values())._rowwise_data)
 
 
 def test_without_a_group_an_amax_is_reduced_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
