@@ -324,7 +324,7 @@ def test_each_figure_of_a_device_is_that_of_the_table(device: Device) -> None:
     assert device.arch == arch
     for found, expected in zip(of_rates, (dense, grouped), strict=True):
         assert found == {name: pytest.approx(each, rel=1e-4) for name, each in expected.items()}
-    found = {
+    figures = {
         "peak": device.peak / 1e12,
         "bandwidth": device.bandwidth / 1e12,
         "launch": device.launch * 1e6,
@@ -332,13 +332,13 @@ def test_each_figure_of_a_device_is_that_of_the_table(device: Device) -> None:
         "memory": device.memory / 1e9,
         "attention": device.attention / 1e12,
     }
-    assert list(found.values()) == pytest.approx(numbers, rel=1e-4)
+    assert list(figures.values()) == pytest.approx(numbers, rel=1e-4)
     assert SOURCES.get(device.name, device.name) in device.source
     assert device.is_measured == (device.name == "H200")
     rates = "measured" if device.is_measured else "nominal"
     assert device.describe() == f"{device.name} ({rates} rates)"
     others = {"name", "arch", "dense", "grouped", "source", "is_measured"}
-    assert {field.name for field in dataclasses.fields(Device)} == {*found, *others}
+    assert {field.name for field in dataclasses.fields(Device)} == {*figures, *others}
 
 
 def test_a_step_takes_the_time_of_forward_and_of_twice_as_many_operations() -> None:

@@ -784,7 +784,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_with_a_budget_of_zero_a_change_before_backward_is_refused(change: Any) -> None:
-    ops = [fuser.RMSNorm(H), fuser.Linear(H, 2 * H), fuser.SwiGLU(), fuser.Dropout(0.1)]
+    ops: list[torch.nn.Module] = [
+        fuser.RMSNorm(H),
+        fuser.Linear(H, 2 * H),
+        fuser.SwiGLU(),
+        fuser.Dropout(0.1),
+    ]
     ops += [fuser.RMSNorm(H), torch.nn.Tanh()]
     model = fuser.Sequential(*ops, memory_budget=0)
     x = torch.randn(T, H, requires_grad=True)
@@ -920,7 +925,7 @@ def test_a_compiled_call_keeps_the_bytes_of_an_eager_one(own: str, around: str) 
     if own == "inputs alone":
         of_eager.memory_budget = BUDGETS["default"]
     compiled = torch.compile(lambda x: model(x), fullgraph=True, backend="eager")
-    with under(RECIPES["current"]), BUDGETS[around]:  # type: ignore[union-attr]
+    with under(RECIPES["current"]), BUDGETS[around]:
         expected = saved_bytes(of_eager, of_eager)
         assert [saved_bytes(compiled, model) for _ in range(3)] == [expected] * 3
 

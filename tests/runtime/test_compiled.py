@@ -441,7 +441,7 @@ IN_ONE_GRAPH: dict[str, tuple[Callable[[], list[torch.nn.Module]], Any]] = {
 
 def with_turned_weight() -> torch.nn.Module:
     model = three(None)
-    model[1].weight.data = turned(model[1].weight.data)  # type: ignore[index]
+    model[1].weight.data = turned(model[1].weight.data)
     return model
 
 

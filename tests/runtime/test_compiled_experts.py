@@ -335,10 +335,10 @@ def test_the_host_waits_for_sizes_if_any_grouped_linear_does(
     alone: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first, the last, both or none of two linears of one pipeline runs its groups alone."""
+    waiting = [(48, K)[place] for place in alone]
     monkeypatch.setattr(
         fuser.GroupedLinear, "runs_at_once", lambda self, _: self.out_features not in waiting
     )
-    waiting = [(48, K)[place] for place in alone]
     model = fuser.Sequential(
         fuser.GroupedLinear(G, K, 48, bias=False), fuser.GroupedLinear(G, 48, K, bias=False)
     )

@@ -229,7 +229,7 @@ def test_each_process_group_of_a_call_is_in_its_layout(monkeypatch: pytest.Monke
     assert key(delayed(), one, (one,), (two,)) == keys["as it is"]
     assert key(None, one, (one,), (two,)) == key(None, two, (one,), (two,))
     x = random(2, 2)
-    x.sizes = (1, 1)  # type: ignore[attr-defined]
+    x.sizes = (1, 1)
     assert RecordedPasses([], None)._groups_of([random(2, 2), x]) is None
 
 
