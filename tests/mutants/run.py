@@ -216,6 +216,15 @@ class Tree:
         return code, output.read_text(encoding="utf-8", errors="replace")
 
 
+def share_compiled(folder: Path) -> None:
+    """Let the emulator find what it has compiled before; what it adds stays in the folder."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    compiled = (Path(base) if base else Path.home() / ".cache") / "fuser-emulator"
+    (folder / compiled.name).mkdir(parents=True)
+    for entry in compiled.glob("*/"):
+        (folder / compiled.name / entry.name).symlink_to(entry.resolve(), target_is_directory=True)
+
+
 def examined(area: str, mutant: Mutant, tree: Tree) -> Result:
     """Plant ``mutant`` in ``tree``, run its tests, and take it out again."""
     started = time.perf_counter()
@@ -451,6 +460,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{len(chosen) - len(left)} of {len(chosen)} mutants are done.", flush=True)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuser-mutants-")))
+        share_compiled(folder / "cache")
         trees = [Tree(folder / f"tree{i}") for i in range(min(options.jobs, len(left)))]
         for tree in trees:
             stack.callback(tree.close)
