@@ -56,7 +56,7 @@ TAG ?=
 REPOSITORY ?=
 
 .PHONY: demo demo-sharded compare mutants test test-folders test-fast test-nightly test-cuda-build \
-	test-floors test-integrations test-elsewhere docs lint format wheel release-check release-notes \
+	test-floors test-integrations test-elsewhere docs sentences lint format wheel release-check release-notes \
 	clean
 
 demo: $(VENV)/.ready
@@ -153,6 +153,10 @@ test-elsewhere: $(VENV)/.ready
 docs: $(VENV)/.ready
 	$(BIN)/python -m sphinx -W --keep-going -b html -c docs/site . out/site
 	@echo "out/site/docs/index.html"
+
+# The table of messages, docs/site/messages.tsv, from the sources; the codes in it are kept.
+sentences: $(VENV)/.ready
+	$(BIN)/python docs/site/write_messages.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
