@@ -43,9 +43,6 @@ MISSING = "The end of the message has the name that is there, if there is one li
 
 CURES: dict[str, str] = {
     "channels-asks-extra-number": "Give an int, counted from 0.",
-    "checks-pipeline": (
-        "Give as many extra inputs as the message counts, in the order of the ops that take them."
-    ),
     "compiled-runner-recording-incomplete": COMPILED,
     "compiled-runner-returned-no-gradient": OWN_OP,
     "convert-strict-true-converted": (
@@ -65,6 +62,8 @@ CURES: dict[str, str] = {
     ),
     "errors-module-no-attribute": MISSING,
     "errors-module-no-attribute-attribute-2": MISSING,
+    "errors-twice-place": "Give it once.",
+    "fusible-init-does-not": "Call super().__init__() first in the __init__ of the class.",
     "gathering-fsdp-pre-gather": (
         "Gather by fully_shard, with a release of torch that the installation page names."
     ),
@@ -116,6 +115,7 @@ CURES: dict[str, str] = {
     "report-nothing-quantized-ops": (
         "Choose a recipe and shapes that the ops take: the message has the reason of each."
     ),
+    "reshape-input-whose-elements": "Give an input whose elements the shape divides.",
 }
 """Of single messages, by their codes in messages.tsv."""
 
@@ -204,6 +204,12 @@ CURES_OF_PLACES: tuple[tuple[str, str, str], ...] = (
     ),
     ("plan/registered.py", "StateError", "Return ops that replace each op of the pipeline once."),
     ("plan/why_kept.py", "refusal", KEPT),
+    (
+        "precision/availability.py",
+        "warning",
+        "Nothing is wrong: values are those of the recipe. For speed use a recipe that the message "
+        "names as native, or 16 bits.",
+    ),
     ("reference/mxfp8.py", "InputError", LAUNCHER),
     ("runtime/codegen.py", "StateError", OWN_OP),
     ("runtime/compiled_values.py", "StateError", COMPILED),

@@ -13,6 +13,7 @@ from cures import CURES, CURES_OF_PLACES
 from messages import code_of
 
 FUSER = Path(__file__).resolve().parents[2] / "fuser"
+ERRORS = ("Error", "Untraceable", "Unavailable")
 # Functions of these names return why something is not done, or None.
 REASONS = ("refus", "why", "reason", "unsupported", "does_not")
 # So do those whose docstrings begin so.
@@ -119,24 +120,61 @@ class Sentence(NamedTuple):
 
 def sentences() -> Iterator[Sentence]:
     """All messages, in the order of the sources."""
-    for path in sorted(FUSER.rglob("*.py")):
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FUSER.rglob("*.py")}
+    returned = {path: _returned(tree) for path, tree in trees.items()}
+    for path, tree in sorted(trees.items()):
         module = path.relative_to(FUSER).as_posix()
+        known = {**_imported(tree, returned), **returned[path]}
         seen: set[tuple[str, str]] = set()
-        for kind, text in _of(ast.parse(path.read_text(encoding="utf-8"))):
+        for kind, text in _of(tree, known):
             if " " in text.strip("… ") and (kind, text) not in seen:
                 seen.add((kind, text))
                 yield Sentence(kind, text, module)
 
 
-def _of(tree: ast.Module) -> Iterator[tuple[str, str]]:
+def _of(tree: ast.Module, returned: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
     """Kind and text of every message in a module."""
-    constants = _named(tree.body)
+    constants = {**returned, **_named(tree.body, returned)}
     reasons = _returned_reasons(tree)
     for nodes in _scopes(tree):
-        named = {**constants, **_named(nodes)}
+        named = {**constants, **_named(nodes, returned)}
         for node in nodes:
             for kind, value in _messages_at(node, node in reasons):
                 yield from ((kind, text) for text in _texts(value, named))
+
+
+def _returned(tree: ast.Module) -> dict[str, list[str]]:
+    """The texts of the functions of a module that return nothing but sentences, by their names."""
+    constants = _named(tree.body, {})
+    result: dict[str, list[str]] = {}
+    for node in [*tree.body, *tree.body]:  # twice: they call one another
+        if not isinstance(node, ast.FunctionDef) or node.returns is None:
+            continue
+        if ast.unparse(node.returns) in ("str", "str | None"):
+            named = {**constants, **result, **_named(ast.walk(node), result)}
+            returns = [n.value for n in ast.walk(node) if isinstance(n, ast.Return) and n.value]
+            values = [value for each in returns for value in _branches(each) if not _is_none(value)]
+            texts = [text for value in values for text in _alternatives(value, named)]
+            if texts and all(len(text.split()) > 3 for text in texts):
+                result[node.name] = texts
+    return result
+
+
+def _imported(
+    tree: ast.Module, returned: Mapping[Path, Mapping[str, list[str]]]
+) -> dict[str, list[str]]:
+    """The texts of functions that a module imports from the modules that have them."""
+    result = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            path = FUSER.parent / f"{node.module.replace('.', '/')}.py"
+            texts = returned.get(path, {})
+            result |= {name.name: texts[name.name] for name in node.names if name.name in texts}
+    return result
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
 
 
 def _scopes(node: ast.AST) -> Iterator[list[ast.AST]]:
@@ -164,10 +202,15 @@ def _returned_reasons(tree: ast.Module) -> set[ast.AST]:
 
 def _messages_at(node: ast.AST, is_reason: bool) -> Iterator[tuple[str, ast.expr]]:
     """Kind and expression of the message that a node makes."""
-    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-        name = _name(node.exc.func)
-        if name.endswith(("Error", "Untraceable", "Unavailable")):
-            yield name, node.exc.args[0]
+    made = (
+        node.exc
+        if isinstance(node, ast.Raise)
+        else node.value
+        if isinstance(node, ast.Return)
+        else None
+    )
+    if isinstance(made, ast.Call) and made.args and _name(made.func).endswith(ERRORS):
+        yield _name(made.func), made.args[0]
     elif isinstance(node, ast.Call) and node.args:
         name = _name(node.func)
         if name == "warn":
@@ -184,7 +227,7 @@ def _name(function: ast.expr) -> str:
     return ast.unparse(function).rpartition(".")[2]
 
 
-def _named(nodes: Iterable[ast.AST]) -> dict[str, list[str]]:
+def _named(nodes: Iterable[ast.AST], returned: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """The texts of names to which sentences are assigned; an ellipsis is one that is not known."""
     texts: dict[str, list[str]] = {}
     added = set()
@@ -192,25 +235,31 @@ def _named(nodes: Iterable[ast.AST]) -> dict[str, list[str]]:
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
             added.add(node.target.id)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found = _texts(node.value) or ["…"]
-            is_known = all(len(text.split()) > 2 for text in found)
+            branches = _branches(node.value)
+            found = [text for branch in branches for text in _alternatives(branch, returned)]
+            is_known = all(not text or len(text.split()) > 2 for text in found)
             texts.setdefault(node.targets[0].id, []).extend(found if is_known else ["…"])
     for name in added & texts.keys():
         texts[name] += [f"{text}…" for text in texts[name]]
     return {name: found for name, found in texts.items() if found != ["…"]}
 
 
-def _texts(value: ast.expr, named: Mapping[str, list[str]] | None = None) -> list[str]:
+def _texts(value: ast.expr, named: Mapping[str, list[str]]) -> list[str]:
     """The texts that an expression may have, with an ellipsis for each value in it.
 
-    ``named`` has those of names that stand for a sentence.
+    ``named`` has those of names, and of functions, that stand for a sentence.
     """
-    if isinstance(value, ast.IfExp):
-        return _texts(value.body, named) + _texts(value.orelse, named)
-    if isinstance(value, ast.BoolOp):
-        return [text for each in value.values for text in _texts(each, named)]
-    texts = _alternatives(value, named or {})
+    texts = [text for branch in _branches(value) for text in _alternatives(branch, named)]
     return list(dict.fromkeys(" ".join(text.split()) for text in texts if text.strip("… ")))
+
+
+def _branches(value: ast.expr) -> list[ast.expr]:
+    """The expressions of which one is the value."""
+    if isinstance(value, ast.IfExp):
+        return _branches(value.body) + _branches(value.orelse)
+    if isinstance(value, ast.BoolOp):
+        return [branch for each in value.values for branch in _branches(each)]
+    return [value]
 
 
 def _alternatives(value: ast.expr, named: Mapping[str, list[str]]) -> list[str]:
@@ -219,9 +268,12 @@ def _alternatives(value: ast.expr, named: Mapping[str, list[str]]) -> list[str]:
         return [value.value]
     if isinstance(value, ast.Name):
         return named.get(value.id, ["…"])
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+        return named.get(value.func.id, ["…"])
     if isinstance(value, ast.FormattedValue):
         found = _alternatives(value.value, named)
-        return found if isinstance(value.value, ast.Name) and "…" not in found else ["…"]
+        is_plain = isinstance(value.value, (ast.Name, ast.Call)) and value.conversion < 0
+        return found if is_plain and "…" not in found else ["…"]
     if isinstance(value, ast.Call) and _name(value.func) in ("strip", "rstrip"):
         return _alternatives(value.func.value, named)
     parts: list[ast.expr] = []
