@@ -61,7 +61,6 @@ CURES: dict[str, str] = {
         "recipe that this device has grouped products of; `python -m fuser doctor` lists formats."
     ),
     "errors-module-no-attribute": MISSING,
-    "errors-module-no-attribute-attribute-2": MISSING,
     "errors-twice-place": "Give it once.",
     "fusible-init-does-not": "Call super().__init__() first in the __init__ of the class.",
     "gathering-fsdp-pre-gather": (

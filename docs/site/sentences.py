@@ -245,12 +245,13 @@ def _named(nodes: Iterable[ast.AST], returned: Mapping[str, list[str]]) -> dict[
 
 
 def _texts(value: ast.expr, named: Mapping[str, list[str]]) -> list[str]:
-    """The texts that an expression may have, with an ellipsis for each value in it.
+    """The texts that an expression may have, with an ellipsis for the values side by side in it.
 
     ``named`` has those of names, and of functions, that stand for a sentence.
     """
     texts = [text for branch in _branches(value) for text in _alternatives(branch, named)]
-    return list(dict.fromkeys(" ".join(text.split()) for text in texts if text.strip("… ")))
+    merged = (re.sub("…(?: ?…)+", "…", " ".join(text.split())) for text in texts)
+    return list(dict.fromkeys(text for text in merged if text.strip("… ")))
 
 
 def _branches(value: ast.expr) -> list[ast.expr]:

@@ -13,6 +13,7 @@ from every_format import RECIPES
 from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
 from pointwise_cases import FORMULAS
+from said import holds, said
 from test_grouped_products import (  # noqa: F401 - a fixture, and marks
     PADDED,
     InFp64,
@@ -142,7 +143,7 @@ def test_bits_are_those_of_the_ops(make: Callable[[], Any], name: str) -> None:
         assert_equal(run(model, make()), run(alone, make()))
 
 
-AGAIN = r"ScaledSwiGLU\(activation_recompute_in_mlp=True\) trains only inside the fusion GroupedMLP"
+AGAIN = said("scaled-activation-recompute-mlp-true", "ScaledSwiGLU")
 
 
 def test_an_activation_that_nothing_computes_again_is_refused_in_training() -> None:
@@ -422,7 +423,7 @@ def test_recomputing_saves_less() -> None:
 def test_sizes_that_differ_are_refused_on_the_host() -> None:
     model, given = mlp(), tensors()
     sizes, other = torch.tensor(SPLITS), torch.tensor(SPLITS[::-1])
-    words = r"split sizes \[130, 0, 47, 100\] for its first .* \[100, 47, 0, 130\] for its second"
+    words = said("shared-sizes-grouped-mlp-ops", None, None, "130, 0, 47, 100", "100, 47, 0, 130")
     with pytest.raises(InputError, match=words):
         model(given["x"], sizes, given["scales"], other)
     y = model(given["x"], sizes, given["scales"], sizes.clone())
@@ -819,11 +820,13 @@ def test_linears_that_do_not_match_are_refused(ops: Any, words: str) -> None:
 
 def test_wrong_shapes_are_named_by_their_op() -> None:
     model, given, sizes = mlp(), tensors(), torch.tensor(SPLITS)
-    with pytest.raises(InputError, match="ScaledSwiGLU got scales of shape"):
+    with pytest.raises(InputError, match=said("grouped-linear-scales-scale-per", "ScaledSwiGLU")):
         model(given["x"], sizes, given["scales"][1:], sizes)
-    with pytest.raises(InputError, match="it takes one for each of its 4 groups"):
+    with pytest.raises(
+        InputError, match=said("recipe-takes", None, None, holds("one for each of its 4 groups"))
+    ):
         model(given["x"], sizes[1:], given["scales"], sizes[1:])
-    with pytest.raises(InputError, match="sum to 554, more than the 300 rows"):
+    with pytest.raises(InputError, match=said("grouped-sum-more-rows", 554, 300)):
         model(given["x"], 2 * sizes, given["scales"], 2 * sizes)
     assert model(given["x"], sizes, given["scales"], sizes).isfinite().all()
 

@@ -10,6 +10,7 @@ import oracles
 import pytest
 import torch
 from pipeline_kernels import on_kernels
+from said import said
 from sharded_models import RECIPES
 from test_grouped_quantized_parameters import OVERRIDES, SIZES, G, K, launches, run
 
@@ -269,7 +270,7 @@ def test_formats_and_sizes_without_stacks_are_refused(name: str, n: int) -> None
 def test_a_stack_of_parts_of_tiles_is_refused() -> None:
     quantizer = stack_quantizer(fuser.Float8CurrentScalingQuantizer(), N)
     assert quantizer is not None
-    with pytest.raises(InputError, match=r"matrices of 256 rows, got 100 rows.*multiple of 128"):
+    with pytest.raises(InputError, match=said("stacks-matrices-rows-takes", None, 256, 100, 128)):
         quantizer(torch.zeros(100, K))
 
 

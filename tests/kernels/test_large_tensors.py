@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from quantize_cases import block_format, buffers, fp8_format, mxfp8_format, nvfp4_format
+from said import said
 
 from fuser.chain import Stage
 from fuser.cuda import (
@@ -80,8 +81,8 @@ def test_norms_refuse_more_than_2_to_the_29_rows_or_columns(shape: tuple[int, in
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ((32, 2**31), "2147483648 does not fit a kernel's int32"),
-        ((2**22, 2**24), r"grid \(4294967296,\)"),  # tiles of 128 x 128
+        ((32, 2**31), said("arguments-does-not-int32", 2147483648)),
+        ((2**22, 2**24), said("launch-tuple-ints", "grid (4294967296,)")),  # tiles of 128 x 128
     ],
 )
 def test_quantizers_refuse_columns_and_tiles_that_no_int_holds(

@@ -11,6 +11,7 @@ import every_format as formats
 import oracles
 import pytest
 import torch
+from said import said
 
 import fuser
 from fuser.precision.quantizer_for import make_quantizer
@@ -196,7 +197,7 @@ def test_parameters_that_no_quantizer_of_the_recipe_has_are_refused(
 
 @pytest.mark.parametrize("epsilon", [-1.0, float("inf"), float("nan")])
 def test_an_amax_epsilon_is_finite_and_not_negative(epsilon: float) -> None:
-    with pytest.raises(fuser.InputError, match="finite and not negative"):
+    with pytest.raises(fuser.InputError, match=said("recipe-qparams-epsilon-finite")):
         QParams(amax_epsilon=epsilon)
 
 
