@@ -1262,7 +1262,9 @@ def test_wrong_arguments_are_named_with_what_to_write(
 
 @pytest.mark.parametrize("cls", [*fuser.recipe.RECIPES, fuser.recipe.CustomRecipe])
 def test_every_recipe_names_an_argument_that_it_does_not_take(cls: type[Any]) -> None:
-    with pytest.raises(fuser.InputTypeError, match=rf"^{cls.__name__} takes no argument 'colour'"):
+    with pytest.raises(
+        fuser.InputTypeError, match=said("errors-takes-no-argument", cls.__name__, "'colour'")
+    ):
         cls(colour=1)
 
 
@@ -1299,7 +1301,9 @@ def test_a_size_is_a_positive_integer(make: Callable[[Any], Any], op: str, size:
 def test_every_op_names_an_argument_that_it_does_not_take(cls: type[Any]) -> None:
     if inspect.isabstract(cls) or cls.__module__ == "fuser.op.fused":
         pytest.skip("nobody makes one")
-    with pytest.raises(fuser.InputTypeError, match=rf"^{cls.__name__} takes no argument 'colour'"):
+    with pytest.raises(
+        fuser.InputTypeError, match=said("errors-takes-no-argument", cls.__name__, "'colour'")
+    ):
         cls(colour=1)
     assert "args" not in inspect.signature(cls).parameters
 
@@ -1551,7 +1555,7 @@ def test_another_thing_than_a_recipe_or_a_fusion_is_refused_at_once(make: Any, w
 
 @pytest.mark.parametrize("length", [0, -1, 2.5, None])
 def test_a_history_of_no_steps_is_refused(length: Any) -> None:
-    with pytest.raises(fuser.InputError, match=f"amax_history_len {length}"):
+    with pytest.raises(fuser.InputError, match=said("recipe-delayed-history-len", length)):
         fuser.recipe.DelayedScaling(amax_history_len=length)
 
 

@@ -356,8 +356,8 @@ def test_the_form_of_a_gelu_is_in_its_text_its_copies_and_its_plan(cls: Any) -> 
 @pytest.mark.parametrize("cls", [fuser.GELU, fuser.GEGLU])
 @pytest.mark.parametrize("approximate", ["erf", None, True, ["none"], "Tanh"])
 def test_another_form_of_gelu_is_refused_in_a_sentence(cls: Any, approximate: Any) -> None:
-    sentence = f"{cls.__name__} got approximate={approximate!r}; it is 'tanh', the default"
-    with pytest.raises(fuser.InputError, match=re.escape(sentence)):
+    words = said("activation-approximate-tanh-default", cls.__name__, repr(approximate))
+    with pytest.raises(fuser.InputError, match=words):
         cls(approximate)
 
 
@@ -459,18 +459,27 @@ def test_situglu_refuses_a_beta_that_is_not_finite_and_positive(
             lambda: fuser.RMSNorm((4, 0)),
             said("parameters-positive", None, "normalized_shape[1]", 0),
         ),
-        (lambda: fuser.Dropout(1.5), "1.5"),
+        (lambda: fuser.Dropout(1.5), said("dropout-p-probability-between", 1.5)),
         (lambda: fuser.Dropout(-0.1), said("dropout-p-probability-between", -0.1)),
-        (lambda: fuser.Dropout(math.nan), "nan"),
-        (lambda: fuser.SwiGLU(glu_interleave_size=0), "0"),
-        (lambda: fuser.ClampedSwiGLU(limit=0.0), "0.0"),
-        (lambda: fuser.ClampedSwiGLU(limit=math.nan), "nan"),
+        (lambda: fuser.Dropout(math.nan), said("dropout-p-probability-between", "nan")),
+        (lambda: fuser.SwiGLU(glu_interleave_size=0), said("chain-glu-interleave-size", None, 0)),
+        (lambda: fuser.ClampedSwiGLU(limit=0.0), said("chain-all-finite-first", None, holds(0.0))),
+        (
+            lambda: fuser.ClampedSwiGLU(limit=math.nan),
+            said("chain-all-finite-first", None, holds("nan")),
+        ),
         (
             lambda: fuser.ScaledClampedQGeGLU(limit=-7.0),
             said("chain-all-finite-first", None, holds(-7.0)),
         ),
-        (lambda: fuser.Linear(4, 4, dtype=torch.float64), "float64"),
-        (lambda: fuser.LayerNorm(4, dtype=torch.int32), "int32"),
+        (
+            lambda: fuser.Linear(4, 4, dtype=torch.float64),
+            said("parameters-float32-float16-bfloat16", "torch.float64"),
+        ),
+        (
+            lambda: fuser.LayerNorm(4, dtype=torch.int32),
+            said("parameters-float32-float16-bfloat16", "torch.int32"),
+        ),
     ],
 )
 def test_an_argument_that_cannot_be_used_is_a_sentence_with_its_value(

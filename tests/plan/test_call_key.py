@@ -205,8 +205,8 @@ def test_an_input_on_another_device_is_planned_for_that_device() -> None:
     [
         ((x_of(3, 0),), said("checks-last-dimension-not", (3, 0))),
         ((torch.tensor(1.0),), said("checks-dimensions-needs-least")),
-        ((None,), "NoneType"),
-        (([1.0],), "list"),
+        ((None,), said("checks-tensor", None, "NoneType")),
+        (([1.0],), said("checks-tensor", None, "list")),
         ((x_of(3, SIZE).double(),), "float64"),
         ((x_of(3, SIZE), x_of(3, SIZE)), said("checks-pipeline", "0 extra inputs", 1)),
         ((x_of(3, SIZE).to("meta"),), said("checks-pipeline-runs-device", None, "meta")),

@@ -138,21 +138,24 @@ def test_a_users_refusal_is_in_the_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fusion", "said"),
+    ("fusion", "words"),
     [
         (Broken, "ZeroDivisionError: no way to tell"),
         (BrokenKernels, "KeyError: 'scale'"),
     ],
 )
 def test_a_fusion_that_raises_is_named_with_its_exception_and_the_ops_run_unfused(
-    fusion: Any, said: str
+    fusion: Any, words: str
 ) -> None:
     model, x = scales(fusion), tensor_of(FP32)
-    with pytest.warns(UserWarning, match=f"{fusion.__name__}.*{said}"):
+    with pytest.warns(
+        UserWarning,
+        match=said("planner-used-asked-about", fusion.__name__, None, *words.split(":")),
+    ):
         plan = model.plan(x)
-    assert said in refusal(plan, fusion.__name__, (0, 1))
+    assert words in refusal(plan, fusion.__name__, (0, 1))
     assert fusion.__name__ in refusal(plan, fusion.__name__, (0, 1))
-    with pytest.warns(UserWarning, match=fusion.__name__):
+    with pytest.warns(UserWarning, match=said("planner-used-asked-about", fusion.__name__)):
         assert torch.equal(scales(fusion)(x), 4 * x)
     assert ScaleTwice.ran == []
 
