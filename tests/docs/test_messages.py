@@ -89,7 +89,11 @@ def test_every_code_that_a_test_names_is_in_the_table() -> None:
     named = 0
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("said", "sentence"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "said",
+                "sentence",
+                "pattern_of",
+            ):
                 code = node.args[0] if node.args else None
                 if isinstance(code, ast.Constant) and path.name != Path(__file__).name:
                     said(code.value, *[None for _ in node.args[1:]])  # or it raises
