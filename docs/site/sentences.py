@@ -312,10 +312,15 @@ def setup(app: object) -> dict[str, bool]:
                 result.append(section)
             return result
 
+    anchored: set[str] = set()  # a message of two modules is listed twice, and has one anchor
+
     def _list(members: list[Sentence]) -> nodes.bullet_list:
         rows = nodes.bullet_list()
         for sentence in members:
             paragraph = nodes.paragraph()
+            if sentence.code is not None and sentence.code not in anchored:
+                anchored.add(sentence.code)
+                paragraph["ids"].append(f"message-{sentence.code}")
             paragraph += nodes.literal(text=sentence.kind)
             for clause, is_cure in sentence.clauses:
                 paragraph += nodes.Text(" ")

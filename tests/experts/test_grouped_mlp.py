@@ -13,7 +13,7 @@ from every_format import RECIPES
 from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
 from pointwise_cases import FORMULAS
-from said import holds, said
+from said import holds, said, sentence
 from test_grouped_products import (  # noqa: F401 - a fixture, and marks
     PADDED,
     InFp64,
@@ -802,11 +802,11 @@ def test_the_ops_run_where_each_group_is_quantized_alone(
     [
         (
             lambda: (fuser.GroupedLinear(2, 8, 8), fuser.GroupedLinear(3, 4, 8)),
-            "the linears have 2 and 3 groups.",
+            sentence("grouped-mlp-linears-groups", 2, 3),
         ),
         (
             lambda: (fuser.GroupedLinear(2, 8, 8), fuser.GroupedLinear(2, 4, 8, dtype=BF16)),
-            "the linears compute in torch.float32 and torch.bfloat16.",
+            sentence("grouped-mlp-linears-compute", "torch.float32", "torch.bfloat16"),
         ),
     ],
 )

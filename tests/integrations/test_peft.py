@@ -14,7 +14,7 @@ import pytest
 import torch
 from oracles import leaf, random_tensor
 from paths import ROOT
-from said import holds, said
+from said import holds, said, sentence
 
 import fuser
 
@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"target_modules": ["adapted"]},
         "'adapted' is a fuser LoRAGroupedLinear that .*: it has adapters of its own",
     ),
-    "adapters": ({"target_modules": ["lora"]}, "it has adapters of its own"),
+    "adapters": ({"target_modules": ["lora"]}, sentence("peft-adapters-own")),
     "a basic op": ({"target_modules": r".*basic_ops\.0"}, "it is a part of 'up'"),
     "all": (
         {"target_modules": "all-linear"},

@@ -15,7 +15,7 @@ import nvrtc
 import pytest
 import torch
 from emulator import KernelError, emulated
-from said import holds, said
+from said import holds, said, sentence
 
 import fuser
 from fuser import chain
@@ -326,9 +326,16 @@ def test_an_extra_output_that_an_op_does_not_tell_of_is_a_warning_that_names_the
         y = model(x)
     torch.testing.assert_close(y, x - x.mean(-1, keepdim=True))
     assert [str(w.message) for w in warned] == [
-        "Extra output 0 of Sums is torch.float32 of shape (4, 1), and plans count it like the "
-        "input, torch.float32 of shape (4, 16). Give Sums a method extra_output_specs(spec, "
-        "extras), which returns a TensorSpec(shape, dtype) for each extra output."
+        sentence(
+            "diagnose-extra-plans-count",
+            0,
+            "Sums",
+            "torch.float32",
+            (4, 1),
+            "torch.float32",
+            (4, 16),
+            "Sums",
+        )
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -20,7 +20,7 @@ import oracles
 import pytest
 import torch
 from models import mlp
-from said import holds, said
+from said import holds, said, sentence
 
 import fuser
 import fuser.runtime.pipeline
@@ -867,9 +867,7 @@ def test_a_backward_that_returns_no_tuple_is_named(rows: int, before: int) -> No
     model = fuser.Sequential(*[fuser.GELU() for _ in range(before)], _NoTuple(), fuser.GELU())
     with pytest.raises(fuser.StateError) as caught:
         model(x_of(rows, 8).requires_grad_()).sum().backward()
-    assert str(caught.value) == (
-        "_NoTuple.op_backward returns (grad_input, param_grads); it returned a Tensor."
-    )
+    assert str(caught.value) == sentence("basic-op-backward-returns", "_NoTuple", "Tensor")
 
 
 class _NoTupleBehindAnExtra(_NoTuple):
@@ -1121,22 +1119,40 @@ OPS = [cls for cls in OPS if issubclass(cls, fuser.FusibleOperation) and cls.__n
     [
         (
             lambda: fuser.Linear(4, 4, False),
-            "Linear got 3 arguments without a name, and takes 2 (in_features, out_features); give "
-            "others by name: Linear(4, 4, bias=False).",
+            sentence(
+                "errors-without-give-others",
+                "Linear",
+                "3 arguments",
+                "2 (in_features, out_features)",
+                "Linear",
+                "4, 4, bias=False",
+            ),
         ),
         (
             lambda: fuser.RMSNorm(64, 1e-6),
-            "RMSNorm got 2 arguments without a name, and takes 1 (normalized_shape); give others "
-            "by name: RMSNorm(64, eps=1e-06).",
+            sentence(
+                "errors-without-give-others",
+                "RMSNorm",
+                "2 arguments",
+                "1 (normalized_shape)",
+                "RMSNorm",
+                "64, eps=1e-06",
+            ),
         ),
         (
             lambda: fuser.GroupedLinear(2, 4, 4, False, device="cpu"),
-            "GroupedLinear got 4 arguments without a name, and takes 3 (num_groups, in_features, "
-            "out_features); give others by name: GroupedLinear(2, 4, 4, bias=False).",
+            sentence(
+                "errors-without-give-others",
+                "GroupedLinear",
+                "4 arguments",
+                "3 (num_groups, in_features, out_features)",
+                "GroupedLinear",
+                "2, 4, 4, bias=False",
+            ),
         ),
         (
             lambda: fuser.Dropout(0.5, True),
-            "Dropout got 2 arguments without a name, and takes 1 (p). By name it takes none.",
+            sentence("errors-without-name-takes", "Dropout", "2 arguments", "1 (p)", "none"),
         ),
         (
             lambda: fuser.GELU(aproximate="none"),
@@ -1163,7 +1179,7 @@ OPS = [cls for cls in OPS if issubclass(cls, fuser.FusibleOperation) and cls.__n
         (lambda: fuser.Bias(), "Bias got no size; it takes size, device, dtype, tensor_parallel, "),
         (
             lambda: fuser.Linear(4, in_features=3, out_features=4),  # type: ignore[misc]
-            "Linear got in_features twice, by its place and as in_features=.",
+            sentence("errors-twice-place", "Linear", "in_features", "in_features"),
         ),
         (
             lambda: fuser.autocast("cpu", dtype=torch.bfloat16),
@@ -1235,19 +1251,19 @@ OPS = [cls for cls in OPS if issubclass(cls, fuser.FusibleOperation) and cls.__n
         ),
         (
             lambda: fuser.Sequential([fuser.GELU(), fuser.GELU()]),
-            "Sequential takes modules, one an argument; got a list. Write Sequential(*modules).",
+            sentence("sequential-takes-modules-argument", "a list", " Write Sequential(*modules)."),
         ),
         (
             lambda: fuser.Sequential(fuser.GELU() for _ in range(2)),
-            "Sequential takes modules, one an argument; got a generator. Write Sequential(*mod",
+            sentence("sequential-takes-modules-argument", "a generator", " Write Sequential(*mod"),
         ),
         (
             lambda: fuser.Sequential(fuser.GELU(), fuser.SiLU),
-            "Sequential takes modules, one an argument; got the class SiLU. Write SiLU(...).",
+            sentence("sequential-takes-modules-argument", "the class SiLU", " Write SiLU(...)."),
         ),
         (
             lambda: fuser.Sequential(fuser.GELU(), "GELU"),
-            "Sequential takes modules, one an argument; got 'GELU'.",
+            sentence("sequential-takes-modules-argument", "'GELU'", ""),
         ),
     ],
 )
@@ -1334,34 +1350,54 @@ GATED = (fuser.Linear(8, 16), fuser.SwiGLU(), fuser.Linear(16, 8))
     [
         (
             lambda: fuser.Sequential(*GATED),
-            "Linear(16, 8) got an input of shape (3, 8); its last dimension must be 16. It is op 3 "
-            "(module 2); its input is the output of SwiGLU, op 2 (module 1), which halves the last "
-            "dimension, from 16 to 8.",
+            sentence(
+                "grouped-linear-shape-last-dimension",
+                "Linear(16, 8)",
+                (3, 8),
+                "16. It is op 3 (module 2); its input is the output of SwiGLU, op 2 (module 1), "
+                "which halves the last dimension, from 16 to 8",
+            ),
         ),
         (
             lambda: fuser.Sequential({"up": GATED[0], "gate": GATED[1], "down": GATED[2]}),
-            "Linear(16, 8) got an input of shape (3, 8); its last dimension must be 16. It is op 3 "
-            "(module down); its input is the output of SwiGLU, op 2 (module gate), which halves "
-            "the last dimension, from 16 to 8.",
+            sentence(
+                "grouped-linear-shape-last-dimension",
+                "Linear(16, 8)",
+                (3, 8),
+                "16. It is op 3 (module down); its input is the output of SwiGLU, op 2 (module gate), "
+                "which halves the last dimension, from 16 to 8",
+            ),
         ),
         (
             lambda: fuser.Sequential(fuser.GELU(), torch.nn.Identity(), fuser.RMSNorm(8), GATED[2]),
-            "Linear(16, 8) got an input of shape (3, 8); its last dimension must be 16. It is op 2 "
-            "(module 3); its input is the output of RMSNorm, op 1 (module 2).",
+            sentence(
+                "grouped-linear-shape-last-dimension",
+                "Linear(16, 8)",
+                (3, 8),
+                "16. It is op 2 (module 3); its input is the output of RMSNorm, op 1 (module 2)",
+            ),
         ),
         (
             lambda: fuser.Sequential(GATED[2], fuser.GELU()),
-            "Linear(16, 8) got an input of shape (3, 8); its last dimension must be 16. It is op 0 "
-            "(module 0), the first of its pipeline.",
+            sentence(
+                "grouped-linear-shape-last-dimension",
+                "Linear(16, 8)",
+                (3, 8),
+                "16. It is op 0 (module 0), the first of its pipeline",
+            ),
         ),
         (
             lambda: fuser.ops.OperationFuser([fuser.GELU(), GATED[2]]),
-            "Linear(16, 8) got an input of shape (3, 8); its last dimension must be 16. It is op "
-            "1; its input is the output of GELU, op 0.",
+            sentence(
+                "grouped-linear-shape-last-dimension",
+                "Linear(16, 8)",
+                (3, 8),
+                "16. It is op 1; its input is the output of GELU, op 0",
+            ),
         ),
         (
             lambda: GATED[2],
-            "Linear(16, 8) got an input of shape (3, 8); its last dimension must be 16.",
+            sentence("grouped-linear-shape-last-dimension", "Linear(16, 8)", (3, 8), 16),
         ),
     ],
 )
@@ -1382,9 +1418,11 @@ def test_a_running_model_places_the_op_too(fusions: Any) -> None:
         model(x)
     with pytest.raises(fuser.InputError) as caught:
         model(x_of(3, 7))
-    assert str(caught.value) == (
-        "BasicLinear(8, 4) got an input of shape (3, 7); its last dimension must be 8. It is op 1 "
-        "(module 1); its input is the output of GELU, op 0 (module 0)."
+    assert str(caught.value) == sentence(
+        "grouped-linear-shape-last-dimension",
+        "BasicLinear(8, 4)",
+        (3, 7),
+        "8. It is op 1 (module 1); its input is the output of GELU, op 0 (module 0)",
     )
     assert len(model.plans) == 1
 
@@ -1566,7 +1604,7 @@ def test_names_of_te_that_are_elsewhere_or_absent_say_so() -> None:
         fuser.LayerNormMLP  # noqa: B018
     with pytest.raises(AttributeError, match="has no attention"):
         fuser.TransformerLayer  # noqa: B018
-    for name, sentence in {
+    for name, words in {
         "Secuential": "'Secuential'. Did you mean fuser.Sequential?",
         "RmsNorm": "'RmsNorm'. Did you mean fuser.RMSNorm?",
         "moe_permute": "'moe_permute': it is fuser.moe.permute, and in a pipeline the op "
@@ -1579,8 +1617,8 @@ def test_names_of_te_that_are_elsewhere_or_absent_say_so() -> None:
     }.items():
         with pytest.raises(AttributeError) as caught:
             getattr(fuser, name)
-        assert str(caught.value) == f"module 'fuser' has no attribute {sentence}"
-    for module, name, sentence in (
+        assert str(caught.value) == f"module 'fuser' has no attribute {words}"
+    for module, name, words in (
         (fuser.recipe, "DelayedScalng", ". Did you mean fuser.recipe.DelayedScaling?"),
         (fuser.recipe, "autocast", ": it is fuser.autocast."),
         (fuser.recipe, "dataclas", ""),  # not a name of this library
@@ -1591,6 +1629,4 @@ def test_names_of_te_that_are_elsewhere_or_absent_say_so() -> None:
     ):
         with pytest.raises(AttributeError) as caught:
             getattr(module, name)
-        assert (
-            str(caught.value) == f"module {module.__name__!r} has no attribute {name!r}{sentence}"
-        )
+        assert str(caught.value) == f"module {module.__name__!r} has no attribute {name!r}{words}"

@@ -172,7 +172,7 @@ def test_a_possible_window_that_lost_is_listed_whatever_its_side() -> None:
         assert all(step.fusion is None for step in plan.forward + plan.backward)
         found = [(r.fusion, r.side, r.ops) for r in plan.refusals]
         assert found == [(fusion.__name__, fusion.side, (0, 1))], f"side {fusion.side}"
-        assert "cheaper" in plan.refusals[0].reason
+        assert re.search(said("cover-chosen-us-cheaper"), plan.refusals[0].reason)
 
 
 # -- planning runs nothing ---------------------------------------------------------
