@@ -14,7 +14,7 @@ import sentences
 from messages import TABLE, Message, messages
 
 # From this likeness on, a text of the same kind and module is taken for a row's text reworded.
-ALIKE = 0.5
+ALIKE = 0.35
 # Words that say too little for a code.
 SMALL = (
     "a an and are as at be been by for from got has have here if in is it its must of on one or s "
@@ -73,7 +73,7 @@ def _same_text(row: Message, key: tuple[str, str], modules: list[str]) -> float:
 def _reworded(row: Message, key: tuple[str, str], modules: list[str]) -> float:
     if row.kind != key[0] or not set(row.modules) & set(modules):
         return 0.0
-    ratio = difflib.SequenceMatcher(None, row.text.split(), key[1].split(), autojunk=False).ratio()
+    ratio = difflib.SequenceMatcher(None, _words(row.text), _words(key[1]), autojunk=False).ratio()
     return ratio if ratio >= ALIKE else 0.0
 
 

@@ -1364,8 +1364,8 @@ GATED = (fuser.Linear(8, 16), fuser.SwiGLU(), fuser.Linear(16, 8))
                 "grouped-linear-shape-last-dimension",
                 "Linear(16, 8)",
                 (3, 8),
-                "16. It is op 3 (module down); its input is the output of SwiGLU, op 2 (module gate), "
-                "which halves the last dimension, from 16 to 8",
+                "16. It is op 3 (module down); its input is the output of SwiGLU, op 2 (module "
+                "gate), which halves the last dimension, from 16 to 8",
             ),
         ),
         (

@@ -929,7 +929,7 @@ def test_backward_may_run_in_another_thread_than_forward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("transform", "said"),
+    ("transform", "function"),
     [
         (torch.func.vmap, "vmap"),
         (torch.func.grad, "grad"),
