@@ -59,9 +59,9 @@ WHEEL_VENV ?= .venv-wheel
 TAG ?=
 REPOSITORY ?=
 
-.PHONY: demo demo-sharded compare mutants test test-stage test-fast test-nightly counts compiled \
-	test-cuda-build test-floors test-integrations test-elsewhere docs lint format wheel release-check \
-	release-notes clean
+.PHONY: demo demo-sharded compare mutants test test-stage test-fast test-nightly counts sentences \
+	compiled test-cuda-build test-floors test-integrations test-elsewhere docs lint format wheel \
+	release-check release-notes clean
 
 demo: $(VENV)/.ready
 	OMP_WAIT_POLICY=passive $(BIN)/python $(DEMO_$(MODEL)) $(RECIPE_FLAGS) $(DEMO_FLAGS)
@@ -170,6 +170,10 @@ test-elsewhere: $(VENV)/.ready
 docs: $(VENV)/.ready
 	$(BIN)/python -m sphinx -W --keep-going -b html -c docs/site . out/site
 	@echo "out/site/docs/index.html"
+
+# The table of messages, docs/site/messages.tsv, from the sources; the codes in it are kept.
+sentences: $(VENV)/.ready
+	$(BIN)/python docs/site/write_messages.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

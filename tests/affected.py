@@ -33,8 +33,9 @@ FLAT = ("examples", "benchmarks")
 SHARED = ("tests/conftest.py", "pyproject.toml", "constraints.txt", "Makefile")
 # Tests that read files instead of importing them: after a change of which.
 READERS = {
-    "fuser/*.py": ("test_floors", "test_mutants", "test_torch_private"),
+    "fuser/*.py": ("test_floors", "test_messages", "test_mutants", "test_torch_private"),
     "tests/*.py": ("test_mutants",),
+    "docs/site/*": ("test_messages", "test_site"),
     "*.md": ("test_documents",),
     ".github/*": ("test_workflows",),
     "setup.py": ("test_distribution",),

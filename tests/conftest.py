@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import other_sums  # noqa: F401  torch adds in other orders if the environment says so
 import torch
+from said import Said
 from samples import sample
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -54,6 +55,11 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*sys.modules, "matplotlib"]:
         if name.partition(".")[0] == "matplotlib":
             monkeypatch.setitem(sys.modules, name, None)
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """A message names a test by its code."""
+    return val.code if isinstance(val, Said) else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

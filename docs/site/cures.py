@@ -1,8 +1,8 @@
 """Cures of messages that do not say one, for docs/troubleshooting.md.
 
-An entry is a file or folder below ``fuser/``, the beginning of its messages, the kind first, and
-their cure. A message that tells what to do needs no entry; tests/docs/test_site.py fails for a
-message with neither, and for an entry of no message.
+A message has the cure of its code, or that of the first place that fits. A message that tells what
+to do needs none; tests/docs/test_site.py fails for a message with neither, and for a cure of no
+message.
 """
 
 from __future__ import annotations
@@ -35,73 +35,107 @@ EXCEPTION = (
     "The exception is one of your code, and the command ends: correct the code, and run it again."
 )
 
-CURES: tuple[tuple[str, str, str], ...] = (
-    ("__main__.py", "InputError: Importing", EXCEPTION),
-    ("__main__.py", "InputError: … raised", EXCEPTION),
-    (
-        "__main__.py",
-        "InputError: … cannot be written",
-        "Give a file in a folder that you may write to.",
+UNCAPTURED = (
+    "Capture the parts before and after this op; or make the op without that argument, and "
+    "experts with a capacity."
+)
+MISSING = "The end of the message has the name that is there, if there is one like it."
+
+CURES: dict[str, str] = {
+    "channels-asks-extra-number": "Give an int, counted from 0.",
+    "compiled-runner-recording-incomplete": COMPILED,
+    "compiled-runner-returned-no-gradient": OWN_OP,
+    "convert-strict-true-converted": (
+        "Correct the modules that the message names, leave them out by `filter=`, or leave "
+        "`strict` out."
     ),
-    (
-        "basic_ops/linear_epilogues.py",
-        "refusal: the products of the ranks",
-        "Nothing: the sum over ranks comes first, and the bias is an op of its own.",
+    "cublaslt-failed-status": (
+        "`python -m fuser doctor` says which cuBLASLt was loaded: install the one of your torch."
     ),
-    (
-        "basic_ops/linear_epilogues.py",
-        "refusal: … takes no addend",
-        "Install CUDA's libraries: `python -m fuser doctor` names them.",
+    "delayed-scaling-reduces-amaxes": (
+        "The beginning of the message has the cure: the process group, or when it is called."
     ),
-    (
-        "basic_ops/linear_epilogues.py",
-        "refusal: … may record",
-        "The scale is an op of its own in backward, with the same values. A recipe whose "
-        "scales follow from the tensor, such as Float8CurrentScaling, fuses it.",
+    "dispatch-gives-shape": "Use the form of the function that returns a new tensor.",
+    "dispatched-experts-under-each-group": (
+        "The ops run one by one, or rows are gathered in memory, with the same values. Use a "
+        "recipe that this device has grouped products of; `python -m fuser doctor` lists formats."
     ),
-    (
-        "basic_ops/linear_epilogues.py",
-        "refusal: the linear is",
-        "Nothing: the addend is added by an op of its own, after the reduction.",
+    "errors-module-no-attribute": MISSING,
+    "errors-twice-place": "Give it once.",
+    "fusible-init-does-not": "Call super().__init__() first in the __init__ of the class.",
+    "gathering-fsdp-pre-gather": (
+        "Gather by fully_shard, with a release of torch that the installation page names."
     ),
+    "graph-runs-inside-window": (
+        "The ops run one by one, with the same values: a fused op gets its inputs before it runs."
+    ),
+    "graphed-comes-too-late": (
+        "Call backward() before the next call of the module, or capture a module for each call."
+    ),
+    "graphs-delay-wgrad-compute": UNCAPTURED,
+    "graphs-experts-several-ranks": UNCAPTURED,
+    "graphs-op-process-groups": UNCAPTURED,
+    "groups-made-planned-nothing": (
+        "Make the model again in each process of the group, under torchrun, to run it."
+    ),
+    "launch-kernels-run-cuda": "Torch does their work. Move the model to a GPU for the kernels.",
+    "linear-epilogues-addend-torch-cublaslt": (
+        "Install CUDA's libraries: `python -m fuser doctor` names them."
+    ),
+    "linear-epilogues-gemm-emulated-epilogue": (
+        "The ops run one by one, with the same values. Use a recipe that this device has products "
+        "of; `python -m fuser doctor` lists formats."
+    ),
+    "linear-epilogues-may-record-amax": (
+        "The scale is an op of its own in backward, with the same values. A recipe whose scales "
+        "follow from the tensor, such as Float8CurrentScaling, fuses it."
+    ),
+    "linear-epilogues-parallel-over-tensor": (
+        "Nothing: the addend is added by an op of its own, after the reduction."
+    ),
+    "linear-epilogues-products-first-after": (
+        "Nothing: the sum over ranks comes first, and the bias is an op of its own."
+    ),
+    "lora-adapters-is": "Call merge() and unmerge() in turn; `is_merged` says which is next.",
+    "main-cannot-written": "Give a file in a folder that you may write to.",
+    "main-importing-raised": EXCEPTION,
+    "main-raised": EXCEPTION,
+    "module-torch-work-kernels": (
+        "Torch does the work of all kernels, with the same values. `python -m fuser doctor` says "
+        "what to install; the beginning of the message is the reason."
+    ),
+    "peft-quantized-init-lora": (
+        "Use `init_lora_weights=True` without DoRA, or a weight of 16 or 32 bits."
+    ),
+    "peft-takes-no-adapters": (
+        "Name another target: the rest of the message says which, or why this one cannot have "
+        "adapters."
+    ),
+    "report-nothing-quantized-ops": (
+        "Choose a recipe and shapes that the ops take: the message has the reason of each."
+    ),
+    "reshape-input-whose-elements": "Give an input whose elements the shape divides.",
+}
+"""Of single messages, by their codes in messages.tsv."""
+
+CURES_OF_PLACES: tuple[tuple[str, str, str], ...] = (
     (
         "basic_ops/linear_epilogues.py",
         "refusal",
-        "The bias is an op of its own, with the same values. Give weight and bias one dtype "
-        "and one size.",
-    ),
-    (
-        "basic_ops/lora_adapters.py",
-        "StateError: … is ….",
-        "Call merge() and unmerge() in turn; `is_merged` says which is next.",
+        "The bias is an op of its own, with the same values. Give weight and bias one dtype and "
+        "one size.",
     ),
     (
         "basic_ops/normalization.py",
         "refusal",
         "The sum is an op of its own, with the same values. Give both inputs one dtype.",
     ),
-    (
-        "communication/groups.py",
-        "StateError: … was made for a planned group",
-        "Make the model again in each process of the group, under torchrun, to run it.",
-    ),
     ("conversion/chains.py", "ValueError", UNCONVERTED),
-    (
-        "conversion/convert.py",
-        "InputError: fuser.convert(strict=True)",
-        "Correct the modules that the message names, leave them out by `filter=`, or leave "
-        "`strict` out.",
-    ),
     ("conversion/converted.py", "refusal", UNCONVERTED),
     ("conversion/experts.py", "refusal", CHANGED),
     ("conversion/parts.py", "refusal", CHANGED),
     ("conversion/trace.py", "Untraceable", UNCONVERTED),
     ("conversion/unit.py", "refusal", CHANGED),
-    (
-        "cuda/cublaslt.py",
-        "StateError: … of cuBLASLt failed",
-        "`python -m fuser doctor` says which cuBLASLt was loaded: install the one of your torch.",
-    ),
     (
         "cuda/module.py",
         "KernelUnavailable",
@@ -128,20 +162,14 @@ CURES: tuple[tuple[str, str, str], ...] = (
     (
         "fused_ops/dispatched_experts.py",
         "refusal",
-        "The rows are gathered in memory, with the same values. Experts that gather rows as these "
-        "are read need a recipe, and a device with grouped products of its format.",
-    ),
-    (
-        "fused_ops/grouped_mlp.py",
-        "refusal: under",
-        "The ops run one by one, with the same values. Use a recipe that this device has grouped "
-        "products of; `python -m fuser doctor` lists formats.",
+        "The rows are gathered in memory, with the same values. Experts that gather rows as these"
+        " are read need a recipe, and a device with grouped products of its format.",
     ),
     (
         "fused_ops/grouped_mlp.py",
         "refusal",
-        "The ops run one by one, with the same values. Give both linears as many groups and "
-        "one dtype.",
+        "The ops run one by one, with the same values. Give both linears as many groups and one "
+        "dtype.",
     ),
     (
         "fused_ops/pointwise_chain.py",
@@ -155,78 +183,36 @@ CURES: tuple[tuple[str, str, str], ...] = (
         "The ops run one by one, with the same values. Give both tensors one dtype.",
     ),
     (
-        "inspection/report.py",
-        "refusal: Nothing was quantized in",
-        "Choose a recipe and shapes that the ops take: the message has the reason of each.",
-    ),
-    (
-        "integrations/peft.py",
-        "InputError: The target",
-        "Name another target: the rest of the message says which, or why this one cannot have "
-        "adapters.",
-    ),
-    (
-        "integrations/peft.py",
-        "refusal: its weight is quantized",
-        "Use `init_lora_weights=True` without DoRA, or a weight of 16 or 32 bits.",
-    ),
-    (
         "integrations/peft.py",
         "refusal",
-        "Name a linear of fuser or torch in `target_modules`; it has adapters of its own if "
-        "it is a LoRALinear.",
-    ),
-    (
-        "op/channels.py",
-        "InputTypeError: Channel",
-        "Give an int, counted from 0.",
+        "Name a linear of fuser or torch in `target_modules`; it has adapters of its own if it is"
+        " a LoRALinear.",
     ),
     (
         "plan/planner.py",
         "refusal",
         "Nothing, if no gradient is wanted. Else call requires_grad_() on the input or parameters.",
     ),
+    ("plan/cover.py", "refusal", "Nothing: the plan that was chosen takes no longer."),
     ("plan/planner.py", "StateError", "Correct the fusion: its reason is the end of the message."),
     (
         "plan/planner.py",
         "warning",
-        "Correct the fusion, whose exception is the end of the message; until then the ops "
-        "run without it.",
+        "Correct the fusion, whose exception is the end of the message; until then the ops run "
+        "without it.",
     ),
     ("plan/registered.py", "StateError", "Return ops that replace each op of the pipeline once."),
     ("plan/why_kept.py", "refusal", KEPT),
     (
-        "precision/delayed_scaling.py",
-        "StateError: … It reduces",
-        "The beginning of the message has the cure: the process group, or when it is called.",
+        "precision/availability.py",
+        "warning",
+        "Nothing is wrong: values are those of the recipe. For speed use a recipe that the message "
+        "names as native, or 16 bits.",
     ),
     ("reference/mxfp8.py", "InputError", LAUNCHER),
-    (
-        "runtime/checks.py",
-        "InputError: The pipeline …",
-        "Give as many extra inputs as the message counts, in the order of the ops that take them.",
-    ),
     ("runtime/codegen.py", "StateError", OWN_OP),
-    ("runtime/compiled_runner.py", "StateError: A recording", COMPILED),
-    ("runtime/compiled_runner.py", "StateError: The backward", OWN_OP),
     ("runtime/compiled_values.py", "StateError", COMPILED),
     ("runtime/diagnose.py", "StateError", OWN_OP),
-    (
-        "runtime/graphed.py",
-        "StateError: The backward of … comes too late",
-        "Call backward() before the next call of the module, or capture a module for each call.",
-    ),
-    (
-        "runtime/graphs.py",
-        "StateError: … has the op",
-        "Capture the parts before and after this op; or make the op without that argument, and "
-        "experts with a capacity.",
-    ),
-    (
-        "runtime/local_parts.py",
-        "InputError: ….… is a DTensor of shape",
-        "The last clause has the cure: which placement the op takes, or which module to call.",
-    ),
     (
         "runtime/model_plan.py",
         "InputError",
@@ -236,8 +222,8 @@ CURES: tuple[tuple[str, str, str], ...] = (
     (
         "runtime/quantized_parameters.py",
         "StateError",
-        "Export or compile the model before fully_shard; call clear_high_precision_init_val() "
-        "on its parameters, and give a clone() in place of a view.",
+        "Export or compile the model before fully_shard; call clear_high_precision_init_val() on "
+        "its parameters, and give a clone() in place of a view.",
     ),
     (
         "runtime/segment.py",
@@ -255,16 +241,7 @@ CURES: tuple[tuple[str, str, str], ...] = (
         "StateError",
         "Change what the end of the message names, or export the model without this part.",
     ),
-    (
-        "tensors/dispatch.py",
-        "StateError: … gives shape",
-        "Use the form of the function that returns a new tensor.",
-    ),
-    (
-        "tensors/gathering.py",
-        "StateError: fsdp_pre_all_gather",
-        "Gather by fully_shard, with a release of torch that the installation page names.",
-    ),
     ("tensors/quantizer.py", "KernelUnavailable", "Nothing: torch computes it."),
     ("testing/check.py", "AssertionError", OWN_OP),
 )
+"""Of the other messages, by a file or folder below ``fuser/`` and how their kind begins."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from cures import CURES
+from cures import CURES, CURES_OF_PLACES
+from messages import code_of
 
 FUSER = Path(__file__).resolve().parents[2] / "fuser"
+ERRORS = ("Error", "Untraceable", "Unavailable")
 # Functions of these names return why something is not done, or None.
 REASONS = ("refus", "why", "reason", "unsupported", "does_not")
+# So do those whose docstrings begin so.
+SAYS_REASON = r"^(?:The reason|The refusal|Why)\b|^[^\n]*, as a sentence"
 TITLES = {
     "basic_ops": "Ops",
     "chain.py": "Stages of chains",
@@ -98,71 +103,188 @@ class Sentence(NamedTuple):
         return any(is_cure for _, is_cure in self.clauses)
 
     @property
-    def cure(self) -> str | None:
-        """The cure that the table has for it; None if it has none.
+    def code(self) -> str | None:
+        """The code that the table has for it."""
+        return code_of(self.kind, self.text)
 
-        The first entry that fits is taken: an entry fits a message of its file or folder whose
-        text, with the kind before it, begins as the entry says.
-        """
-        named = f"{self.kind}: {self.text}"
-        for place, start, cure in CURES:
-            if self.module.startswith(place) and named.startswith(start):
+    @property
+    def cure(self) -> str | None:
+        """The cure of its code, or of the first entry of its file or folder and kind, or None."""
+        if self.code in CURES:
+            return CURES[self.code]
+        for place, kind, cure in CURES_OF_PLACES:
+            if self.module.startswith(place) and self.kind.startswith(kind):
                 return cure
         return None
 
 
 def sentences() -> Iterator[Sentence]:
     """All messages, in the order of the sources."""
-    for path in sorted(FUSER.rglob("*.py")):
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FUSER.rglob("*.py")}
+    returned = {path: _returned(tree) for path, tree in trees.items()}
+    for path, tree in sorted(trees.items()):
         module = path.relative_to(FUSER).as_posix()
+        known = {**_imported(tree, returned), **returned[path]}
         seen: set[tuple[str, str]] = set()
-        for kind, text in _of(ast.parse(path.read_text(encoding="utf-8"))):
+        for kind, text in _of(tree, known):
             if " " in text.strip("… ") and (kind, text) not in seen:
                 seen.add((kind, text))
                 yield Sentence(kind, text, module)
 
 
-def _of(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def _of(tree: ast.Module, returned: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
     """Kind and text of every message in a module."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            name = _name(node.exc.func)
-            if name.endswith(("Error", "Untraceable", "Unavailable")) and node.exc.args:
-                yield from ((name, text) for text in _texts(node.exc.args[0]))
-        elif isinstance(node, ast.Call) and node.args:
-            if _name(node.func) == "warn":
-                yield from (("warning", text) for text in _texts(node.args[0]))
-            elif _name(node.func) == "refuse":
-                yield from (("refusal", text) for text in _texts(node.args[0]))
-        elif isinstance(node, ast.FunctionDef) and any(n in node.name for n in REASONS):
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.Return) and inner.value is not None:
-                    yield from (("refusal", text) for text in _texts(inner.value))
+    constants = {**returned, **_named(tree.body, returned)}
+    reasons = _returned_reasons(tree)
+    for nodes in _scopes(tree):
+        named = {**constants, **_named(nodes, returned)}
+        for node in nodes:
+            for kind, value in _messages_at(node, node in reasons):
+                yield from ((kind, text) for text in _texts(value, named))
+
+
+def _returned(tree: ast.Module) -> dict[str, list[str]]:
+    """The texts of the functions of a module that return nothing but sentences, by their names."""
+    constants = _named(tree.body, {})
+    result: dict[str, list[str]] = {}
+    for node in [*tree.body, *tree.body]:  # twice: they call one another
+        if not isinstance(node, ast.FunctionDef) or node.returns is None:
+            continue
+        if ast.unparse(node.returns) in ("str", "str | None"):
+            named = {**constants, **result, **_named(ast.walk(node), result)}
+            returns = [n.value for n in ast.walk(node) if isinstance(n, ast.Return) and n.value]
+            values = [value for each in returns for value in _branches(each) if not _is_none(value)]
+            texts = [text for value in values for text in _alternatives(value, named)]
+            if texts and all(len(text.split()) > 3 for text in texts):
+                result[node.name] = texts
+    return result
+
+
+def _imported(
+    tree: ast.Module, returned: Mapping[Path, Mapping[str, list[str]]]
+) -> dict[str, list[str]]:
+    """The texts of functions that a module imports from the modules that have them."""
+    result = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            path = FUSER.parent / f"{node.module.replace('.', '/')}.py"
+            texts = returned.get(path, {})
+            result |= {name.name: texts[name.name] for name in node.names if name.name in texts}
+    return result
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
+
+
+def _scopes(node: ast.AST) -> Iterator[list[ast.AST]]:
+    """The nodes of each outermost function, and each node outside of functions."""
+    if isinstance(node, ast.FunctionDef):
+        yield list(ast.walk(node))
+    else:
+        yield [node]
+        for child in ast.iter_child_nodes(node):
+            yield from _scopes(child)
+
+
+def _returned_reasons(tree: ast.Module) -> set[ast.AST]:
+    """The statements that return why something is not done."""
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return {
+        node
+        for function in functions
+        if any(word in function.name for word in REASONS)
+        or re.search(SAYS_REASON, ast.get_docstring(function) or "")
+        for node in ast.walk(function)
+        if isinstance(node, ast.Return)
+    }
+
+
+def _messages_at(node: ast.AST, is_reason: bool) -> Iterator[tuple[str, ast.expr]]:
+    """Kind and expression of the message that a node makes."""
+    made = (
+        node.exc
+        if isinstance(node, ast.Raise)
+        else node.value
+        if isinstance(node, ast.Return)
+        else None
+    )
+    if isinstance(made, ast.Call) and made.args and _name(made.func).endswith(ERRORS):
+        yield _name(made.func), made.args[0]
+    elif isinstance(node, ast.Call) and node.args:
+        name = _name(node.func)
+        if name == "warn":
+            yield "warning", node.args[0]
+        elif name == "refuse":
+            yield "refusal", node.args[0]
+        elif name == "Refusal":
+            yield "refusal", node.args[-1]
+    elif is_reason and isinstance(node, ast.Return) and node.value is not None:
+        yield "refusal", node.value
 
 
 def _name(function: ast.expr) -> str:
     return ast.unparse(function).rpartition(".")[2]
 
 
-def _texts(value: ast.expr) -> list[str]:
-    """The texts that an expression may have, with an ellipsis for each value in it."""
+def _named(nodes: Iterable[ast.AST], returned: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """The texts of names to which sentences are assigned; an ellipsis is one that is not known."""
+    texts: dict[str, list[str]] = {}
+    added = set()
+    for node in nodes:
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            added.add(node.target.id)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            branches = _branches(node.value)
+            found = [text for branch in branches for text in _alternatives(branch, returned)]
+            is_known = all(not text or len(text.split()) > 2 for text in found)
+            texts.setdefault(node.targets[0].id, []).extend(found if is_known else ["…"])
+    for name in added & texts.keys():
+        texts[name] += [f"{text}…" for text in texts[name]]
+    return {name: found for name, found in texts.items() if found != ["…"]}
+
+
+def _texts(value: ast.expr, named: Mapping[str, list[str]]) -> list[str]:
+    """The texts that an expression may have, with an ellipsis for the values side by side in it.
+
+    ``named`` has those of names, and of functions, that stand for a sentence.
+    """
+    texts = [text for branch in _branches(value) for text in _alternatives(branch, named)]
+    merged = (re.sub("…(?: ?…)+", "…", " ".join(text.split())) for text in texts)
+    return list(dict.fromkeys(text for text in merged if text.strip("… ")))
+
+
+def _branches(value: ast.expr) -> list[ast.expr]:
+    """The expressions of which one is the value."""
     if isinstance(value, ast.IfExp):
-        return _texts(value.body) + _texts(value.orelse)
-    text = _text(value)
-    return [] if text is None else [" ".join(text.split())]
+        return _branches(value.body) + _branches(value.orelse)
+    if isinstance(value, ast.BoolOp):
+        return [branch for each in value.values for branch in _branches(each)]
+    return [value]
 
 
-def _text(value: ast.expr) -> str | None:
-    if isinstance(value, ast.Constant):
-        return value.value if isinstance(value.value, str) else None
+def _alternatives(value: ast.expr, named: Mapping[str, list[str]]) -> list[str]:
+    """The texts of an expression, among which a lone ellipsis is one that is not known."""
+    if isinstance(value, ast.Constant) and isinstance(value.value, str):
+        return [value.value]
+    if isinstance(value, ast.Name):
+        return named.get(value.id, ["…"])
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+        return named.get(value.func.id, ["…"])
+    if isinstance(value, ast.FormattedValue):
+        found = _alternatives(value.value, named)
+        is_plain = isinstance(value.value, (ast.Name, ast.Call)) and value.conversion < 0
+        return found if is_plain and "…" not in found else ["…"]
+    if isinstance(value, ast.Call) and _name(value.func) in ("strip", "rstrip"):
+        return _alternatives(value.func.value, named)
+    parts: list[ast.expr] = []
     if isinstance(value, ast.JoinedStr):
-        return "".join(
-            str(part.value) if isinstance(part, ast.Constant) else "…" for part in value.values
-        )
-    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
-        left, right = _text(value.left), _text(value.right)
-        return None if left is None and right is None else (left or "…") + (right or "…")
-    return None
+        parts = value.values
+    elif isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        parts = [value.left, value.right]
+    if not parts:
+        return ["…"]
+    return ["".join(row) for row in itertools.product(*(_alternatives(p, named) for p in parts))]
 
 
 def setup(app: object) -> dict[str, bool]:
@@ -190,10 +312,15 @@ def setup(app: object) -> dict[str, bool]:
                 result.append(section)
             return result
 
+    anchored: set[str] = set()  # a message of two modules is listed twice, and has one anchor
+
     def _list(members: list[Sentence]) -> nodes.bullet_list:
         rows = nodes.bullet_list()
         for sentence in members:
             paragraph = nodes.paragraph()
+            if sentence.code is not None and sentence.code not in anchored:
+                anchored.add(sentence.code)
+                paragraph["ids"].append(f"message-{sentence.code}")
             paragraph += nodes.literal(text=sentence.kind)
             for clause, is_cure in sentence.clauses:
                 paragraph += nodes.Text(" ")

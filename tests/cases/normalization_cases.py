@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from said import said
 
 from fuser.cuda import launch as launching
 from fuser.cuda import normalization as launchers
@@ -405,7 +406,7 @@ def check_y_is_written_again(case: Case, running: Running, device: str = "cpu") 
     with running(()):
         can_write = backward_launchers.writes_output(*read)
     if not can_write:
-        with pytest.raises(InputError, match="cannot write y too"):
+        with pytest.raises(InputError, match=said("normalization-backward-cannot-write-too")):
             backward(case, given, statistics, running, has_y=True)
         return
     expected = backward(case, given, statistics, running) | {"y": statistics["y"]}

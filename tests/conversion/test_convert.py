@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import titan_like
 import torch
+from said import holds, said
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
@@ -1138,21 +1139,29 @@ def test_torchs_order_of_rounding_gives_torchs_bits(dtype: torch.dtype) -> None:
 def test_other_arguments_and_modules_are_refused_in_a_sentence_and_nothing_changes() -> None:
     model, x = seeded(PreNorm), data()
     refusals: list[tuple[Any, dict[str, Any], str]] = [
-        (x, {}, "takes a module; got a Tensor"),
-        (model, {"recipe": "fp8"}, "takes a recipe of fuser.recipe or None; got a str"),
-        (model, {"linears": "some"}, "linears='some'; it is one of recipe, all, none"),
-        (model, {"norms": True}, "norms=True; it is one of fused, all, none"),
-        (model, {"rounding": "exact"}, "rounding='exact'; it is one of fused, torch"),
-        (model, {"keep": "first"}, "keep is a sequence of patterns; got the string 'first'"),
+        (x, {}, said("convert-fuser-takes-module", "Tensor")),
+        (model, {"recipe": "fp8"}, said("convert-takes-recipe-none", "str")),
+        (
+            model,
+            {"linears": "some"},
+            said("convert-fuser", "linears", "'some'", "recipe, all, none"),
+        ),
+        (model, {"norms": True}, said("convert-fuser", "norms", True, "fused, all, none")),
+        (
+            model,
+            {"rounding": "exact"},
+            said("convert-fuser", "rounding", "'exact'", "fused, torch"),
+        ),
+        (model, {"keep": "first"}, said("convert-sequence-patterns-string", "'first'")),
         (
             model,
             {"keep": ("*.q_proj",)},
-            r"matches no linear of the model; its linears are mlp.gate",
+            said("convert-matches-no-linear", None, holds("mlp.gate")),
         ),
         (
             nn.Sequential(model, seeded(LOOK_ALIKES["tanh"])),
             {"strict": True},
-            r"because of 1 \(LookAl",
+            said("convert-strict-true-converted", holds("1 (LookAl")),
         ),
     ]
     for module, options, sentence in refusals:
@@ -1334,7 +1343,7 @@ def test_a_recipe_for_a_model_with_a_forward_around_its_own_is_refused(wrap: str
         model = torch.compile(model, backend="eager")
     else:
         model.forward = functools.partial(type(model).forward, model)
-    with pytest.raises(fuser.InputError, match="with a forward of its own"):
+    with pytest.raises(fuser.InputError, match=said("convert-forward-own-not")):
         fuser.convert(model, recipe=CURRENT)
     expected = seeded(titan_like.TitanLike)(x)
     assert torch.equal(model(x), expected)

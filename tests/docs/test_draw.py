@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from said import said
 
 import fuser
 import fuser.report.draw
@@ -528,7 +529,9 @@ def test_dollars_and_control_characters_do_not_break_the_svg(tmp_path: Path) -> 
 def test_unknown_suffix_is_an_input_error_that_names_the_known_ones(
     name: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(fuser.InputError, match=r"\.html, \.png, \.svg") as caught:
+    with pytest.raises(
+        fuser.InputError, match=said("draw-picture-drawn", ".html, .png, .svg")
+    ) as caught:
         one_op_plan().draw(tmp_path / name)
     assert name in str(caught.value)
     assert not list(tmp_path.iterdir())
@@ -539,7 +542,7 @@ def test_without_matplotlib_a_sentence_says_what_to_install(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(fuser.StateError, match=r"pip install matplotlib"):
+    with pytest.raises(fuser.StateError, match=said("picture-drawing-needs-matplotlib")):
         one_op_plan().draw(tmp_path / f"plan{suffix}")
     assert not list(tmp_path.iterdir())
 

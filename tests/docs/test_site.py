@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 import subprocess
@@ -10,12 +9,10 @@ import sys
 from pathlib import Path
 
 import commands
-import cures
 import figures
 import formats_picture
 import kernels_picture
 import pytest
-import sentences
 from once import made_once
 from paths import ROOT
 
@@ -96,76 +93,6 @@ def test_notebooks_have_run_and_show_their_plan_and_curves(site: Path) -> None:
         assert "Warning" not in re.sub("EmulationWarning", "", text)
     downloads = {path.name for path in (site / "_downloads").rglob("*.ipynb")}
     assert downloads == {"pipeline.ipynb", "convert.ipynb"}
-
-
-def test_every_kind_of_message_is_listed() -> None:
-    messages = list(sentences.sentences())
-    kinds = {message.kind for message in messages}
-    assert {"InputError", "InputTypeError", "StateError", "warning", "refusal"} <= kinds
-    packages = {message.module.partition("/")[0] for message in messages}
-    assert packages <= sentences.TITLES.keys()
-
-
-def test_each_raise_of_an_own_error_with_a_text_is_listed() -> None:
-    listed = {(message.module, message.text) for message in sentences.sentences()}
-    raised = set()
-    for path in sorted(sentences.FUSER.rglob("*.py")):
-        module = path.relative_to(sentences.FUSER).as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                text = node.exc.args[0]
-                own = ast.unparse(node.exc.func) in ("InputError", "InputTypeError", "StateError")
-                if own and isinstance(text, ast.Constant) and " " in text.value:
-                    raised.add((module, " ".join(text.value.split())))
-    assert len(raised) > 20
-    assert raised <= listed
-
-
-def test_every_message_says_its_cure_or_has_one_in_the_table() -> None:
-    without = [m for m in sentences.sentences() if not m.says_cure and m.cure is None]
-    assert not without, "\n".join(f"{m.module}: {m.text}" for m in without)
-
-
-def test_every_cure_of_the_table_is_of_a_message() -> None:
-    messages = [m for m in sentences.sentences() if not m.says_cure]
-    used = {m.cure for m in messages}
-    assert [entry for entry in cures.CURES if entry[2] not in used] == []
-    for place, start, _ in cures.CURES:
-        named = (f"{m.kind}: {m.text}" for m in messages if m.module.startswith(place))
-        assert any(name.startswith(start) for name in named), (place, start)
-
-
-@pytest.mark.parametrize(
-    ("text", "cure"),
-    [
-        ("Linear got 3 weights; it takes one for each group.", "it takes one for each group."),
-        ("The op has a hook: remove it, or call the module.", "remove it, or call the module."),
-        ("A file is missing. Install fuser again.", "Install fuser again."),
-        ("Router takes x on a GPU; got one on a CPU.", "Router takes x on a GPU;"),
-        ("Linear got 3 weights for 4 groups.", None),
-        ("The keep of the model has no linear.", None),
-        ("Stage 2 takes no operand; got one.", None),
-    ],
-)
-def test_the_cure_of_an_error_is_the_clause_that_says_what_to_do(
-    text: str, cure: str | None
-) -> None:
-    message = sentences.Sentence("InputError", text, "new.py")
-    assert [clause for clause, is_cure in message.clauses if is_cure] == ([cure] if cure else [])
-    assert message.cure is None
-
-
-def test_a_rule_in_a_refusal_is_no_cure() -> None:
-    assert not sentences.Sentence("refusal", "a chain takes one gate.", "new.py").says_cure
-
-
-def test_a_message_has_an_ellipsis_for_each_value() -> None:
-    (text,) = {
-        message.text
-        for message in sentences.sentences()
-        if message.module == "basic_ops/lora_adapters.py" and "dropout=" in message.text
-    }
-    assert text == "… got dropout=…; it is between 0 and 1."
 
 
 def test_a_table_of_figures_has_the_medians_of_its_file() -> None:

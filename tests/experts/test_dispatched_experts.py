@@ -12,6 +12,7 @@ import torch
 from emulator import why_unavailable
 from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
+from said import sentence
 from test_grouped_mlp import OVERRIDES, groups_at_once  # noqa: F401 - a fixture
 from test_grouped_products import (  # noqa: F401 - a fixture, and marks
     PADDED,
@@ -467,14 +468,14 @@ def reasons(model: fuser.Sequential, recipe: Any) -> set[str]:
 def test_it_refuses_if_the_rows_are_read_in_memory(is_mlp: bool) -> None:
     model = layer(is_mlp=is_mlp)
     assert reasons(copy.deepcopy(model), None) == {
-        "without a recipe, the product of the experts reads the rows in memory."
+        sentence("dispatched-experts-without-recipe-product")
     }
     exact = recipes.MXFP8BlockScaling(backward_override="high_precision")
     assert reasons(copy.deepcopy(model), exact) == {
-        "the weight gradients read the rows in high precision, in memory."
+        sentence("dispatched-experts-weight-gradients-read")
     }
     assert reasons(copy.deepcopy(model), recipes.Float8RowwiseScaling()) == {
-        "under Float8RowwiseScaling here, each group is quantized and multiplied alone."
+        sentence("dispatched-experts-under-each-group", "Float8RowwiseScaling")
     }
     model[1].requires_grad_(False)
     assert reasons(copy.deepcopy(model), exact) == set()
@@ -497,7 +498,7 @@ def steps_of_frozen(model: fuser.Sequential, recipe: Any) -> list[Any]:
 def test_the_ops_run_where_each_group_is_quantized_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     one_by_one(monkeypatch)
     found = reasons(layer(), recipes.MXFP8BlockScaling())
-    assert found == {"under MXFP8BlockScaling here, each group is quantized and multiplied alone."}
+    assert found == {sentence("dispatched-experts-under-each-group", "MXFP8BlockScaling")}
 
 
 @pytest.mark.usefixtures("groups_at_once")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from pipeline_kernels import on_kernels
 from products_in_fp64 import InFp64
+from said import holds, said
 from torch.nn.utils import prune
 
 import fuser
@@ -269,11 +270,10 @@ def test_two_grouped_linears_of_an_expert_must_get_the_same_sizes() -> None:
     for _ in range(3):
         with pytest.raises(
             InputError,
-            match=r"grouped MLP of ops 0 to 3 got split sizes \[24, 24, 24, 24\] for its first "
-            r"GroupedLinear and \[0, 40, 30, 26\] for its second; they must be equal",
+            match=said("shared-sizes-grouped-mlp-ops", 0, 3, "24, 24, 24, 24", "0, 40, 30, 26"),
         ):
             model(x, sizes, scales, others)
-    with pytest.raises(InputError, match=r"split sizes of shape \(3,\)"):
+    with pytest.raises(InputError, match=said("recipe-takes", None, "split sizes of shape (3,)")):
         model(x, sizes, scales, sizes[:3])
     assert torch.equal(model(x, sizes, scales, sizes), y)
 
@@ -395,7 +395,7 @@ def test_weight_gradients_add_up_in_main_grad(
         assert all(bool((p.main_grad == 1).all()) for p in op.parameters())
         op.backward_dw()
         op.backward_dw()
-        with pytest.raises(StateError, match="no backward has left weight gradients"):
+        with pytest.raises(StateError, match=said("grouped-wgrad-linear-backward-dw")):
             op.backward_dw()
     grads = stacked(op, "weight", "main_grad")
     assert torch.allclose(grads - 1, 2 * wanted.float(), rtol=1e-5, atol=1e-3)
@@ -430,7 +430,9 @@ def test_a_main_grad_that_cannot_be_viewed_is_refused_before_any_is_changed() ->
         p.main_grad = torch.zeros(p.shape)
     op.weight2.main_grad = torch.zeros(K, N).t().reshape(N, K)[:, : K - 1]
     x = values(T, K, seed=1)
-    with pytest.raises(InputError, match=r"weight2, of shape \(48, 32\), .* \(48, 31\)"):
+    with pytest.raises(
+        InputError, match=said("main-grad-grouped-adds-strides", "weight2", (48, 32), (48, 31))
+    ):
         op(x, torch.tensor(SPLITS["even"])).sum().backward()
     assert not op.weight0.main_grad.any()
 
@@ -469,7 +471,7 @@ def test_gradients_that_are_left_come_in_the_order_of_their_backwards(
         op.backward_dw()
         total += expected(op, x, dy, SPLITS["first empty"])["dw"]
         assert torch.allclose(stacked(op, "weight", attribute).double(), total, atol=1e-3)
-    with pytest.raises(StateError, match="no backward has left"):
+    with pytest.raises(StateError, match=said("grouped-wgrad-linear-backward-dw")):
         op.backward_dw()
 
 
@@ -478,7 +480,7 @@ def test_delayed_gradients_are_asked_for_before_the_first_call() -> None:
     delayed.delay_wgrad_compute = True
     x, dy = values(T, K, seed=1), values(T, N, seed=2)
     exact = run(op, x, dy, SPLITS["even"])["dw"]
-    with pytest.raises(StateError, match="delay_wgrad_compute was set to True after the first"):
+    with pytest.raises(StateError, match=said("grouped-wgrad-delay-compute-set", None, True)):
         op.delay_wgrad_compute = True
     assert torch.equal(run(op, x, dy, SPLITS["even"])["dw"], exact), "the next call works"
     copied = copy.deepcopy(op)
@@ -539,7 +541,7 @@ def test_gradients_are_left_only_for_leaves_that_a_backward_accumulates_into() -
         prune.identity(op, f"weight{g}")
     op(x, splits).backward(dy)  # computed weights get their gradients at once
     assert all(torch.equal(getattr(op, f"weight{g}_orig").grad, wanted[g]) for g in range(G))
-    with pytest.raises(StateError, match="no backward has left"):
+    with pytest.raises(StateError, match=said("grouped-wgrad-linear-backward-dw")):
         op.backward_dw()
 
 
@@ -574,7 +576,7 @@ def test_a_missing_main_grad_is_refused_before_any_is_changed() -> None:
         if options:
             step()
             step = op.backward_dw
-        with pytest.raises(StateError, match=r"weight of shape \(48, 32\) has no main_grad"):
+        with pytest.raises(StateError, match=said("main-grad-accumulates-weight-into", (48, 32))):
             step()
         assert not op.weight0.main_grad.any()
         if options:
@@ -587,7 +589,9 @@ def test_a_transposed_main_grad_is_refused() -> None:
     op = made(bias=False, accumulate_into_main_grad=True)
     for p in op.parameters():
         p.main_grad = torch.zeros(K, N)
-    with pytest.raises(InputError, match=r"main_grad of shape \(32, 48\)"):
+    with pytest.raises(
+        InputError, match=said("main-grad-grouped-adds-strides", None, None, (32, 48))
+    ):
         op(values(T, K, seed=1), torch.tensor(SPLITS["even"])).sum().backward()
 
 
@@ -715,21 +719,40 @@ def test_buffers_in_the_memory_of_what_is_read_are_refused() -> None:
     model, splits = fuser.Sequential(op), torch.tensor(SPLITS["even"])
     x = values(T, K, seed=1)
     for name in ("output", "grad_input"):
-        with pytest.raises(InputError, match=f"buffer {name} in the memory of its input"):
+        with pytest.raises(InputError, match=said("grouped-linear-memory-give-own", name)):
             model(x, splits, op_kwargs={op: {name: x.view(T, K)}})
     dy = values(T, K, seed=2)
     y = model(x.requires_grad_(), splits, op_kwargs={op: {"grad_input": dy.view(T, K)}})
-    with pytest.raises(InputError, match="buffer grad_input in the memory of the gradient"):
+    with pytest.raises(InputError, match=said("grouped-linear-grad-memory-gradient")):
         y.backward(dy)
 
 
 @pytest.mark.parametrize(
     ("buffer", "sentence"),
     [
-        (torch.zeros(T, N + 1), r"buffer output of shape \(96, 49\)"),
-        (torch.zeros(T, N, dtype=BF16), r"torch.bfloat16 on cpu .* torch.float32 on cpu"),
-        (torch.zeros(N, T).t(), r"strides \(1, 96\); it takes a contiguous one"),
-        (torch.zeros(T, N, requires_grad=True), "requires a gradient"),
+        (
+            torch.zeros(T, N + 1),
+            said("grouped-linear-shape-strides-contiguous", "output", "(96", holds("49)")),
+        ),
+        (
+            torch.zeros(T, N, dtype=BF16),
+            said(
+                "grouped-linear-shape-strides-contiguous",
+                None,
+                None,
+                holds("torch.bfloat16"),
+                "cpu",
+                None,
+                None,
+                holds(" torch.float32"),
+                "cpu",
+            ),
+        ),
+        (
+            torch.zeros(N, T).t(),
+            said("grouped-linear-shape-strides-contiguous", None, None, None, None, (1, 96)),
+        ),
+        (torch.zeros(T, N, requires_grad=True), said("grouped-linear-requires-gradient-detach")),
     ],
 )
 def test_a_buffer_that_does_not_fit_is_refused_and_unchanged(
@@ -753,30 +776,42 @@ def bad_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, bool], str]]:
         "more than the rows": (
             (x, torch.tensor([50, 50, 0, 1])),
             {},
-            "sum to 101, more than the 96 rows of the input: 50, 50, 0, 1",
+            said("grouped-sum-more-rows", 101, 96, "50, 50, 0, 1"),
         ),
         "negative": (
             (x, torch.tensor([50, -3, 0, 1])),
             {},
-            "must not be negative; got 50, -3, 0, 1",
+            said("grouped-split-not-negative", "50, -3, 0, 1"),
         ),
-        "number of groups": ((x, even[:3]), {}, r"split sizes of shape \(3,\); it takes one for"),
+        "number of groups": (
+            (x, even[:3]),
+            {},
+            said("grouped-linear-split-each-groups", None, (3,)),
+        ),
         "sizes whose sum overflows": (
             (x, torch.tensor([2**62, 2**62, 2**63 - 1, 1])),
             {},
-            "more than the 96 rows",
+            said("grouped-sum-more-rows", None, 96),
         ),
-        "floating": ((x, even.float()), {}, "split sizes of torch.float32; they must be integers"),
-        "features": ((x[:, :16], even), {}, r"input of shape \(96, 16\); its last dimension .* 32"),
+        "floating": (
+            (x, even.float()),
+            {},
+            said("grouped-linear-split-sizes-integers", None, "torch.float32"),
+        ),
+        "features": (
+            (x[:, :16], even),
+            {},
+            said("grouped-linear-shape-last-dimension", None, (96, 16), 32),
+        ),
         "scales": (
             (x, even, torch.ones(T - 1)),
             scale,
-            r"scales of shape \(95,\) for an input of shape \(96, 32\)",
+            said("grouped-linear-scales-scale-per", None, (95,), (96, 32)),
         ),
         "integer scales": (
             (x, even, torch.ones(T, dtype=torch.int32)),
             scale,
-            "extra input of torch.int32",
+            said("graph-extra-input-takes", None, "torch.int32"),
         ),
     }
 
@@ -795,7 +830,7 @@ def test_bad_input_gets_a_sentence_and_the_next_call_works(name: str) -> None:
 @pytest.mark.parametrize("name", ["num_groups", "in_features", "out_features"])
 def test_sizes_are_positive(name: str) -> None:
     sizes = {"num_groups": G, "in_features": K, "out_features": N, name: 0}
-    with pytest.raises(InputError, match=f"got {name}=0"):
+    with pytest.raises(InputError, match=said("parameters-positive", None, name, 0)):
         fuser.GroupedLinear(**sizes)
 
 

@@ -13,6 +13,7 @@ from every_format import RECIPES
 from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
 from pointwise_cases import FORMULAS
+from said import holds, said, sentence
 from test_grouped_products import PADDED, InFp64, at_once  # noqa: F401 - a fixture
 from test_grouped_products import pytestmark as of_products
 from torch.utils.checkpoint import checkpoint
@@ -140,7 +141,7 @@ def test_bits_are_those_of_the_ops(make: Callable[[], Any], name: str) -> None:
         assert_equal(run(model, make()), run(alone, make()))
 
 
-AGAIN = r"ScaledSwiGLU\(activation_recompute_in_mlp=True\) trains only inside the fusion GroupedMLP"
+AGAIN = said("scaled-activation-recompute-mlp-true", "ScaledSwiGLU")
 
 
 def test_an_activation_that_nothing_computes_again_is_refused_in_training() -> None:
@@ -420,7 +421,7 @@ def test_recomputing_saves_less() -> None:
 def test_sizes_that_differ_are_refused_on_the_host() -> None:
     model, given = mlp(), tensors()
     sizes, other = torch.tensor(SPLITS), torch.tensor(SPLITS[::-1])
-    words = r"split sizes \[130, 0, 47, 100\] for its first .* \[100, 47, 0, 130\] for its second"
+    words = said("shared-sizes-grouped-mlp-ops", None, None, "130, 0, 47, 100", "100, 47, 0, 130")
     with pytest.raises(InputError, match=words):
         model(given["x"], sizes, given["scales"], other)
     y = model(given["x"], sizes, given["scales"], sizes.clone())
@@ -799,11 +800,11 @@ def test_the_ops_run_where_each_group_is_quantized_alone(
     [
         (
             lambda: (fuser.GroupedLinear(2, 8, 8), fuser.GroupedLinear(3, 4, 8)),
-            "the linears have 2 and 3 groups.",
+            sentence("grouped-mlp-linears-groups", 2, 3),
         ),
         (
             lambda: (fuser.GroupedLinear(2, 8, 8), fuser.GroupedLinear(2, 4, 8, dtype=BF16)),
-            "the linears compute in torch.float32 and torch.bfloat16.",
+            sentence("grouped-mlp-linears-compute", "torch.float32", "torch.bfloat16"),
         ),
     ],
 )
@@ -817,11 +818,13 @@ def test_linears_that_do_not_match_are_refused(ops: Any, words: str) -> None:
 
 def test_wrong_shapes_are_named_by_their_op() -> None:
     model, given, sizes = mlp(), tensors(), torch.tensor(SPLITS)
-    with pytest.raises(InputError, match="ScaledSwiGLU got scales of shape"):
+    with pytest.raises(InputError, match=said("grouped-linear-scales-scale-per", "ScaledSwiGLU")):
         model(given["x"], sizes, given["scales"][1:], sizes)
-    with pytest.raises(InputError, match="it takes one for each of its 4 groups"):
+    with pytest.raises(
+        InputError, match=said("recipe-takes", None, None, holds("one for each of its 4 groups"))
+    ):
         model(given["x"], sizes[1:], given["scales"], sizes[1:])
-    with pytest.raises(InputError, match="sum to 554, more than the 300 rows"):
+    with pytest.raises(InputError, match=said("grouped-sum-more-rows", 554, 300)):
         model(given["x"], 2 * sizes, given["scales"], 2 * sizes)
     assert model(given["x"], sizes, given["scales"], sizes).isfinite().all()
 

@@ -16,6 +16,7 @@ import torch
 from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
 from products_in_fp64 import InFp64
+from said import said
 from test_grouped_linear import (
     BF16,
     FP16,
@@ -196,9 +197,9 @@ def test_what_is_frozen_gets_no_gradient(
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ((30, 3, 0, 0), "sum to 33, more than the 6 rows of the input: 30, 3, 0, 0"),
-        ((6, 0, 0, 1), "sum to 7, more than the 6 rows"),
-        ((6, -1, 0, 1), "must not be negative; got 6, -1, 0, 1"),
+        ((30, 3, 0, 0), said("grouped-sum-more-rows", 33, 6, "30, 3, 0, 0")),
+        ((6, 0, 0, 1), said("grouped-sum-more-rows", 7, 6)),
+        ((6, -1, 0, 1), said("grouped-split-not-negative", "6, -1, 0, 1")),
     ],
 )
 @pytest.mark.parametrize("recipe", [None, *PADDED.values()], ids=["none", *PADDED])

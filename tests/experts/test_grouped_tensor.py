@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from said import said
 
 import fuser
 from fuser.errors import InputError
@@ -151,10 +152,25 @@ def test_no_rows_at_all() -> None:
 @pytest.mark.parametrize(
     ("x", "sizes", "quantizer", "words"),
     [
-        (torch.ones(2, 3, 4), [1], MXFP8Quantizer(), r"shape \(2, 3, 4\).*takes a matrix"),
-        (torch.ones(4, 4), [[1]], MXFP8Quantizer(), r"shape \(1, 1\); it takes a matrix"),
-        (torch.ones(4, 4), [1], Float8RowwiseQuantizer(), "Float8RowwiseQuantizer quantizes no"),
-        (torch.ones(4, 4), [1, 1], Float8Quantizer(), "a quantizer for each of the 2 groups"),
+        (torch.ones(2, 3, 4), [1], MXFP8Quantizer(), said("grouped-shape-split-sizes", (2, 3, 4))),
+        (
+            torch.ones(4, 4),
+            [[1]],
+            MXFP8Quantizer(),
+            said("grouped-shape-split-sizes", None, (1, 1)),
+        ),
+        (
+            torch.ones(4, 4),
+            [1],
+            Float8RowwiseQuantizer(),
+            said("grouped-quantizes-groups-launch", "Float8RowwiseQuantizer"),
+        ),
+        (
+            torch.ones(4, 4),
+            [1, 1],
+            Float8Quantizer(),
+            said("grouped-quantizes-groups-launch", None, None, 2),
+        ),
     ],
 )
 def test_refusals(x: torch.Tensor, sizes: list[int], quantizer: Quantizer, words: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from needs import needs_emulator
 from one_launch_experts import in_one_launch
 from pipeline_kernels import on_kernels
+from said import holds, said
 
 import fuser
 from fuser import recipe as recipes
@@ -414,17 +415,29 @@ def bad_dispatches() -> dict[str, tuple[dict[str, torch.Tensor], str]]:
     beyond = indices.clone()
     beyond[3, 1] = EXPERTS
     return {
-        "floating indices": ({"indices": indices.float()}, "int32 or int64; got torch.float32"),
+        "floating indices": (
+            {"indices": indices.float()},
+            said("routing-indices-int32-int64", None, holds("torch.float32")),
+        ),
         "indices of another batch": (
             {"indices": indices[1:]},
-            r"shape \[30, k\], because x has 30 tokens; got \(29, 2\)",
+            said("routing-indices-k-because", None, 30, 30, holds((29, 2))),
         ),
-        "flat indices": ({"indices": indices.view(-1)}, r"shape \[30, k\].* got \(60,\)"),
-        "probs of another shape": ({"probs": probs[:, :1]}, r"probs of shape \(30, 2\).*\(30, 1\)"),
-        "integer probs": ({"probs": probs.int()}, "probs of float64, .*; got torch.int32"),
+        "flat indices": (
+            {"indices": indices.view(-1)},
+            said("routing-indices-k-because", None, 30, None, holds((60,))),
+        ),
+        "probs of another shape": (
+            {"probs": probs[:, :1]},
+            said("routing-probs-shape-each", None, (30, 2), holds((30, 1))),
+        ),
+        "integer probs": (
+            {"probs": probs.int()},
+            said("routing-float64-float32-float16", None, "probs", holds("torch.int32")),
+        ),
         "an expert too many": (
             {"indices": beyond},
-            "MoeDispatch got expert index 4 for token 3, choice 1; an index is 0 to 3, or -1",
+            said("routing-token-choice-0", "MoeDispatch", 4, 3, 1, 3),
         ),
     }
 
@@ -450,12 +463,12 @@ def test_a_combine_refuses_what_are_not_rows_of_its_input() -> None:
     rows = oracles.random_tensor((60, HIDDEN), FP32, 2)
     op = fuser.MoeCombine()
     for x, extra, sentence in (
-        (rows[:40], places, r"got row \d+ of an input of 40 rows; .* rows of the input, or -1"),
-        (rows, places - 2, "got row -2 of an input of 60 rows"),
-        (rows, indices.int(), r"got row \d \d+ times; .* not expert indices"),
-        (rows, indices, r"extra output 2 of MoeDispatch, int32 .* got torch.int64"),
-        (rows, places.view(-1), r"int32 of shape \[T, k\]; got torch.int32 of shape \(60,\)"),
-        (rows.view(2, 30, -1), places, r"shape \[rows, hidden\]; got \(2, 30, 32\)"),
+        (rows[:40], places, said("moe-row-input-rows", None, 40)),
+        (rows, places - 2, said("moe-row-input-rows", -2, 60)),
+        (rows, indices.int(), said("moe-row-times-assignment")),
+        (rows, indices, said("moe-takes-each-token", "torch.int64")),
+        (rows, places.view(-1), said("moe-takes-each-token", "torch.int32", (60,))),
+        (rows.view(2, 30, -1), places, said("moe-takes-shape-hidden", (2, 30, 32))),
     ):
         with pytest.raises(InputError, match=sentence):
             op(x, extra)
@@ -465,10 +478,14 @@ def test_a_combine_refuses_what_are_not_rows_of_its_input() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"num_experts": 0}, InputError, "MoeDispatch got num_experts=0; it is 1 to"),
-        ({"num_experts": 4.0}, InputTypeError, r"an int as num_experts; got 4\.0"),
-        ({"capacity": -1}, InputError, "capacity=-1; it is 0 to"),
-        ({"drop_policy": "last"}, InputError, "drop_policy='last'; it is 'position' or 'probs'"),
+        (
+            {"num_experts": 0},
+            InputError,
+            said("routing-it-is-to", "MoeDispatch", "num_experts", 0, 1),
+        ),
+        ({"num_experts": 4.0}, InputTypeError, said("routing-takes-int", None, "num_experts", 4.0)),
+        ({"capacity": -1}, InputError, said("routing-it-is-to", None, "capacity", -1, 0)),
+        ({"drop_policy": "last"}, InputError, said("routing-drop-policy-position", None, "'last'")),
     ],
 )
 def test_a_dispatch_is_made_with_numbers_that_fit(
@@ -482,5 +499,7 @@ def test_a_dispatch_is_made_with_numbers_that_fit(
 def test_a_group_needs_process_groups(op: Any) -> None:
     """With ranks: test_expert_parallel.py."""
     assert op(expert_parallel_group=None).expert_parallel_size == 1
-    with pytest.raises(StateError, match=r"Moe\w+ communicates .*init_process_group first"):
+    with pytest.raises(
+        StateError, match=said("groups-communicates-torch-distributed", holds("Moe"))
+    ):
         op(expert_parallel_group=torch.distributed.ProcessGroup(0, 2))  # type: ignore[call-arg]

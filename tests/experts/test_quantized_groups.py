@@ -12,6 +12,7 @@ import pytest
 import torch
 from emulator import emulated
 from one_launch_experts import one_by_one
+from said import said
 from test_grouped_linear import assert_close, run
 from test_grouped_linear import values as random_values
 
@@ -181,7 +182,12 @@ def test_operands_that_do_not_match_are_refused() -> None:
     tiles = torch.zeros(3, 4, dtype=torch.int32)
     out = torch.empty(256, 128)
     how = grouped_gemm.Sums.FAST
-    with pytest.raises(fuser.InputError, match=r"\(256, 64\) rows .* 2 groups with 3 tiles"):
+    with pytest.raises(
+        fuser.InputError, match=said("grouped-gemm-rows-weights-tiles", (256, 64), None, 2, 3)
+    ):
         grouped_gemm.multiply_rows(operand, operand, ends, tiles, how, out=out, is_padded=True)
-    with pytest.raises(fuser.InputError, match=r"2 groups of results \(3, 256, 256\)"):
+    with pytest.raises(
+        fuser.InputError,
+        match=said("grouped-gemm-multiply-depth-results", None, None, 2, (3, 256, 256)),
+    ):
         grouped_gemm.multiply_depth(operand, operand, ends, how, out=torch.empty(3, 256, 256))

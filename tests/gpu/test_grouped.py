@@ -11,6 +11,7 @@ import grouped_cases as cases
 import pytest
 import torch
 from quantize_cases import GPU
+from said import said
 from test_grouped_linear import (
     LAYOUTS,
     MODES,
@@ -409,7 +410,7 @@ def test_sizes_are_checked_under_a_recipe_if_that_is_asked() -> None:
         model(x, fitting, scales, fitting, scales)
         model[0].check_device_splits = model[2].check_device_splits = True
         for _ in range(3):
-            with pytest.raises(ValueError, match=f"sum to {T + 1}, more than the {T} rows"):
+            with pytest.raises(ValueError, match=said("grouped-sum-more-rows", T + 1, T)):
                 model(x, wild, scales, wild, scales)
 
 
@@ -565,7 +566,7 @@ def test_sizes_on_the_host_are_taken_and_checked() -> None:
     x = torch.randn(T, K, dtype=BF16, device="cuda")
     splits = torch.tensor(SPLITS["first empty"])
     assert torch.equal(op(x, splits), op(x, splits.cuda()))
-    with pytest.raises(ValueError, match="sum to 101, more than the 96 rows"):
+    with pytest.raises(ValueError, match=said("grouped-sum-more-rows", 101, 96)):
         op(x, torch.tensor([50, 50, 0, 1]))
 
 
@@ -577,7 +578,9 @@ def test_sizes_on_the_gpu_that_do_not_fit_overrun_nothing() -> None:
     if is_one_launch():
         assert torch.equal(op(x, wild), op(x, fitting))
     op.check_device_splits = True
-    with pytest.raises(ValueError, match="must not be negative; got 50, -7, 1099511627776, 9"):
+    with pytest.raises(
+        ValueError, match=said("grouped-split-not-negative", "50, -7, 1099511627776, 9")
+    ):
         op(x, wild)
 
 

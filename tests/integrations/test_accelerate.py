@@ -9,6 +9,7 @@ import pytest
 import titan_like
 import torch
 import torch.nn.functional as F
+from said import said
 
 import fuser
 
@@ -152,7 +153,7 @@ def test_mixed_precision_of_accelerate_reaches_pipelines() -> None:
 def test_a_recipe_comes_before_accelerate() -> None:
     model = converted(None)
     training = Training(model, mixed_precision="bf16")
-    with pytest.raises(fuser.InputError, match="convert a model before torch"):
+    with pytest.raises(fuser.InputError, match=said("convert-forward-own-not")):
         fuser.convert(training.model, recipe=CURRENT)
     found = {}
     for name, options in OPTIONS.items():

@@ -12,6 +12,7 @@ import torch
 from chain_store_cases import CHAINS, ONE_STORE, STORES, Store, check, made, sized
 from pointwise_cases import Case
 from quantize_cases import DTYPES, EMULATOR, buffers, fp8_format
+from said import holds, said
 
 from fuser.cuda import fp8_scaling, pointwise, pointwise_instantiations
 from fuser.errors import InputError
@@ -108,11 +109,15 @@ def test_sums_need_one_row_a_tile() -> None:
     case = replace(CHAINS["bias_gelu"], rows=300, columns=16)
     dy = x = torch.zeros(300, 16, dtype=case.dtype)
     assert pointwise.sums_shape(300, 16) == (3, 16)
-    with pytest.raises(InputError, match=r"sums contiguous, .*shape \(3, 16\); got"):
+    with pytest.raises(
+        InputError, match=said("checks-needs-contiguous-strides", None, "sums", None, (3, 16))
+    ):
         pointwise.backward_producer(
             case.stages, dy, x, [None, None], 300, 16, saved=1, sums=torch.zeros(2, 16)
         )
-    with pytest.raises(InputError, match=r"out contiguous, .*shape \(16,\); got"):
+    with pytest.raises(
+        InputError, match=said("checks-needs-contiguous-strides", None, "out", None, (16,))
+    ):
         pointwise.sum_parts(torch.zeros(3, 16), torch.zeros(15))
 
 
@@ -120,5 +125,10 @@ def test_outputs_of_another_shape_than_the_producers_are_refused() -> None:
     x = torch.zeros(4, 32)
     producer = pointwise.forward_producer(cases.SWIGLU, x, [None], 4, 16)
     outputs = buffers(row=torch.zeros(4, 32, dtype=torch.uint8), scale_inv=torch.ones(1))
-    with pytest.raises(InputError, match=r"FP8 quantize .*rowwise_data .*shape \(4, 16\); got"):
+    with pytest.raises(
+        InputError,
+        match=said(
+            "checks-needs-contiguous-strides", "FP8 quantize", holds("rowwise_data"), None, (4, 16)
+        ),
+    ):
         fp8_scaling.quantize(fp8_format(), producer, outputs, amax_value=torch.ones(1))

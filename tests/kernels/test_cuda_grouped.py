@@ -11,6 +11,7 @@ import pytest
 import torch
 from pipeline_kernels import SOURCES
 from quantize_cases import EMULATOR, Place
+from said import holds, said
 
 from fuser.cuda import fp8_scaling, grouped, nvfp4
 from fuser.errors import InputError
@@ -166,11 +167,20 @@ def test_gradients_beside_have_dtypes_of_their_own(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"ends": torch.zeros(3, dtype=torch.int64)}, r"ends of shape .*int32; got .*int64"),
-        ({"bias": torch.zeros(3, 5)}, r"bias \[3, 4\] of torch.float32; got \(3, 5\)"),
-        ({"scales": torch.zeros(4)}, r"scales of shape \(5,\)"),
-        ({"out": torch.zeros(4, 5).t()}, r"contiguous matrix; .* strides \(1, 5\)"),
-        ({"out": torch.zeros(5, 4, dtype=torch.float64)}, "not torch.float64"),
+        (
+            {"ends": torch.zeros(3, dtype=torch.int64)},
+            said("grouped-takes-shape", "ends", None, holds("int32"), None, holds("int64")),
+        ),
+        (
+            {"bias": torch.zeros(3, 5)},
+            said("grouped-add-bias-contiguous", 3, 4, "torch.float32", (3, 5)),
+        ),
+        ({"scales": torch.zeros(4)}, said("grouped-takes-shape", "scales", (5,))),
+        ({"out": torch.zeros(4, 5).t()}, said("grouped-contiguous-matrix-shape", None, (1, 5))),
+        (
+            {"out": torch.zeros(5, 4, dtype=torch.float64)},
+            said("checks-float32-float16-bfloat16", None, "torch.float64"),
+        ),
     ],
 )
 def test_what_a_launcher_cannot_take_is_refused(change: dict[str, Any], words: str) -> None:

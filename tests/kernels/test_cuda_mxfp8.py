@@ -9,6 +9,7 @@ import mxfp8_cases as cases
 import pytest
 import torch
 from quantize_cases import DTYPES, E4M3, E5M2, EMULATOR, FLOAT8, Input, buffers, mxfp8_format
+from said import holds, said
 
 from fuser.cuda import mxfp8
 from fuser.errors import InputError
@@ -81,11 +82,23 @@ def test_every_exponent_is_dequantized(out_dtype: torch.dtype, columnwise: bool)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"x": torch.zeros(32, 48)}, "MXFP8 needs K .*multiple of 32; got K = 48"),
-        ({"col": torch.zeros(32, 64, dtype=torch.uint8)}, "MXFP8 .*got _columnwise_data without"),
-        ({"row_scale": torch.zeros(32, 2, dtype=torch.uint8)}, r"e_scale_inv .*shape \(128, 4\)"),
-        ({"row_scale": torch.zeros(513, dtype=torch.uint8)[1:].view(128, 4)}, "multiple of 16"),
-        ({"dtype": DType.kFloat4E2M1}, "MXFP8 .*not E2M1"),
+        (
+            {"x": torch.zeros(32, 48)},
+            said("formats-needs-multiple-pad", "MXFP8", "K", None, 32, "K", 48),
+        ),
+        (
+            {"col": torch.zeros(32, 64, dtype=torch.uint8)},
+            said("checks-without-copy-data", holds("MXFP8 "), "_columnwise_data"),
+        ),
+        (
+            {"row_scale": torch.zeros(32, 2, dtype=torch.uint8)},
+            said("checks-needs-contiguous-strides", None, holds("e_scale_inv"), None, (128, 4)),
+        ),
+        (
+            {"row_scale": torch.zeros(513, dtype=torch.uint8)[1:].view(128, 4)},
+            said("checks-needs-multiple-bytes", None, None, 16),
+        ),
+        ({"dtype": DType.kFloat4E2M1}, said("checks-elements-e4m3-e5m2", holds("MXFP8 "), "E2M1")),
     ],
 )
 def test_a_launcher_refuses_tensors_that_it_does_not_support(

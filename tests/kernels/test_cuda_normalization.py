@@ -33,6 +33,7 @@ from normalization_cases import (
     plain,
     same_bits,
 )
+from said import holds, said
 
 from fuser.cuda import normalization as launchers
 from fuser.cuda import normalization_backward as backward_launchers
@@ -379,7 +380,7 @@ def test_kernels_take_an_x_and_a_y_of_one_dtype_or_an_fp32_x(
         with running((tensors[2], rstd)):
             launchers.rmsnorm(*tensors, eps=1e-5)
     else:
-        with pytest.raises(InputError, match="y in"), emulated():
+        with pytest.raises(InputError, match=said("norm-common-takes", None, "y")), emulated():
             launchers.rmsnorm(*tensors, eps=1e-5)
 
 
@@ -570,31 +571,103 @@ def test_good_arguments_are_taken() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"x": torch.zeros(4, 16).double()}, r"x of shape \[rows, columns\].* got float64"),
-        ({"x": torch.zeros(64)}, r"got float32 of shape \(64,\)"),
-        ({"x": torch.zeros(4, 0)}, r"got float32 of shape \(4, 0\)"),
-        ({"x": torch.zeros(16, 4).t()}, r"x .* side by side; .* strides \(1, 4\)"),
-        ({"y": torch.zeros(4, 15)}, r"y in float32 or bfloat16 or float16, of shape \(4, 16\)"),
-        ({"y": torch.zeros(4, 32)[:, :16]}, r"y .* contiguous; .* strides \(32, 1\)"),
-        ({"x": torch.zeros(4, 16).half(), "extra": None, "z": None}, "y in float16, .* float32"),
-        ({"extra": torch.zeros(4, 16).half()}, "extra in float32, .* got float16"),
+        (
+            {"x": torch.zeros(4, 16).double()},
+            said("norm-common-shape-rows-columns", None, None, "float64"),
+        ),
+        (
+            {"x": torch.zeros(64)},
+            said("norm-common-shape-rows-columns", None, None, "float32", (64,)),
+        ),
+        (
+            {"x": torch.zeros(4, 0)},
+            said("norm-common-shape-rows-columns", None, None, "float32", (4, 0)),
+        ),
+        (
+            {"x": torch.zeros(16, 4).t()},
+            said(
+                "norm-common-takes",
+                None,
+                "x",
+                None,
+                None,
+                holds(" side by side"),
+                None,
+                None,
+                (1, 4),
+            ),
+        ),
+        (
+            {"y": torch.zeros(4, 15)},
+            said(
+                "norm-common-takes",
+                None,
+                "y",
+                "float32 or bfloat16 or float16",
+                "of shape (4",
+                holds("16)"),
+            ),
+        ),
+        (
+            {"y": torch.zeros(4, 32)[:, :16]},
+            said(
+                "norm-common-takes",
+                None,
+                "y",
+                None,
+                None,
+                holds(" contiguous"),
+                None,
+                None,
+                (32, 1),
+            ),
+        ),
+        (
+            {"x": torch.zeros(4, 16).half(), "extra": None, "z": None},
+            said("norm-common-takes", None, "y", "float16", None, None, "float32"),
+        ),
+        (
+            {"extra": torch.zeros(4, 16).half()},
+            said("norm-common-takes", None, "extra", "float32", None, None, "float16"),
+        ),
         (
             {"y": torch.zeros(4, 16).half(), "extra": torch.zeros(4, 16).bfloat16()},
-            "extra in flo.* or",
+            said("norm-common-takes", None, "extra", holds("flo", " or")),
         ),
         (
             {"x": torch.zeros(4, 16).half(), "y": torch.zeros(4, 16).half(), "z": None},
-            "extra in float16, .* got float32",
+            said("norm-common-takes", None, "extra", "float16", None, None, "float32"),
         ),
-        ({"extra": None}, "z where it adds an extra"),
-        ({"gamma": torch.zeros(15)}, r"gamma in .* of shape \(16,\), .* \(15,\)"),
-        ({"gamma": torch.zeros(16).half()}, "gamma in float16 and beta in float32"),
-        ({"rstd": torch.zeros(5)}, "rstd in float32, 4 elements, contiguous"),
-        ({"mean": torch.zeros(4).half()}, "mean in float32, .* got float16"),
-        ({"amax": torch.zeros(2)}, "amax in float32, 1 elements"),
-        ({"y_dtype": torch.float16}, "takes y in float16, .* got float32"),
-        ({"y_dtype": torch.float64}, "float32 or .* from x in float32; got float64"),
-        (dict.fromkeys(("y", "z", "mean", "rstd", "amax")), "got nothing to write"),
+        ({"extra": None}, said("normalization-writes-where-adds")),
+        (
+            {"gamma": torch.zeros(15)},
+            said("norm-common-takes", None, "gamma", None, "of shape (16,)", None, None, (15,)),
+        ),
+        (
+            {"gamma": torch.zeros(16).half()},
+            said("norm-common-dtype", None, "gamma in float16 and beta in float32"),
+        ),
+        (
+            {"rstd": torch.zeros(5)},
+            said("norm-common-takes", None, "rstd", "float32", "4 elements", "contiguous"),
+        ),
+        (
+            {"mean": torch.zeros(4).half()},
+            said("norm-common-takes", None, "mean", "float32", None, None, "float16"),
+        ),
+        (
+            {"amax": torch.zeros(2)},
+            said("norm-common-takes", None, "amax", "float32", "1 elements"),
+        ),
+        (
+            {"y_dtype": torch.float16},
+            said("norm-common-takes", None, "y", "float16", None, None, "float32"),
+        ),
+        (
+            {"y_dtype": torch.float64},
+            said("norm-common-makes-y-x", None, holds("float32 or "), "float32", "float64"),
+        ),
+        (dict.fromkeys(("y", "z", "mean", "rstd", "amax")), said("normalization-nothing-write-no")),
     ],
 )
 def test_a_forward_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -605,29 +678,83 @@ def test_a_forward_with_other_tensors_is_refused(changes: dict[str, Any], words:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dy": torch.zeros(4, 15)}, r"dy in .* of shape \(4, 16\)"),
-        ({"dy": torch.zeros(1).expand(4, 16)}, r"dy .* side by side; .* strides \(0, 0\)"),
-        ({"dx": torch.zeros(4, 16).half()}, "dx in float32, .* got float16"),
-        ({"d_extra": torch.zeros(4, 8)}, r"d_extra .* of shape \(4, 16\)"),
-        ({"dbeta": torch.zeros(16).half()}, "dgamma in float32 and dbeta in float16"),
-        ({"workspace": None}, "in a workspace; it got none"),
-        ({"workspace": torch.zeros(1, 1, 16)}, r"workspace in float32, of shape \(2, 1, 16\)"),
-        ({"rstd": torch.zeros(3)}, "rstd in float32, 4 elements"),
-        ({"means": torch.zeros(4)}, r"means in float32, of shape \(4, 2\)"),
-        ({"amax": torch.zeros(1).half()}, "amax in float32, .* got float16"),
-        ({"rounded_dx": torch.zeros(4, 16).half()}, "rounded_dx in float32, .* got float16"),
-        ({"rounded_dx": torch.zeros(4, 16)}, "it got dx in float32 and dy in float32"),
+        (
+            {"dy": torch.zeros(4, 15)},
+            said("norm-common-takes", None, "dy", None, "of shape (4", holds("16)")),
+        ),
+        (
+            {"dy": torch.zeros(1).expand(4, 16)},
+            said(
+                "norm-common-takes",
+                None,
+                "dy",
+                None,
+                None,
+                holds(" side by side"),
+                None,
+                None,
+                (0, 0),
+            ),
+        ),
+        (
+            {"dx": torch.zeros(4, 16).half()},
+            said("norm-common-takes", None, "dx", "float32", None, None, "float16"),
+        ),
+        (
+            {"d_extra": torch.zeros(4, 8)},
+            said("norm-common-takes", None, "d_extra", None, "of shape (4", holds("16)")),
+        ),
+        (
+            {"dbeta": torch.zeros(16).half()},
+            said("norm-common-dtype", None, "dgamma in float32 and dbeta in float16"),
+        ),
+        ({"workspace": None}, said("normalization-backward-sums-parameters-gradients")),
+        (
+            {"workspace": torch.zeros(1, 1, 16)},
+            said("norm-common-takes", None, "workspace", "float32", "of shape (2", holds("1, 16)")),
+        ),
+        (
+            {"rstd": torch.zeros(3)},
+            said("norm-common-takes", None, "rstd", "float32", "4 elements"),
+        ),
+        (
+            {"means": torch.zeros(4)},
+            said("norm-common-takes", None, "means", "float32", "of shape (4", holds("2)")),
+        ),
+        (
+            {"amax": torch.zeros(1).half()},
+            said("norm-common-takes", None, "amax", "float32", None, None, "float16"),
+        ),
+        (
+            {"rounded_dx": torch.zeros(4, 16).half()},
+            said("norm-common-takes", None, "rounded_dx", "float32", None, None, "float16"),
+        ),
+        (
+            {"rounded_dx": torch.zeros(4, 16)},
+            said(
+                "normalization-backward-rounded-more-bits", None, "dx in float32 and dy in float32"
+            ),
+        ),
         (
             {
                 "dy": torch.zeros(4, 16).half(),
                 "rounded_dx": torch.zeros(4, 16).half(),
                 "dx": None,
             },
-            "it got no dx",
+            said("normalization-backward-rounded-more-bits", None, "no dx"),
         ),
-        ({"y": torch.zeros(4, 16).half()}, "y in float32, .* got float16"),
-        ({"y": torch.zeros(4, 16), "dx": None}, "writes y beside dx, .* it got gamma"),
-        ({"y": torch.zeros(4, 16)}, "from gamma and, of a LayerNorm, beta; .* it got dx, gamma"),
+        (
+            {"y": torch.zeros(4, 16).half()},
+            said("norm-common-takes", None, "y", "float32", None, None, "float16"),
+        ),
+        (
+            {"y": torch.zeros(4, 16), "dx": None},
+            said("normalization-backward-writes-gamma-layer", None, "gamma"),
+        ),
+        (
+            {"y": torch.zeros(4, 16)},
+            said("normalization-backward-writes-gamma-layer", None, "dx, gamma"),
+        ),
     ],
 )
 def test_a_backward_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -642,14 +769,36 @@ NORM = {"gamma": COLUMN, "beta": COLUMN, "mean": ROW}
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"x": X.t()}, r"x .* side by side; .* strides \(1, 16\)"),
-        ({"y_dtype": torch.float64}, "makes y in .* from x in float32; got float64"),
-        ({"x": X.half(), "y_dtype": torch.float32}, "makes y in float16 from x in float16"),
-        ({"rstd": COLUMN}, "rstd in float32, 4 elements"),
-        ({"mean": None}, "got beta without mean"),
-        ({"beta": None}, "got mean without beta"),
-        ({"gamma": None}, "got mean without gamma"),
-        ({"gamma": COLUMN.half()}, "gamma in float16 and beta in float32"),
+        (
+            {"x": X.t()},
+            said(
+                "norm-common-takes",
+                None,
+                "x",
+                None,
+                None,
+                holds(" side by side"),
+                None,
+                None,
+                (1, 16),
+            ),
+        ),
+        (
+            {"y_dtype": torch.float64},
+            said("norm-common-makes-y-x", None, None, "float32", "float64"),
+        ),
+        (
+            {"x": X.half(), "y_dtype": torch.float32},
+            said("norm-common-makes-y-x", None, "float16", "float16"),
+        ),
+        ({"rstd": COLUMN}, said("norm-common-takes", None, "rstd", "float32", "4 elements")),
+        ({"mean": None}, said("normalization-without-layer-norm", None, "beta", "mean")),
+        ({"beta": None}, said("normalization-without-layer-norm", None, "mean", "beta")),
+        ({"gamma": None}, said("norm-common-mean-without-gamma")),
+        (
+            {"gamma": COLUMN.half()},
+            said("norm-common-dtype", None, "gamma in float16 and beta in float32"),
+        ),
     ],
 )
 def test_a_producer_of_y_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -662,11 +811,23 @@ def test_a_producer_of_y_with_other_tensors_is_refused(changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dy": X.double()}, "dy in float32 or .* got float64"),
-        ({"means": ROW}, r"means in float32, of shape \(4, 2\)"),
-        ({"mean": None}, r"means in float32, of shape \(4, 1\)"),
-        ({"gamma": None}, "got mean without gamma"),
-        ({"d_extra": X.half()}, "d_extra in float32, .* got float16"),
+        (
+            {"dy": X.double()},
+            said("norm-common-takes", None, "dy", holds("float32 or "), None, None, "float64"),
+        ),
+        (
+            {"means": ROW},
+            said("norm-common-takes", None, "means", "float32", "of shape (4", holds("2)")),
+        ),
+        (
+            {"mean": None},
+            said("norm-common-takes", None, "means", "float32", "of shape (4", holds("1)")),
+        ),
+        ({"gamma": None}, said("norm-common-mean-without-gamma")),
+        (
+            {"d_extra": X.half()},
+            said("norm-common-takes", None, "d_extra", "float32", None, None, "float16"),
+        ),
     ],
 )
 def test_a_producer_of_dx_with_other_tensors_is_refused(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from nvfp4_cases import Options
 from quantize_cases import DTYPES, EMULATOR, Input, buffers, nvfp4_format
+from said import holds, said
 
 from fuser.cuda import nvfp4
 from fuser.errors import InputError
@@ -88,12 +89,26 @@ def test_every_byte_is_dequantized_under_every_scale(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"col_amax": torch.zeros(2)}, r"_amax_columnwise .*shape \(1,\)"),
-        ({"x": torch.zeros(16, 24)}, "NVFP4 needs K .*multiple of 16; got K = 24"),
-        ({"amax_value": torch.zeros(3)}, r"one or two amaxes; got the shape \(3,\)"),
-        ({"offset": -1}, "offset -1"),
-        ({"row_scale": None}, "NVFP4 .*got _rowwise_data without _rowwise_scale_inv"),
-        ({"row": torch.zeros(16, 32, dtype=torch.uint8)}, r"_rowwise_data .*shape \(16, 16\)"),
+        (
+            {"col_amax": torch.zeros(2)},
+            said("checks-needs-contiguous-strides", None, "_amax_columnwise", None, (1,)),
+        ),
+        (
+            {"x": torch.zeros(16, 24)},
+            said("formats-needs-multiple-pad", "NVFP4", "K", None, 16, "K", 24),
+        ),
+        ({"amax_value": torch.zeros(3)}, said("nvfp4-takes-two-amaxes", None, (3,))),
+        ({"offset": -1}, said("nvfp4-offset-into-random", None, -1)),
+        (
+            {"row_scale": None},
+            said(
+                "checks-without-copy-data", holds("NVFP4 "), "_rowwise_data", "_rowwise_scale_inv"
+            ),
+        ),
+        (
+            {"row": torch.zeros(16, 32, dtype=torch.uint8)},
+            said("checks-needs-contiguous-strides", None, "_rowwise_data", None, (16, 16)),
+        ),
     ],
 )
 def test_a_launcher_refuses_tensors_that_it_does_not_support(

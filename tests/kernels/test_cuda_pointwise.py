@@ -12,6 +12,7 @@ from emulator import emulated, prepare
 from oracles import under
 from paths import EMULATOR_KERNELS
 from pointwise_cases import Case, activation, tensors_of
+from said import holds, said
 
 from fuser.chain import Stage
 from fuser.cuda import pointwise as launcher
@@ -254,18 +255,18 @@ def test_gradients_of_operands_are_the_same_where_dx_is_not_written() -> None:
 
 
 def test_writing_nothing_is_refused() -> None:
-    with pytest.raises(InputError, match="got neither y nor amax"):
+    with pytest.raises(InputError, match=said("pointwise-chain-neither-nothing")):
         pointwise(SWIGLU, BF16, [None], None)
-    with pytest.raises(InputError, match="got neither dx nor amax nor a gradient"):
+    with pytest.raises(InputError, match=said("pointwise-backward-dx-gradient")):
         pointwise_backward(SWIGLU, BF16[:, :8], BF16, [None], None, [None])
-    with pytest.raises(InputError, match="x has 15 columns; a gated stage takes two halves"):
+    with pytest.raises(InputError, match=said("pointwise-gated-takes-two", "x", 15)):
         pointwise(SWIGLU, BF16[:, :15], [None], None, torch.zeros(1))
 
 
 def test_an_output_that_the_gradients_do_not_need_is_refused() -> None:
     t = tensors_of(Case(LINEAR, 4, 8))
     for stages, saved, operands in ((LINEAR, 0, t.operands), (LINEAR[:1], 0, t.operands[:1])):
-        with pytest.raises(InputError, match="does not read what y needs"):
+        with pytest.raises(InputError, match=said("pointwise-saved-does-not")):
             pointwise_backward(
                 *(stages, t.dy, None, operands, t.dx, [None] * len(stages)), saved=saved, y=t.y
             )
@@ -425,12 +426,12 @@ COLUMNS = torch.zeros(16, 4, dtype=torch.bfloat16).mT
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("sine", ()), "a stage 'sine'; there are bias, constant_scale"),
-        (("situglu", (4.0,)), r"situglu got scalars \(4.0,\); it takes 2"),
-        (("gelu", (), 8), "gelu got interleave 8"),
-        (("swiglu", (), 0), "swiglu got glu_interleave_size 0"),
-        (("bias", (), None, True), "only activations are scaled"),
-        (("dropout", (1.5,)), "p=1.5; it must be between 0 and 1"),
+        (("sine", ()), said("chain-stage", "'sine'", holds("bias, constant_scale"))),
+        (("situglu", (4.0,)), said("chain-stage-scalars-takes", "situglu", (4.0,), 2)),
+        (("gelu", (), 8), said("chain-interleave-gated-take", "gelu", 8)),
+        (("swiglu", (), 0), said("chain-glu-interleave-size", "swiglu", 0)),
+        (("bias", (), None, True), said("chain-scaled-true-only")),
+        (("dropout", (1.5,)), said("chain-dropout-p-between", 1.5)),
     ],
 )
 def test_a_stage_that_does_not_exist_is_refused(arguments: tuple[Any, ...], words: str) -> None:
@@ -441,31 +442,60 @@ def test_a_stage_that_does_not_exist_is_refused(arguments: tuple[Any, ...], word
 @pytest.mark.parametrize(
     ("stages", "x", "operands", "y", "words"),
     [
-        ((), BF16, [], BF16, "one stage or more"),
-        (SWIGLU * 2, BF16, [None] * 2, BF16, "at most one gated"),
-        (SWIGLU, BF16.double(), [None], BF16, "take float32, float16 and bfloat16; got"),
-        (SWIGLU, BF16, [None], BF16, "x is .*it has 4 rows of 32 columns of torch.bfloat16"),
-        (SWIGLU, BF16, [None], BF16.float(), "y is torch.float32 of shape .*it is contiguous"),
-        (SWIGLU, BF16, [BF16], BF16[:, :8].clone(), "Stage 0, swiglu, takes no operand"),
-        ((activation("swiglu", 3),), BF16, [None], BF16[:, :8].clone(), "Blocks of 3 .* the 8 col"),
-        (BIAS_GELU, BF16, [None, None], BF16, "Stage 0, bias, got no operand"),
+        ((), BF16, [], BF16, said("chain-more-most-gated")),
+        (SWIGLU * 2, BF16, [None] * 2, BF16, said("chain-more-most-gated")),
+        (SWIGLU, BF16.double(), [None], BF16, said("chain-chains-take-float32")),
+        (
+            SWIGLU,
+            BF16,
+            [None],
+            BF16,
+            said("chain-rows-columns", "x", None, 4, 32, "torch.bfloat16"),
+        ),
+        (
+            SWIGLU,
+            BF16,
+            [None],
+            BF16.float(),
+            said("pointwise-contiguous", "y", holds("torch.float32 of shape ")),
+        ),
+        (SWIGLU, BF16, [BF16], BF16[:, :8].clone(), said("chain-takes-no-operand", 0, "swiglu")),
+        (
+            (activation("swiglu", 3),),
+            BF16,
+            [None],
+            BF16[:, :8].clone(),
+            said("chain-blocks-do-not", 3, 8),
+        ),
+        (BIAS_GELU, BF16, [None, None], BF16, said("chain-stage-no-operand", 0, "bias")),
         (
             BIAS_GELU,
             BF16,
             [BF16[0, :8], None],
             BF16,
-            r"operand of stage 0, bias, is .*\(8,\).*it is 16 contiguous elements of torch.bfl",
+            said(
+                "chain-contiguous-elements",
+                holds("operand of stage 0, bias,"),
+                holds((8,)),
+                16,
+                holds("torch.bfl"),
+            ),
         ),
         (
             (Stage("bias"), Stage("add_extra_input")),
             BF16,
             [BF16[0], BF16[:3]],
             BF16,
-            r"operand of stage 1, add_extra_input, is .*\(3, 16\).*it is 64 contiguous",
+            said(
+                "chain-contiguous-elements",
+                holds("operand of stage 1, add_extra_input,"),
+                holds((3, 16)),
+                64,
+            ),
         ),
-        (BIAS_GELU, BF16.t(), [BF16[0], None], BF16, "it has 4 rows of 16 columns"),
-        (BIAS_GELU, COLUMNS, [BF16[0], None], BF16, "a matrix of contiguous rows"),
-        (BIAS_GELU, BF16, [BF16[0], None], COLUMNS, "y is .* it is contiguous"),
+        (BIAS_GELU, BF16.t(), [BF16[0], None], BF16, said("chain-rows-columns", None, None, 4, 16)),
+        (BIAS_GELU, COLUMNS, [BF16[0], None], BF16, said("chain-contiguous-matrix-rows")),
+        (BIAS_GELU, BF16, [BF16[0], None], COLUMNS, said("pointwise-contiguous", "y")),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
@@ -482,15 +512,21 @@ def test_tensors_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"x": None}, "reads their input; x is None"),
-        ({"dy": BF16[:2]}, "dy is .*it has 4 rows of 16 columns"),
-        ({"workspace": None}, "workspace is None; it is contiguous float32 of"),
-        ({"workspace": torch.zeros(3)}, r"workspace is torch.float32 of shape \(3,\)"),
-        ({"grads": [None, BF16]}, "Stage 1, gelu, has no operand with a gradient"),
-        ({"grads": [BF16, None]}, "The gradient of stage 0, bias, is .* it is 16 contiguous"),
-        ({"saved": 2}, "saved=2 has an activation before it"),
-        ({"amax": torch.zeros(2)}, "amax is .*one element of float32"),
-        ({"operands": [None, None], "saved": 0}, "Stage 0, bias, got no operand"),
+        ({"x": None}, said("chain-backward-reads-input")),
+        ({"dy": BF16[:2]}, said("chain-rows-columns", "dy", None, 4, 16)),
+        ({"workspace": None}, said("pointwise-workspace-elements-more", "None")),
+        (
+            {"workspace": torch.zeros(3)},
+            said("pointwise-workspace-elements-more", holds("torch.float32 of shape (3,)")),
+        ),
+        ({"grads": [None, BF16]}, said("chain-no-operand-gradient", 1, "gelu")),
+        (
+            {"grads": [BF16, None]},
+            said("chain-contiguous-elements", "The gradient of stage 0, bias,", None, 16),
+        ),
+        ({"saved": 2}, said("chain-saved-activation-before", 2)),
+        ({"amax": torch.zeros(2)}, said("pointwise-amax-element-float32")),
+        ({"operands": [None, None], "saved": 0}, said("chain-stage-no-operand", 0, "bias")),
     ],
 )
 def test_a_backward_that_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:

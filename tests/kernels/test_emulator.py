@@ -20,6 +20,7 @@ from emulator import worker as workers
 from emulator.conversions import check, hard_inputs, launch_for, outputs_for
 from kernel_instantiations import instantiations
 from paths import EMULATOR_KERNELS
+from said import holds, said
 
 from fuser.cuda import launch as launching
 from fuser.cuda.arguments import Struct, encode, float32, int32, int64
@@ -91,14 +92,28 @@ def test_outside_the_emulator_cpu_tensors_are_refused_again() -> None:
     x, y = torch.randn(4), torch.empty(4)
     with emulated(), pytest.raises(RuntimeError, match="stop here"):
         raise RuntimeError("stop here")
-    with pytest.raises(InputError, match="tensor on cpu as argument 0"):
+    with pytest.raises(
+        InputError, match=said("arguments-kernels-read-write", holds("tensor on cpu as argument 0"))
+    ):
         probe(x, y, 1.0)
 
 
 def test_arguments_are_checked_as_on_a_gpu() -> None:
-    with emulated(), pytest.raises(InputTypeError, match="the Python int 3 as argument 1"):
+    with (
+        emulated(),
+        pytest.raises(
+            InputTypeError,
+            match=said("arguments-know-int32-int64", holds("the Python int 3 as argument 1")),
+        ),
+    ):
         Kernel("probe", "fuser_probe")(Launch((1,), (1,)), torch.zeros(1), 3)
-    with emulated(), pytest.raises(InputError, match=r"a tensor on meta .* CPU tensors"):
+    with (
+        emulated(),
+        pytest.raises(
+            InputError,
+            match=said("arguments-kernels-read-write", holds("a tensor on meta "), "CPU"),
+        ),
+    ):
         Kernel("probe", "fuser_probe")(Launch((1,), (1,)), torch.zeros(1, device="meta"))
 
 
@@ -132,13 +147,20 @@ def test_a_struct_argument_lies_as_c_lays_it_out() -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
-        ((), InputError, "no fields in struct argument 0"),
+        ((), InputError, said("arguments-no-fields-struct", None, 0)),
         (
             (int32(1), Struct((int32(1),))),
             InputTypeError,
-            "in argument 0, got an object of type Struct as field 1",
+            said(
+                "arguments-take-cuda-none",
+                holds("in argument 0, got an object of type Struct as field 1"),
+            ),
         ),
-        ((np.zeros(1, dtype="V8"),), InputTypeError, "numpy array of 1 elements of .* as field 0"),
+        (
+            (np.zeros(1, dtype="V8"),),
+            InputTypeError,
+            said("arguments-take-cuda-none", holds("numpy array of 1 elements of ", " as field 0")),
+        ),
     ],
 )
 def test_a_struct_of_nothing_and_a_struct_in_a_struct_are_refused(
@@ -149,9 +171,19 @@ def test_a_struct_of_nothing_and_a_struct_in_a_struct_are_refused(
 
 
 def test_a_struct_names_its_place_when_a_field_is_wrong() -> None:
-    with pytest.raises(InputTypeError, match=r"fuser_x, in argument 1, got the Python int 3"):
+    with pytest.raises(
+        InputTypeError,
+        match=said(
+            "arguments-know-int32-int64", holds("fuser_x, in argument 1, got the Python int 3")
+        ),
+    ):
         encode("fuser_x", (int32(0), Struct((int32(1), 3))))
-    with pytest.raises(InputError, match=r"fuser_x, in argument 0, got a tensor on cpu"):
+    with pytest.raises(
+        InputError,
+        match=said(
+            "arguments-kernels-read-write", holds("fuser_x, in argument 0, got a tensor on cpu")
+        ),
+    ):
         encode("fuser_x", (Struct((torch.zeros(1),)),))
 
 

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import leaf, random_tensor
 from pipeline_kernels import on_kernels
+from said import said, sentence
 
 import fuser
 from fuser import recipe as recipes
@@ -480,23 +481,26 @@ REFUSALS: dict[str, tuple[Callable[[], list[Any]], tuple[Any, ...], str]] = {
     "two gates": (
         lambda: [fuser.SwiGLU(), fuser.GLU()],
         (),
-        "a chain halves its columns at most once, and SwiGLU and GLU both do.",
+        sentence("pointwise-chain-halves-columns-most", "SwiGLU and GLU"),
     ),
     "a cached input": (
         lambda: [fuser.GELU(cache_quantized_input=True), fuser.ConstantScale(2.0)],
         (),
-        "GELU caches its input quantized; a chain does not.",
+        sentence("pointwise-chain-caches-input-quantized", "GELU"),
     ),
     "two dtypes": (
         lambda: [fuser.GELU(), fuser.Bias(16, dtype=BF16)],
         (),
-        "the chain begins in torch.float32, and torch.bfloat16 is the result of Bias.",
+        sentence("pointwise-chain-begins", "torch.float32", "torch.bfloat16 is the result of Bias"),
     ),
     "another extra input": (
         lambda: [fuser.GELU(), fuser.AddExtraInput()],
         (torch.empty(4, 16, dtype=BF16),),
-        "the chain begins in torch.float32, and torch.bfloat16 is the extra input of "
-        "AddExtraInput.",
+        sentence(
+            "pointwise-chain-begins",
+            "torch.float32",
+            "torch.bfloat16 is the extra input of AddExtraInput",
+        ),
     ),
 }
 
@@ -515,7 +519,7 @@ def test_without_kernels_a_chain_is_refused_once_however_many_windows_it_has() -
     model = fuser.Sequential(fuser.GELU(), fuser.ConstantScale(2.0), fuser.SiLU())
     (refusal,) = model.plan(leaf(torch.empty(4, 16))).refusals
     assert refusal.ops == (0, 1, 2)
-    assert refusal.reason == "kernels run on CUDA, and the tensors are on cpu."
+    assert refusal.reason == sentence("launch-kernels-run-cuda", "cpu")
 
 
 def test_a_chain_moves_its_input_its_operands_and_its_output() -> None:
@@ -737,7 +741,9 @@ def test_a_delayed_scale_may_have_no_dimensions_and_its_amax_is_raised(runs_kern
     assert amax == x.float().abs().max()
     scale.fill_(4.0)  # read at every call, from the caller's memory
     assert fuser.Float8Quantizer(scale, amax)(x)._scale_inv == 0.25
-    with pytest.raises(fuser.InputError, match=r"scale of shape \(2,\)"):
+    with pytest.raises(
+        fuser.InputError, match=said("fp8-float8quantizer-shape-element", "scale", (2,))
+    ):
         fuser.Float8Quantizer(torch.ones(2), amax)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from quantize_cases import block_format, buffers, fp8_format, mxfp8_format, nvfp4_format
+from said import holds, said
 
 from fuser.chain import Stage
 from fuser.cuda import (
@@ -59,7 +60,9 @@ def test_chains_refuse_rows_and_columns_that_no_int_holds(rows: int, columns: in
         lambda: pointwise.backward_producer(GELU, x, x, [None], rows, columns),
     )
     for call in calls:
-        with pytest.raises(InputError, match=f"{rows} rows and {columns} columns; .* 2147483648"):
+        with pytest.raises(
+            InputError, match=said("chain-rows-columns-fewer", rows, columns, 2147483648)
+        ):
             call()
 
 
@@ -73,15 +76,24 @@ def test_norms_refuse_more_than_2_to_the_29_rows_or_columns(shape: tuple[int, in
         lambda: normalization_backward.norm_backward_producer(x, x, rstd, rstd, gamma=gamma),
     )
     for call in calls:
-        with pytest.raises(InputError, match=rf"up to 536870912 of each.*\({shape[0]}, {shape[1]}"):
+        with pytest.raises(
+            InputError,
+            match=said(
+                "norm-common-shape-rows-columns",
+                None,
+                536870912,
+                None,
+                holds(f"({shape[0]}, {shape[1]}"),
+            ),
+        ):
             call()
 
 
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ((32, 2**31), "2147483648 does not fit a kernel's int32"),
-        ((2**22, 2**24), r"grid \(4294967296,\)"),  # tiles of 128 x 128
+        ((32, 2**31), said("arguments-does-not-int32", 2147483648)),
+        ((2**22, 2**24), said("launch-tuple-ints", "grid (4294967296,)")),  # tiles of 128 x 128
     ],
 )
 def test_quantizers_refuse_columns_and_tiles_that_no_int_holds(

@@ -18,6 +18,7 @@ from oracles import (
     run_formula,
     run_module,
 )
+from said import said
 
 import fuser
 from fuser import recipe as recipes
@@ -192,10 +193,33 @@ def test_channels_bring_conditions_and_their_gradients() -> None:
 @pytest.mark.parametrize(
     ("x", "scale", "shift", "words"),
     [
-        ((7,), (1, 7), (1, 7), "2 dimensions or more"),
-        ((2, 6), (2, 7), (2, 7), "the last is 7"),
-        ((2, 3, 7), (3, 7), (2, 7), r"scale of shape \(3, 7\).*takes \(2, 7\) or \(2, 1, 7\)"),
-        ((2, 3, 7), (2, 7), (7,), r"shift of shape \(7,\)"),
+        ((7,), (1, 7), (1, 7), said("adaptive-layer-norm-dimensions-more-last", None, 2)),
+        (
+            (2, 6),
+            (2, 7),
+            (2, 7),
+            said("adaptive-layer-norm-dimensions-more-last", None, None, None, 7),
+        ),
+        (
+            (2, 3, 7),
+            (3, 7),
+            (2, 7),
+            said(
+                "adaptive-layer-norm-samples-along-dimension",
+                "scale",
+                (3, 7),
+                None,
+                None,
+                (2, 7),
+                (2, 1, 7),
+            ),
+        ),
+        (
+            (2, 3, 7),
+            (2, 7),
+            (7,),
+            said("adaptive-layer-norm-samples-along-dimension", "shift", (7,)),
+        ),
     ],
 )
 def test_another_shape_is_refused_with_those_that_it_takes(
@@ -207,9 +231,9 @@ def test_another_shape_is_refused_with_those_that_it_takes(
 
 @pytest.mark.parametrize("options", [{"eps": -1.0}, {"eps": math.nan}, {"batch_dim": -1}])
 def test_arguments_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(fuser.InputError, match="finite"):
+    with pytest.raises(fuser.InputError, match=said("adaptive-layer-norm-eps-dim-finite")):
         fuser.AdaptiveLayerNorm(7, **options)
-    with pytest.raises(fuser.InputError, match="hidden_size=0"):
+    with pytest.raises(fuser.InputError, match=said("parameters-positive", None, "hidden_size", 0)):
         fuser.AdaptiveLayerNorm(0)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from said import holds, said
 
 import fuser
 from fuser.testing import allow_float64, check
@@ -138,12 +139,12 @@ def test_the_module_and_its_inputs_stay_as_they_are(x: torch.Tensor) -> None:
 
 def test_gradcheck_works_where_float64_is_allowed(x: torch.Tensor) -> None:
     wide = x.double().requires_grad_()
-    with pytest.raises(ValueError, match="float64"):
+    with pytest.raises(ValueError, match=said("checks-pipeline-runs", None, holds("float64"))):
         Square()(wide)
     with allow_float64():
         assert torch.autograd.gradcheck(Square(), (wide,))
         assert torch.autograd.gradcheck(fuser.Sequential(Square(), biased().double()), (wide,))
-    with pytest.raises(ValueError, match="float64"):
+    with pytest.raises(ValueError, match=said("checks-pipeline-runs", None, holds("float64"))):
         Square()(wide)
 
 
@@ -311,9 +312,12 @@ def test_a_shape_that_an_op_tells_wrongly_is_named(x: torch.Tensor) -> None:
         ) -> Any:
             return grad_output + basic_op_grad_extra_outputs[0][0], [()], [()]
 
-    with pytest.warns(UserWarning, match="Give Sums a method extra_output_specs"):
-        said = failure(Sums(), x, recipes=PLAIN)
-    assert said == (
+    with pytest.warns(
+        UserWarning,
+        match=said("diagnose-extra-plans-count", None, None, None, None, None, None, "Sums"),
+    ):
+        words = failure(Sums(), x, recipes=PLAIN)
+    assert words == (
         "Sums: extra output 0 has shape (5, 1), and extra_output_specs tells the planner (5, 12)."
     )
 
@@ -330,7 +334,9 @@ def test_tolerances_can_be_given(x: torch.Tensor) -> None:
 
 
 def test_a_missing_input_and_a_class_are_refused(x: torch.Tensor) -> None:
-    with pytest.raises(fuser.InputError, match="after the module it got nothing"):
+    with pytest.raises(fuser.InputError, match=said("check-takes-input-after", "nothing")):
         check(Square())
-    with pytest.raises(fuser.InputTypeError, match="got the class SquareBias"):
+    with pytest.raises(
+        fuser.InputTypeError, match=said("check-such-op-my", "the class SquareBias")
+    ):
         check(SquareBias, x)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from said import holds, said
 
 import fuser
 from fuser.recipe import Float8CurrentScaling, MXFP8BlockScaling
@@ -126,7 +127,9 @@ def test_a_dtype_that_no_pipeline_runs_in_is_refused_when_it_comes_through_data(
     expected = model(x_of(3, SIZE))
     data = model[0].weight.data
     model[0].weight.data = data.double()
-    with pytest.raises(fuser.InputError, match=r"\(32, 32\) is torch.float64"):
+    with pytest.raises(
+        fuser.InputError, match=said("checks-pipeline-runs", holds((32, 32)), "torch.float64")
+    ):
         model(x_of(3, SIZE))
     model[0].weight.data = data
     assert torch.equal(model(x_of(3, SIZE)), expected)
@@ -140,7 +143,10 @@ def test_a_parameter_that_went_to_meta_is_refused(bias: bool) -> None:
     expected = model(x)
     kept = model.weight
     model.weight = torch.nn.Parameter(kept.detach().to("meta"))
-    with pytest.raises(fuser.InputError, match=r"cpu .*shape \(32, 32\) on meta"):
+    with pytest.raises(
+        fuser.InputError,
+        match=said("checks-pipeline-runs-device", None, "cpu", holds("shape (32, 32)"), "meta"),
+    ):
         model(x)
     model.weight = kept
     assert torch.equal(model(x), expected)
@@ -151,7 +157,9 @@ def test_a_parameter_that_was_set_to_none_is_a_sentence() -> None:
     model(x)
     bias = model[0].basic_ops[1]
     kept, bias.bias = bias.bias, None
-    with pytest.raises(fuser.StateError, match=r"Op 1 \(Bias\) has no parameter 'bias' any more"):
+    with pytest.raises(
+        fuser.StateError, match=said("parameter-slots-any-more-never", "Op 1 (Bias)", "'bias'")
+    ):
         model(x)
     bias.bias = kept
     assert model(x).shape == (3, SIZE)
@@ -195,13 +203,13 @@ def test_an_input_on_another_device_is_planned_for_that_device() -> None:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ((x_of(3, 0),), r"\(3, 0\); its last dimension"),
-        ((torch.tensor(1.0),), "no dimensions"),
-        ((None,), "NoneType"),
-        (([1.0],), "list"),
+        ((x_of(3, 0),), said("checks-last-dimension-not", (3, 0))),
+        ((torch.tensor(1.0),), said("checks-dimensions-needs-least")),
+        ((None,), said("checks-tensor", None, "NoneType")),
+        (([1.0],), said("checks-tensor", None, "list")),
         ((x_of(3, SIZE).double(),), "float64"),
-        ((x_of(3, SIZE), x_of(3, SIZE)), "takes 0 extra inputs and got 1"),
-        ((x_of(3, SIZE).to("meta"),), "on meta"),
+        ((x_of(3, SIZE), x_of(3, SIZE)), said("checks-pipeline", "0 extra inputs", 1)),
+        ((x_of(3, SIZE).to("meta"),), said("checks-pipeline-runs-device", None, "meta")),
     ],
     ids=str,
 )

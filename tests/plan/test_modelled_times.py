@@ -12,6 +12,7 @@ import pytest
 import torch
 from oracles import DTYPES
 from paths import ROOT
+from said import said
 
 import fuser
 from fuser.plan.devices import (
@@ -381,7 +382,10 @@ def test_a_plan_for_a_device_is_not_kept_for_calls() -> None:
 @pytest.mark.parametrize("name", ["tpu", "", 3])
 def test_an_unknown_device_names_the_known_ones(name: str) -> None:
     model = fuser.Sequential(fuser.GELU())
-    with pytest.raises(fuser.InputError, match="there are h200, h100, a100, b200, rtx5090"):
+    with pytest.raises(
+        fuser.InputError,
+        match=said("devices-no-device-plan", None, "h200, h100, a100, b200, rtx5090"),
+    ):
         model.plan(torch.empty(2, 2), device=name)
     assert isinstance(device_named("b200"), Device)
 

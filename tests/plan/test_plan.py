@@ -13,6 +13,7 @@ import models
 import pytest
 import torch
 from one_launch_experts import one_by_one
+from said import said
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -172,7 +173,7 @@ def test_a_possible_window_that_lost_is_listed_whatever_its_side() -> None:
         assert all(step.fusion is None for step in plan.forward + plan.backward)
         found = [(r.fusion, r.side, r.ops) for r in plan.refusals]
         assert found == [(fusion.__name__, fusion.side, (0, 1))], f"side {fusion.side}"
-        assert "cheaper" in plan.refusals[0].reason
+        assert re.search(said("cover-chosen-us-cheaper"), plan.refusals[0].reason)
 
 
 # -- planning runs nothing ---------------------------------------------------------
@@ -557,7 +558,7 @@ def test_dot_survives_a_channel_of_any_name(name: str) -> None:
 
 def test_drawing_into_an_unknown_format_is_refused(tmp_path: Any) -> None:
     plan = mlp().plan(torch.empty(2, 8))
-    with pytest.raises(fuser.InputError, match=r"'plan\.jpeg2000'"):
+    with pytest.raises(fuser.InputError, match=said("draw-picture-drawn", None, "'plan.jpeg2000'")):
         plan.draw(tmp_path / "plan.jpeg2000")
     assert list(tmp_path.iterdir()) == []
 
@@ -718,7 +719,7 @@ def test_a_frozen_first_pipeline_still_has_no_backward_when_merged() -> None:
 
 
 def test_a_model_without_fusible_ops_has_no_plan() -> None:
-    with pytest.raises(fuser.InputError, match="no fusible op"):
+    with pytest.raises(fuser.InputError, match=said("segments-holds-no-fusible")):
         fuser.Sequential(torch.nn.Linear(4, 4)).plan(torch.empty(2, 4))
     assert fuser.Sequential(torch.nn.Linear(4, 4)).plans == ()
 

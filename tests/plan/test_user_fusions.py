@@ -21,6 +21,7 @@ from fusion_cases import (
 from oracles import (
     randomize,
 )
+from said import holds, said
 
 import fuser
 import fuser.runtime.pipeline
@@ -137,21 +138,24 @@ def test_a_users_refusal_is_in_the_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fusion", "said"),
+    ("fusion", "words"),
     [
         (Broken, "ZeroDivisionError: no way to tell"),
         (BrokenKernels, "KeyError: 'scale'"),
     ],
 )
 def test_a_fusion_that_raises_is_named_with_its_exception_and_the_ops_run_unfused(
-    fusion: Any, said: str
+    fusion: Any, words: str
 ) -> None:
     model, x = scales(fusion), tensor_of(FP32)
-    with pytest.warns(UserWarning, match=f"{fusion.__name__}.*{said}"):
+    with pytest.warns(
+        UserWarning,
+        match=said("planner-used-asked-about", fusion.__name__, None, *words.split(":")),
+    ):
         plan = model.plan(x)
-    assert said in refusal(plan, fusion.__name__, (0, 1))
+    assert words in refusal(plan, fusion.__name__, (0, 1))
     assert fusion.__name__ in refusal(plan, fusion.__name__, (0, 1))
-    with pytest.warns(UserWarning, match=fusion.__name__):
+    with pytest.warns(UserWarning, match=said("planner-used-asked-about", fusion.__name__)):
         assert torch.equal(scales(fusion)(x), 4 * x)
     assert ScaleTwice.ran == []
 
@@ -250,61 +254,83 @@ def wrong(result: Any, on: str, *window: type) -> type[fuser.FusedOperation]:
 
 
 @pytest.mark.parametrize(
-    ("ops", "result", "said"),
+    ("ops", "result", "words"),
     [
         (
             [fuser.MakeExtraOutput, fuser.ConstantScale],
             lambda t: [(), ()],
-            r"\[1, 0\] extra outputs.*\[0, 0\]",
+            said(
+                "codegen-replaces-ops-returned", "Wrong", None, None, "[1, 0] extra outputs", [0, 0]
+            ),
         ),
         (
             [fuser.MakeExtraOutput, fuser.ConstantScale],
             lambda t: [],
-            r"\[1, 0\] extra outputs.*\[0, 0\]",
+            said(
+                "codegen-replaces-ops-returned", "Wrong", None, None, "[1, 0] extra outputs", [0, 0]
+            ),
         ),
         (
             [fuser.MakeExtraOutput, fuser.ConstantScale],
             lambda t: [(t, t), ()],
-            r"\[1, 0\] extra outputs.*\[2, 0\]",
+            said(
+                "codegen-replaces-ops-returned", "Wrong", None, None, "[1, 0] extra outputs", [2, 0]
+            ),
         ),
         (
             [fuser.MakeExtraOutput, fuser.ConstantScale],
             lambda t: [(), (t,)],
-            r"\[1, 0\] extra outputs.*\[0, 1\]",
+            said(
+                "codegen-replaces-ops-returned", "Wrong", None, None, "[1, 0] extra outputs", [0, 1]
+            ),
         ),
         (
             [fuser.ConstantScale, fuser.ConstantScale],
             lambda t: [(t,), ()],
-            r"\[0, 0\] extra outputs.*\[1, 0\]",
+            said(
+                "codegen-replaces-ops-returned", "Wrong", None, None, "[0, 0] extra outputs", [1, 0]
+            ),
         ),
     ],
     ids=["too-few", "no-rows", "too-many", "of-the-wrong-op", "of-ops-that-have-none"],
 )
-def test_a_wrong_number_of_extra_outputs_is_a_sentence(ops: Any, result: Any, said: str) -> None:
+def test_a_wrong_number_of_extra_outputs_is_a_sentence(ops: Any, result: Any, words: str) -> None:
     made = [op(2.0) if op is fuser.ConstantScale else op() for op in ops]
     model = fuser.Sequential(*made, fusions=(wrong(result, "forward", *ops),))
     for x in (tensor_of(FP32), tensor_of(FP32, grad=False)):
-        with pytest.raises(RuntimeError, match=f"Wrong .*{said}"):
+        with pytest.raises(RuntimeError, match=words):
             model(x)
     fuser.Sequential(*made)(tensor_of(FP32))
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("result", "words"),
     [
-        (lambda g: ([(), ()], [(), (g,)]), r"parameters.*0"),
-        (lambda g: ([(g, g), ()], [(), (g,)]), r"parameters.*2"),
-        (lambda g: ([(g[0],), ()], [(), ()]), r"extra inputs.*\[0, 0\]"),
-        (lambda g: ([(g[0],), ()], [(), (g, g)]), r"extra inputs.*\[0, 2\]"),
+        (
+            lambda g: ([(), ()], [(), (g,)]),
+            said("diagnose-op-parameters-gradients", None, None, None, 0),
+        ),
+        (
+            lambda g: ([(g, g), ()], [(), (g,)]),
+            said("diagnose-op-parameters-gradients", None, None, None, 2),
+        ),
+        (
+            lambda g: ([(g[0],), ()], [(), ()]),
+            said("codegen-replaces-ops-returned", None, None, None, holds("extra inputs"), [0, 0]),
+        ),
+        (
+            lambda g: ([(g[0],), ()], [(), (g, g)]),
+            said("codegen-replaces-ops-returned", None, None, None, holds("extra inputs"), [0, 2]),
+        ),
     ],
     ids=["no-params", "many-params", "no-extras", "many-extras"],
 )
-def test_a_wrong_number_of_gradients_is_a_sentence(result: Any, said: str) -> None:
+def test_a_wrong_number_of_gradients_is_a_sentence(result: Any, words: str) -> None:
     ops = [fuser.Bias(FEATURES), fuser.AddExtraInput()]
     fusion = wrong(result, "backward", fuser.Bias, fuser.AddExtraInput)
     x, extra = tensor_of(FP32), tensor_of(FP32)
     y = fuser.Sequential(*ops, fusions=(fusion,))(x, extra)
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=words):
         y.sum().backward()
     assert x.grad is extra.grad is ops[0].bias.grad is None
     fuser.Sequential(*ops)(x, extra).sum().backward()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from said import sentence
 
 import fuser
 from fuser import recipe as recipes
@@ -15,7 +16,7 @@ from fuser.communication import PlannedGroup
 from fuser.plan.plan import FusionPlan
 
 T, H = 32, 64
-EVERYTHING = "everything is kept: activation_memory_budget(None), or a checkpoint"
+EVERYTHING = sentence("why-kept-everything-activation-memory")
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
 
@@ -56,14 +57,14 @@ def test_inputs_of_pipelines_and_products_and_what_ops_save_are_kept() -> None:
     assert reasons(plan) == {
         (0, "input"): "the pipeline's input",
         (0, "statistics"): "saved by the op itself",
-        (3, "input"): "output of a product",
+        (3, "input"): sentence("why-kept-output-product"),
     }
 
 
 @pytest.mark.parametrize(
     ("ops", "reader", "reason"),
     [
-        ((linear(), fuser.AddExtraInput(), linear()), 2, "output of a product"),
+        ((linear(), fuser.AddExtraInput(), linear()), 2, sentence("why-kept-output-product")),
         ((fuser.Bias(H), linear()), 1, "op 0 (Bias) cannot compute it again"),
         ((linear(), fuser.RMSNorm(H), fuser.Bias(H), linear()), 3, "op 2 (Bias) cannot compute it"),
         (
@@ -71,8 +72,12 @@ def test_inputs_of_pipelines_and_products_and_what_ops_save_are_kept() -> None:
             2,
             "op 1 (GELU) cannot compute it again",
         ),
-        ((linear(), OwnGELU(), linear()), 2, "op 1 (OwnGELU), a user's op, computed it"),
-        ((linear(), OwnGELU(), linear()), 1, "a user's op may read it"),
+        (
+            (linear(), OwnGELU(), linear()),
+            2,
+            sentence("why-kept-user-op-computed", "op 1 (OwnGELU)"),
+        ),
+        ((linear(), OwnGELU(), linear()), 1, sentence("why-kept-user-op-may")),
         ((fuser.RMSNorm(H), fuser.GELU(), linear()), 1, "only inputs of linears are computed"),
         ((fuser.Identity(), linear()), 1, "the pipeline's input"),
     ],
@@ -89,9 +94,7 @@ def test_what_earlier_ops_cannot_compute_again_is_kept(
 def test_what_a_frozen_op_does_not_save_is_kept() -> None:
     model = fuser.Sequential(fuser.RMSNorm(H).requires_grad_(False), linear())
     plan = model.plan(torch.empty(T, H))
-    assert reasons(plan) == {
-        (1, "input"): "op 0 (RMSNorm) needs no gradient, so it saves nothing to compute it again"
-    }
+    assert reasons(plan) == {(1, "input"): sentence("why-kept-needs-no-gradient", "op 0 (RMSNorm)")}
 
 
 def test_with_a_budget_of_none_everything_is_kept_and_copies_of_weights_by_default() -> None:
@@ -100,14 +103,14 @@ def test_with_a_budget_of_none_everything_is_kept_and_copies_of_weights_by_defau
         assert reasons(plan_of(*ops))[1, "input"] == EVERYTHING
     assert (1, "input") not in reasons(plan_of(*ops))
     found = reasons(plan_of(*ops, recipe=recipe))
-    assert found[1, "weight"] == "keep_weight_copies=True, or a checkpoint"
+    assert found[1, "weight"] == sentence("why-kept-keep-weight-copies")
 
 
 def test_what_a_quantizer_may_quantize_otherwise_is_kept() -> None:
     recipe = recipes.CustomRecipe(qfactory=lambda role: fuser.MXFP8Quantizer())
     with fuser.activation_memory_budget(1, keep_weight_copies=False):
         found = reasons(plan_of(fuser.RMSNorm(H), linear(), recipe=recipe))
-    other = "quantized again, it could have other bytes"
+    other = sentence("why-kept-quantized-could-bytes")
     assert found[1, "input"] == found[1, "weight"] == other
 
 
@@ -123,11 +126,11 @@ def test_what_a_users_fusion_or_function_may_read_is_kept(monkeypatch: pytest.Mo
 
     ops = (fuser.RMSNorm(H), linear())
     plan = plan_of(*ops, fusions=[*fuser.FUSIONS, Nothing])
-    assert reasons(plan)[1, "input"] == "a user's fusion, Nothing, may read it"
+    assert reasons(plan)[1, "input"] == sentence("why-kept-user-fusion-may", "Nothing")
     known = fuser.runtime.pipeline._registered
     changed = dataclasses.replace(known, forward=(lambda ops, *, recipe: ops,))
     monkeypatch.setattr(fuser.runtime.pipeline, "_registered", changed)
-    assert reasons(plan_of(*ops))[1, "input"] == "a registered function may read it"
+    assert reasons(plan_of(*ops))[1, "input"] == sentence("why-kept-registered-function-may")
 
 
 def test_the_module_that_ends_a_pipeline_is_named() -> None:
@@ -167,9 +170,9 @@ def test_what_other_ranks_sent_is_kept() -> None:
         sequence_parallel=True,
     )
     found = reasons(plan_of(fuser.RMSNorm(H), gathering))
-    assert found[1, "input"] == "gathered from other ranks"
+    assert found[1, "input"] == sentence("why-kept-gathered-other-ranks")
     found = reasons(plan_of(fuser.AllGather(group), linear()))
-    assert found[1, "input"] == "op 0 (AllGather) has it from other ranks"
+    assert found[1, "input"] == sentence("why-kept-other-ranks", "op 0 (AllGather)")
 
 
 def test_tokens_are_kept_in_place_of_their_rows() -> None:
@@ -185,6 +188,8 @@ def test_reasons_are_in_print_and_dict() -> None:
     line = "  2  GELU         input 256 B (output of a product)"
     assert line in str(plan).splitlines()
     written = plan.to_dict()
-    assert [k["reason"] for k in written["kept"] if k["ops"] == [2]] == ["output of a product"]
+    assert [k["reason"] for k in written["kept"] if k["ops"] == [2]] == [
+        sentence("why-kept-output-product")
+    ]
     assert any("(output of a product)" in text for text in written["sentences"]["kept"])
     assert "(output of a product)" in plan.to_dot()

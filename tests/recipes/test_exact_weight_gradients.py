@@ -10,6 +10,7 @@ import oracles
 import pytest
 import torch
 from pipeline_kernels import on_kernels
+from said import holds, said
 
 import fuser
 from fuser.precision.availability import runs_natively
@@ -208,8 +209,11 @@ def test_a_compiled_model_has_the_same_gradients() -> None:
     "triple", [(True, False, False), (False, True, True), (True, True, True), None]
 )
 def test_other_triples_are_refused(triple: Any) -> None:
-    words = (
-        r"override_linear_precision .*it takes \(False, False, False\) or \(False, False, True\)"
+    words = said(
+        "recipe-takes",
+        None,
+        holds("override_linear_precision "),
+        "(False, False, False) or (False, False, True)",
     )
     with pytest.raises(fuser.InputError, match=words):
         DelayedScaling(override_linear_precision=triple)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
+from said import holds, said
 from torch.utils.checkpoint import checkpoint
 
 import fuser
@@ -321,7 +322,9 @@ def test_steps_that_are_not_inspected_keep_no_sources(monkeypatch: pytest.Monkey
 def test_an_error_in_an_inspected_call_leaves_no_observation() -> None:
     model = fuser.Sequential(fuser.BasicLinear(64, 64))
     with fuser.inspect(model) as report:
-        with pytest.raises(fuser.InputError, match="must be 64"):
+        with pytest.raises(
+            fuser.InputError, match=said("grouped-linear-shape-last-dimension", None, None, 64)
+        ):
             step(model, torch.randn(32, 63), None, recipes.MXFP8BlockScaling())
         assert observing.steps is observing.now is None
         step(model, torch.randn(32, 64), None, recipes.MXFP8BlockScaling())
@@ -556,7 +559,9 @@ def test_a_report_is_json_a_table_and_a_picture(tmp_path: Path) -> None:
     assert {"first.1 Linear", "second.0 Linear", "weight, columnwise"} <= set(texts)
     assert str(report).splitlines()[-1].strip() in report.draw(tmp_path / "a.html").read_text()
     assert report.draw(tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(fuser.InputError, match=r"report\.gif"):
+    with pytest.raises(
+        fuser.InputError, match=said("draw-picture-drawn", None, holds("report.gif"))
+    ):
         report.draw(tmp_path / "report.gif")
 
 
@@ -618,7 +623,9 @@ def test_a_model_has_one_inspector_at_a_time() -> None:
     model = Two()
     with (
         fuser.inspect(model),
-        refused(fuser.StateError, r"open for first\.1 \(Linear\)", model.first),
+        refused(
+            fuser.StateError, said("inspector-open-already-time", "first.1", "Linear"), model.first
+        ),
     ):
         with fuser.inspect(Two()) as other:
             step(model, torch.randn(8, 64), None, recipes.MXFP8BlockScaling())
@@ -629,11 +636,11 @@ def test_a_model_has_one_inspector_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("model", "options", "sentence"),
     [
-        (fuser.Linear(8, 8), {}, "got the op Linear"),
-        (3, {}, "got 3"),
-        (fuser.Sequential(), {"every": 1.5}, "every; got 1.5"),
-        (fuser.Sequential(), {"every": True}, "every; got True"),
-        (fuser.Sequential(), {"every": 0}, "every=0"),
+        (fuser.Linear(8, 8), {}, said("inspector-model-contains-ops", "the op Linear")),
+        (3, {}, said("inspector-model-contains-ops", 3)),
+        (fuser.Sequential(), {"every": 1.5}, said("inspector-takes-integer-every", 1.5)),
+        (fuser.Sequential(), {"every": True}, said("inspector-takes-integer-every", True)),
+        (fuser.Sequential(), {"every": 0}, said("inspector-every-least-1", 0)),
     ],
 )
 def test_wrong_arguments_are_refused(model: Any, options: Any, sentence: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fusion_cases import WINDOWS, Window
 from pipeline_kernels import on_kernels
+from said import said
 
 import fuser
 from fuser.cuda.launch import Kernel, Launch
@@ -41,7 +42,7 @@ def test_only_inputs_are_row_scaled() -> None:
 
 
 def test_row_scaled_inputs_have_no_square_blocks() -> None:
-    with pytest.raises(fuser.InputError, match="row_scaled_activation=True and fp4_quant_fwd_inp"):
+    with pytest.raises(fuser.InputError, match=said("recipe-row-scaled-activation")):
         NVFP4BlockScaling(
             row_scaled_activation=True, fp4_quant_fwd_inp=QParams(fp4_2d_quantization=True)
         )
@@ -78,10 +79,20 @@ def test_scopes_say_which_tensors_choose_scales_and_which_have_256(
 def test_four_over_six_of_inputs_needs_no_hadamard_transform() -> None:
     NVFP4BlockScaling(nvfp4_4over6="weights")
     for scope in ("activations", "all"):
-        with pytest.raises(fuser.InputError, match=f"{scope}'.*random_hadamard_transform=True"):
+        with pytest.raises(
+            fuser.InputError,
+            match=said(
+                "recipe-nvfp4block-nvfp4-4over6", repr(scope), None, "random_hadamard_transform"
+            ),
+        ):
             NVFP4BlockScaling(nvfp4_4over6=scope)
     params = QParams(stochastic_rounding=True)
-    with pytest.raises(fuser.InputError, match="fp4_quant_fwd_weight with stochastic_rounding"):
+    with pytest.raises(
+        fuser.InputError,
+        match=said(
+            "recipe-nvfp4block-nvfp4-4over6", None, "fp4_quant_fwd_weight", "stochastic_rounding"
+        ),
+    ):
         NVFP4BlockScaling(nvfp4_4over6="weights", fp4_quant_fwd_weight=params)
 
 
@@ -107,7 +118,9 @@ def test_four_over_six_weights_are_parameters_that_train() -> None:
 def test_stacked_experts_of_the_option_are_refused(options: dict[str, Any]) -> None:
     recipe = recipe_of(options)
     is_refused = make_quantizer(recipe, "weight").format.has_kernel is False
-    refusal = pytest.raises(fuser.InputError, match="single_grouped_weight=True and")
+    refusal = pytest.raises(
+        fuser.InputError, match=said("grouped-quantized-weights-made-inside-model")
+    )
     with refusal if is_refused else contextlib.nullcontext():  # noqa: SIM117
         with fuser.quantized_model_init(recipe=recipe):
             fuser.GroupedLinear(2, 32, 128, bias=False, single_grouped_weight=True)
@@ -295,5 +308,5 @@ def test_experts_quantize_their_groups_alone(options: dict[str, Any]) -> None:
     with on_kernels(), fuser.autocast(recipe=recipe):
         assert torch.equal(op(x, sizes), y)
     quantizer = make_quantizer(recipe, "weight" if options is WEIGHTS else "input")
-    with pytest.raises(fuser.InputError, match="quantizes no groups in one launch"):
+    with pytest.raises(fuser.InputError, match=said("grouped-quantizes-groups-launch")):
         fuser.GroupedTensor.quantize(x, sizes, quantizer)

@@ -11,6 +11,7 @@ import every_format as formats
 import oracles
 import pytest
 import torch
+from said import holds, said
 
 import fuser
 from fuser.precision.quantizer_for import make_quantizer
@@ -150,7 +151,10 @@ def test_nvfp4_quantizes_each_role_as_its_parameters_say(role: str) -> None:
 def test_quantized_attention_is_accepted_off_and_refused_on(recipe: Any, name: str) -> None:
     assert recipe(**{name: False}) == recipe()
     assert getattr(recipe(), name) is False
-    with pytest.raises(fuser.InputError, match=rf"{recipe.__name__} got {name}=True; attention is"):
+    with pytest.raises(
+        fuser.InputError,
+        match=said("recipe-only-accepted-value", recipe.__name__, name, True, holds("attention")),
+    ):
         recipe(**{name: True})
 
 
@@ -190,13 +194,16 @@ def test_parameters_that_no_quantizer_of_the_recipe_has_are_refused(
     recipe: Any, name: str, params: dict[str, Any], words: str
 ) -> None:
     (param,) = params
-    with pytest.raises(fuser.InputError, match=f"got {name} with {param}=.*{words}"):
+    with pytest.raises(
+        fuser.InputError,
+        match=said("recipe-quantizers-leave-rest", None, name, param, None, holds(words)),
+    ):
         recipe(**{name: QParams(**params)})
 
 
 @pytest.mark.parametrize("epsilon", [-1.0, float("inf"), float("nan")])
 def test_an_amax_epsilon_is_finite_and_not_negative(epsilon: float) -> None:
-    with pytest.raises(fuser.InputError, match="finite and not negative"):
+    with pytest.raises(fuser.InputError, match=said("recipe-qparams-epsilon-finite")):
         QParams(amax_epsilon=epsilon)
 
 

@@ -11,6 +11,7 @@ import torch._dynamo.testing
 from needs import needs_compiler
 from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
+from said import said
 from test_compiled import (
     CURRENT,
     DELAYED,
@@ -274,7 +275,10 @@ def test_split_sizes_of_two_tensors_are_not_taken_for_one() -> None:
             for other in (first, first.clone()):
                 assert torch.equal(compiled(tokens(), first, other), call(tokens(), first, other))
             with pytest.raises(
-                InputError, match=r"\[20, 0, 33, 20\] for its first .* \[1, 2, 3, 4\]"
+                InputError,
+                match=said(
+                    "shared-sizes-grouped-mlp-ops", None, None, "20, 0, 33, 20", "1, 2, 3, 4"
+                ),
             ):
                 compiled(tokens(), first, sizes(1, 2, 3, 4))
 
@@ -359,9 +363,9 @@ def test_bad_values_are_refused_when_the_graph_runs() -> None:
         return compiled(tokens(), sizes(*each), torch.ones(T), sizes(*each))
 
     call(20, 0, 33, 20)
-    with pytest.raises(InputError, match=r"Split sizes sum to 200, more than the 80 rows"):
+    with pytest.raises(InputError, match=said("grouped-sum-more-rows", 200, 80)):
         call(50, 50, 50, 50)
-    with pytest.raises(InputError, match="must not be negative; got -1, 0, 33, 20"):
+    with pytest.raises(InputError, match=said("grouped-split-not-negative", "-1, 0, 33, 20")):
         call(-1, 0, 33, 20)
     call(20, 0, 33, 20)
     routed = torch.compile(
@@ -372,7 +376,7 @@ def test_bad_values_are_refused_when_the_graph_runs() -> None:
     indices = torch.zeros(T, 2, dtype=torch.int64)
     routed(tokens(), indices)
     indices[3, 1] = 9
-    with pytest.raises(InputError, match="permute got expert index 9 for token 3, choice 1"):
+    with pytest.raises(InputError, match=said("routing-token-choice-0", "permute", 9, 3, 1)):
         routed(tokens(), indices)
 
 

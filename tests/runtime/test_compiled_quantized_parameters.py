@@ -12,6 +12,7 @@ import pytest
 import torch
 from needs import needs_compiler
 from pipeline_kernels import on_kernels
+from said import holds, said
 from test_compiled import _nothing_compiled_yet
 from torch._dynamo.utils import counters
 
@@ -258,7 +259,10 @@ def test_a_weight_that_keeps_its_source_is_refused_in_a_graph() -> None:
 
 def test_an_export_is_refused() -> None:
     model = block(recipes.Float8CurrentScaling())
-    with pytest.raises(fuser.StateError, match="its parameters are quantized"):
+    with pytest.raises(
+        fuser.StateError,
+        match=said("traced-cannot-exported", None, holds("its parameters are quantized")),
+    ):
         torch.export.export(model, (rows(),), strict=False)
 
 

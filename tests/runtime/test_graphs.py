@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pipeline_kernels import on_kernels
+from said import said
 
 import fuser
 from fuser import recipe as recipes
@@ -27,11 +28,15 @@ def linear() -> fuser.Sequential:
 @pytest.mark.parametrize(
     ("modules", "args", "sentence"),
     [
-        (torch.relu, (torch.ones(2, 8),), "takes modules; got a builtin_function_or_method"),
-        ((linear(), linear()), ((torch.ones(2, 8),),), "got 2 modules and 1 tuples"),
-        ((linear(),), torch.ones(2, 8), "got 1 modules and no tuples"),
-        (linear(), 3, "module 0 are a tuple of tensors; got a int"),
-        (linear(), (torch.ones(2, 8), 0.5), "Sample argument 1 of module 0 is a float"),
+        (
+            torch.relu,
+            (torch.ones(2, 8),),
+            said("graphs-graphed-callables-modules", "builtin_function_or_method"),
+        ),
+        ((linear(), linear()), ((torch.ones(2, 8),),), said("graphs-graphed-modules-tuples", 2, 1)),
+        ((linear(),), torch.ones(2, 8), said("graphs-graphed-modules-tuples", 1, "no")),
+        (linear(), 3, said("graphs-sample-arguments-tuple", 0, "int")),
+        (linear(), (torch.ones(2, 8), 0.5), said("graphs-sample-argument-takes", 1, 0, "float")),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(modules: Any, args: Any, sentence: str) -> None:
@@ -41,13 +46,13 @@ def test_arguments_that_do_not_fit_are_refused(modules: Any, args: Any, sentence
 
 def test_one_tensor_with_a_gradient_twice_is_refused() -> None:
     model, x = linear(), torch.ones(2, 8, requires_grad=True)
-    with pytest.raises(ValueError, match="arguments 0 and 1 of module 0 are one tensor of shape"):
+    with pytest.raises(ValueError, match=said("graphs-sample-tensor-requires", 0, 1, 0)):
         fuser.make_graphed_callables(model, (x, x))
 
 
 def test_one_module_twice_is_refused() -> None:
     model = linear()
-    with pytest.raises(ValueError, match="one module twice"):
+    with pytest.raises(ValueError, match=said("graphs-graphed-callables-twice")):
         fuser.make_graphed_callables((model, model), ((torch.ones(2, 8),),) * 2)
 
 
@@ -55,7 +60,7 @@ def test_one_module_twice_is_refused() -> None:
 def test_without_a_gpu_the_refusal_says_so_and_the_module_still_runs() -> None:
     model, x = linear(), torch.ones(2, 8)
     expected = model(x)
-    with pytest.raises(RuntimeError, match="torch sees no CUDA device"):
+    with pytest.raises(RuntimeError, match=said("graphs-needs-torch-sees")):
         fuser.make_graphed_callables(model, (x,))
     assert torch.equal(model(x), expected)
 
@@ -63,7 +68,9 @@ def test_without_a_gpu_the_refusal_says_so_and_the_module_still_runs() -> None:
 def test_an_op_that_leaves_gradients_to_a_later_call_is_refused() -> None:
     options = {"device": "cpu", "delay_wgrad_compute": True}
     model = fuser.Sequential(fuser.GELU(), fuser.GroupedLinear(2, 8, 8, **options))
-    with pytest.raises(fuser.StateError, match="op '1' with delay_wgrad_compute"):
+    with pytest.raises(
+        fuser.StateError, match=said("graphs-delay-wgrad-compute", None, None, "'1'")
+    ):
         _check_module(0, model, ())
 
 

@@ -15,6 +15,7 @@ import models
 import oracles
 import pytest
 import torch
+from said import holds, said
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fuser
@@ -434,7 +435,7 @@ def test_this_torchs_checkpoints_are_known_and_others_are_said_not_to_be(
     monkeypatch.delattr(torch.utils.checkpoint, "_checkpoint_hook")
     recomputation._known_codes.cache_clear()
     try:
-        with pytest.warns(fuser.FuserWarning, match="entered inside the checkpointed function"):
+        with pytest.warns(fuser.FuserWarning, match=said("recomputation-fuser-does-not")):
             assert recomputation._known_codes() is None
         model, x = mlp(), tensor(1).requires_grad_()
         assert model(x).shape == run(model, MXFP8, x).shape
@@ -501,7 +502,12 @@ def test_a_saved_tensor_that_comes_back_otherwise_is_named() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, unpack):
         y = run(model, MXFP8, x)
-    with pytest.raises(fuser.StateError, match=r"Op 0 \(BasicLinear\).*MXFP8.*as unquantized"):
+    with pytest.raises(
+        fuser.StateError,
+        match=said(
+            "diagnose-saved-back-activation", 0, "BasicLinear", holds("MXFP8"), "unquantized"
+        ),
+    ):
         y.sum().backward()
 
 
@@ -522,7 +528,9 @@ def test_of_several_ops_that_save_the_one_whose_tensor_comes_back_otherwise_is_n
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         y = run(model, MXFP8, tensor(1).requires_grad_())
     assert len(kept) == 6
-    with pytest.raises(fuser.StateError, match=rf"Op {index} \(BasicLinear\) saved"):
+    with pytest.raises(
+        fuser.StateError, match=said("diagnose-saved-back-activation", index, "BasicLinear")
+    ):
         y.sum().backward()
 
 
@@ -828,7 +836,9 @@ def test_a_checkpoint_without_state_takes_the_state_away() -> None:
 
 def test_a_truncated_state_is_refused_with_the_numbers() -> None:
     op = fuser.BasicLinear(32, 32)
-    with pytest.raises(fuser.InputError, match=r"needs 12 numbers for 2 tensors.*has 3"):
+    with pytest.raises(
+        fuser.InputError, match=said("delayed-scaling-needs-numbers-history", None, 12, 2, None, 3)
+    ):
         op.set_extra_state(torch.tensor([2.0, 4.0, 1.0]))
 
 
@@ -950,7 +960,7 @@ def test_a_factory_gives_every_op_quantizers_of_its_own() -> None:
         def __call__(self, role: str) -> Any:
             return fuser.Float8Quantizer()
 
-    with pytest.raises(fuser.InputError, match="cannot be hashed"):
+    with pytest.raises(fuser.InputError, match=said("recipe-factory-cannot-hashed")):
         recipes.CustomRecipe(qfactory=Unhashable())
     assert len(pickle.loads(pickle.dumps(model))) == 3
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from said import said
 
 import fuser
 from fuser.te import import_paths
@@ -186,8 +187,8 @@ def test_an_error_of_a_script_has_its_traceback(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nothing.py"], "'nothing.py', which is not a file"),
-        (["-m"], "got no module: give its name"),
+        (["nothing.py"], said("import-paths-python-script-not", "'nothing.py'")),
+        (["-m"], said("import-paths-python-m-module")),
     ],
 )
 def test_a_script_that_is_not_there_is_refused(arguments: Any, sentence: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from said import said
 
 import fuser
 from fuser import modules, recipe
@@ -167,7 +168,7 @@ def test_a_state_of_another_library_is_not_read_and_another_number_of_groups_is_
         layer.set_extra_state(each)
     assert not _Elsewhere.was_read
     assert torch.equal(numbers(layer), before)
-    sentence = "of 2 groups got a state of delayed scaling with 9 scales in its forward"
+    sentence = said("grouped-state-linear-groups-delayed", 2, 9, "forward")
     with pytest.raises(fuser.InputError, match=sentence):
         grouped(2).set_extra_state(layer.get_extra_state())
 
@@ -207,7 +208,7 @@ def test_attention_returns_the_largest_logit_of_each_head(
 def test_attention_refuses_a_mask_of_integers() -> None:
     q = torch.randn(5, 2, 4, 8)
     mask = torch.ones(2, 1, 1, 5, dtype=torch.int64)
-    with pytest.raises(fuser.InputError, match=r"mask of torch.int64; give one of torch.bool"):
+    with pytest.raises(fuser.InputError, match=said("attention-mask-torch-bool", "torch.int64")):
         attention.DotProductAttention(4, 8, attn_mask_type="padding")(q, q, q, mask)
 
 
@@ -264,7 +265,7 @@ def rotated(x: torch.Tensor, angles: torch.Tensor, layout: str, interleaved: boo
 )
 def test_parts_that_are_no_heads_are_refused(split: list[int], layout: Any) -> None:
     qkv, angles = torch.randn(3, 2, 2, 32), torch.randn(3, 1, 1, 8)
-    with pytest.raises(fuser.InputError, match="for 32 features"):
+    with pytest.raises(fuser.InputError, match=said("rope-apply-fused-qkv", None, None, 32)):
         rope.apply_fused_qkv_rotary_pos_emb(qkv, angles, angles, split, layout)
 
 
@@ -273,9 +274,9 @@ def test_positions_without_an_angle_are_refused_on_a_cpu_and_nan_elsewhere(
 ) -> None:
     t, freqs = torch.randn(4, 3, 2, 8), torch.randn(6, 1, 1, 8)
     starts = torch.tensor([0, 2, -1])
-    with pytest.raises(fuser.InputError, match="got start_positions with -1"):
+    with pytest.raises(fuser.InputError, match=said("rope-apply-start-positions", -1)):
         rope.apply_rotary_pos_emb(t, freqs, start_positions=starts)
-    with pytest.raises(fuser.InputError, match="angles of 6 positions for 7"):
+    with pytest.raises(fuser.InputError, match=said("rope-apply-angles-positions", 6, 7)):
         rope.apply_rotary_pos_emb(t, freqs, start_positions=-3 * starts.clamp(max=0))
     monkeypatch.setattr(rope, "_ends", lambda length, starts: (0, length))  # as on a GPU
     starts[1] = 4
@@ -331,9 +332,9 @@ def test_rows_of_experts_are_padded_and_come_back(align: int) -> None:
     )
     for one, other in pairs:
         torch.testing.assert_close(one, other)
-    with pytest.raises(fuser.InputError, match="give the sums of its columns"):
+    with pytest.raises(fuser.InputError, match=said("permutation-per-expert-routing")):
         permutation.moe_permute_and_pad_with_probs(x, probs, mask, sizes + 1, align)
-    with pytest.raises(fuser.InputError, match="got align_size=0"):
+    with pytest.raises(fuser.InputError, match=said("permutation-pad-align-size", 0)):
         permutation.moe_permute_and_pad_with_probs(x, probs, mask, sizes, 0)
 
 
@@ -346,7 +347,7 @@ def test_a_class_outside_of_the_vocabulary_is_refused_on_a_cpu_and_nan_elsewhere
 ) -> None:
     logits = torch.randn(4, 6, requires_grad=True)
     target = torch.tensor([0, wrong, -100, 5])
-    with pytest.raises(fuser.InputError, match=f"got a target of {wrong} for 6 classes"):
+    with pytest.raises(fuser.InputError, match=said("cross-entropy-target-classes-0", wrong, 6)):
         cross_entropy.parallel_cross_entropy(logits, target)
     loss = cross_entropy._CrossEntropy.apply(logits, target, 0.0, None, -100)  # as on a GPU
     assert loss.isnan().tolist() == [False, True, False, False]
@@ -402,9 +403,9 @@ def test_a_forward_after_one_that_failed_begins_with_the_first_layer() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"offload_weights": True}, "offload_weights=True; activations alone"),
-        ({"offload_activations": False}, "offload_activations=False"),
-        ({"num_layers": 3, "model_layers": 2}, "num_layers=3 of model_layers=2"),
+        ({"offload_weights": True}, said("cpu-offload-activations-weights-alone", None, True)),
+        ({"offload_activations": False}, said("cpu-offload-activations-weights-alone", False)),
+        ({"num_layers": 3, "model_layers": 2}, said("cpu-offload-num-layers-model", 3, 2)),
     ],
 )
 def test_offloading_of_weights_is_refused(options: Any, sentence: str) -> None:
@@ -475,15 +476,23 @@ def test_shards_are_written_of_weights_with_one_current_scale() -> None:
     before = weight.dequantize()
     for name in ("replace_raw_data", "post_all_gather_processing"):
         given = (blocks, None) if name == "replace_raw_data" else ([blocks],)
-        with pytest.raises(fuser.InputError, match=f"{name} got a MXFP8Tensor"):
+        with pytest.raises(
+            fuser.InputError, match=said("master-weights-shards-written-scale", name, "MXFP8Tensor")
+        ):
             getattr(master_weights, name)(*given)
-    with pytest.raises(fuser.InputError, match="got a MXFP8Tensor of"):
+    with pytest.raises(
+        fuser.InputError, match=said("master-weights-shards-written-scale", None, "MXFP8Tensor")
+    ):
         master_weights.quantize_master_weights(
             [weight, blocks], [torch.ones(512), None], [0, None], None
         )
-    with pytest.raises(fuser.InputError, match=r"lists of \[1, 2, 1, 1\] elements"):
+    with pytest.raises(
+        fuser.InputError, match=said("master-weights-quantize-lists-length", [1, 2, 1, 1])
+    ):
         master_weights.quantize_master_weights([weight], [None, None], [0], None)
-    with pytest.raises(fuser.InputError, match=r"511 elements of torch\.uint8 for a"):
+    with pytest.raises(
+        fuser.InputError, match=said("master-weights-replace-raw-data", 511, "torch.uint8")
+    ):
         master_weights.replace_raw_data(weight, torch.empty(511, dtype=torch.uint8))
     assert torch.equal(weight.dequantize(), before)
     master_weights.quantize_master_weights([], [], [], None)

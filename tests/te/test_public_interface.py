@@ -15,6 +15,7 @@ import every_format
 import oracles
 import pytest
 import torch
+from said import said
 
 import fuser
 from fuser import recipe as recipes
@@ -375,11 +376,15 @@ def test_the_older_names_warn_and_do_the_same() -> None:
     x = torch.randn(32, 32)
     with fuser.autocast(recipe=recipe):
         expected = linear(x)
-    with pytest.warns(DeprecationWarning, match=r"fuser.fp8_autocast is now fuser.autocast"):
+    with pytest.warns(
+        DeprecationWarning, match=said("functions-fuser-now-new", "fp8_autocast", "autocast")
+    ):
         region: Any = fuser.fp8_autocast(enabled=True, calibrating=False, fp8_recipe=recipe)
     with region:
         assert torch.equal(linear(x), expected)
-    with pytest.warns(DeprecationWarning, match=r"fuser.quantized_model_init"):
+    with pytest.warns(
+        DeprecationWarning, match=said("functions-fuser-now-new", None, "quantized_model_init")
+    ):
         region = fuser.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True)
     with region:
         weight = fuser.BasicLinear(32, 32).weight
@@ -426,8 +431,11 @@ def test_a_checkpointed_function_computes_the_same_gradients(use_reentrant: bool
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"distribute_saved_activations": True}, "distribute_saved_activations=True"),
-        ({"out": torch.ones(2, requires_grad=True)}, "got the keyword out, which requires"),
+        ({"distribute_saved_activations": True}, said("functions-distribute-saved-activations")),
+        (
+            {"out": torch.ones(2, requires_grad=True)},
+            said("functions-keyword-requires-gradient", "out"),
+        ),
     ],
 )
 def test_a_checkpoint_refuses_what_it_does_not_do(options: dict[str, Any], words: str) -> None:
@@ -454,7 +462,9 @@ def test_interleaved_weights_give_an_interleaved_unit_the_same_values(size: int)
 @pytest.mark.parametrize(("rows", "size"), [(6, 2), (4, 0), (4, -1), (2, 2)])
 def test_rows_that_do_not_divide_into_blocks_are_not_interleaved(rows: int, size: int) -> None:
     for function in (fuser.interleave_glu_tensor, fuser.deinterleave_glu_tensor):
-        with pytest.raises(fuser.InputError, match=f"in blocks of {size}"):
+        with pytest.raises(
+            fuser.InputError, match=said("functions-tensor-shape-cannot", None, size)
+        ):
             function(torch.ones(rows, 3), size)
-        with pytest.raises(fuser.InputError, match=r"shape \(\)"):
+        with pytest.raises(fuser.InputError, match=said("functions-tensor-shape-cannot")):
             function(torch.ones(()), 1)

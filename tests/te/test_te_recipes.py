@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from said import said
 
 import fuser
 from fuser import recipe
@@ -78,10 +79,13 @@ def test_a_value_that_is_given_by_place_is_kept(monkeypatch: pytest.MonkeyPatch)
     made = recipes.NVFP4BlockScaling()
     assert made == recipes.NVFP4BlockScaling(True, nvfp4_4over6="all")
     assert made.fp4_quant_fwd_inp == recipe.QParams()
-    with pytest.raises(fuser.InputError, match="random_hadamard_transform"):
+    with pytest.raises(
+        fuser.InputError,
+        match=said("recipe-nvfp4block-nvfp4-4over6", None, None, "random_hadamard_transform"),
+    ):
         recipes.NVFP4BlockScaling(False)
     monkeypatch.setenv("NVTE_NVFP4_4OVER6", "some")
-    with pytest.raises(fuser.InputError, match="got nvfp4_4over6 'some'"):
+    with pytest.raises(fuser.InputError, match=said("recipe-takes", None, "nvfp4_4over6 'some'")):
         recipes.NVFP4BlockScaling()
     for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert other == made

@@ -12,6 +12,7 @@ import oracles
 import pytest
 import torch
 from pipeline_kernels import on_kernels
+from said import holds, said
 
 import fuser
 from fuser import recipe as recipes
@@ -67,7 +68,9 @@ def test_identity_rounds_to_its_dtype_alone() -> None:
     made = tensors.IdentityQuantizer(dtype=BF16)(x)
     assert made.dtype is F32
     assert torch.equal(made.dequantize(), x.bfloat16().float())
-    with pytest.raises(fuser.InputError, match=r"dtype torch\.int32"):
+    with pytest.raises(
+        fuser.InputError, match=said("identity-quantizer-dtype-takes", "torch.int32")
+    ):
         tensors.IdentityQuantizer(dtype=torch.int32)
 
 
@@ -287,10 +290,18 @@ def test_scripts_make_and_change_hybrid_quantizers() -> None:
         (
             {"rowwise_quantizer": torch.float8_e4m3fn},
             fuser.InputTypeError,
-            "rowwise_quantizer=torch",
+            said("hybrid-takes-each-copy", "rowwise_quantizer", holds("torch")),
         ),
-        ({"columnwise_quantizer": hybrid("mxfp8", "nvfp4")}, fuser.InputError, "hybrid one"),
-        ({"columnwise_source": "rows"}, fuser.InputError, "columnwise_source='rows'; it is"),
+        (
+            {"columnwise_quantizer": hybrid("mxfp8", "nvfp4")},
+            fuser.InputError,
+            said("hybrid-takes-format-not"),
+        ),
+        (
+            {"columnwise_source": "rows"},
+            fuser.InputError,
+            said("hybrid-quantizer-columnwise-source", "'rows'"),
+        ),
     ],
 )
 def test_what_a_hybrid_quantizer_cannot_take_is_refused(
@@ -300,5 +311,5 @@ def test_what_a_hybrid_quantizer_cannot_take_is_refused(
     for cls in (tensors.HybridQuantizer, fuser.HybridQuantizer):
         with pytest.raises(error, match=words):
             cls(**(parts | options))
-    with pytest.raises(fuser.InputTypeError, match="call its quantizer"):
+    with pytest.raises(fuser.InputTypeError, match=said("tensors-not-made-buffers")):
         fuser.IdentityTensor(shape=(2, 2), rowwise_data=torch.zeros(2, 2))

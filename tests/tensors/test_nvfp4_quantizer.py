@@ -11,6 +11,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from said import holds, said
 
 import fuser
 from fuser import DType, gemm
@@ -107,17 +108,17 @@ def test_arguments_of_what_is_not_here_are_accepted_off() -> None:
     [
         (
             {"row_scaled_nvfp4": True, "with_2d_quantization": True},
-            "row_scaled_nvfp4=True and with_2d_quantization=True",
+            said("nvfp4-row-scaled-2d"),
         ),
-        ({"nvfp4_use_4over6": True, "with_rht": True}, "4over6=True and with_rht=True"),
+        ({"nvfp4_use_4over6": True, "with_rht": True}, said("nvfp4-use-block-chooses", "with_rht")),
         (
             {"nvfp4_use_4over6": True, "stochastic_rounding": True},
-            "4over6=True and stochastic_rounding=True",
+            said("nvfp4-use-block-chooses", "stochastic_rounding"),
         ),
-        ({"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 255}, "nvfp4_e4m3_max=255"),
-        ({"nvfp4_e4m3_max": 256}, "nvfp4_e4m3_max=256 and nvfp4_use_4over6=False"),
-        ({"nvfp4_4over6_err_mode": "L1"}, "nvfp4_4over6_err_mode='L1'; it is 'MAE' or 'MSE'"),
-        ({"fp4_dtype": DType.kFloat8E4M3}, "fp4_dtype .*kFloat8E4M3.*kFloat4E2M1"),
+        ({"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 255}, said("nvfp4-e4m3-max-takes", 255)),
+        ({"nvfp4_e4m3_max": 256}, said("nvfp4-e4m3-max-takes", 256, False)),
+        ({"nvfp4_4over6_err_mode": "L1"}, said("nvfp4-4over6-err-mode", "'L1'", "'MAE' or 'MSE'")),
+        ({"fp4_dtype": DType.kFloat8E4M3}, said("quantizers-fp4-elements-k", holds("kFloat8E4M3"))),
     ],
 )
 def test_arguments_of_what_is_not_here_are_refused_on(

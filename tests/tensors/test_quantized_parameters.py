@@ -14,6 +14,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from said import said
 from test_quantized_tensors import (
     MAKERS,
     QUANTIZERS,
@@ -545,7 +546,7 @@ def test_a_quantized_tensor_has_an_empty_storage_and_no_address() -> None:
         storage = one.untyped_storage()
         assert (storage.nbytes(), storage.tolist(), bytes(storage)) == (0, [], b"")
         storage.share_memory_()
-        with pytest.raises(fuser.StateError, match=r"no memory.*dequantize"):
+        with pytest.raises(fuser.StateError, match=said("wrapper-tensor-no-memory-values")):
             one.data_ptr()
     assert (tensor.nbytes, tensor.element_size()) == (64 * 96 * 4, 4)
 
@@ -558,7 +559,7 @@ def test_safetensors_saves_and_loads_values_and_says_how(make: Any, tmp_path: An
         lambda: safetensors.save_model(model, path),
         lambda: safetensors.save_file(model.state_dict(), path),
     ):
-        with pytest.raises(fuser.StateError, match=r"save_file\(\{name: t.dequantize\(\)"):
+        with pytest.raises(fuser.StateError, match=said("wrapper-tensor-no-memory-values")):
             save()
     safetensors.save_file({k: values_of(t) for k, t in model.state_dict().items()}, path)
     again = quantized_linear(make)
