@@ -53,7 +53,8 @@ NOT_FIRST = (
 # Folders of which every test starts something, and modules with which a test of another does.
 OF_MACHINES = ("tests/docs", "tests/kernels", "tests/repository", "tests/sharded")
 STARTING = re.compile(
-    r"^\s*(?:import|from) (?:emulator|nvrtc|ranks|\w+_ranks|scripts|commands|subprocess)\b", re.M
+    r"^\s*(?:import|from) (?:emulator|needs|nvrtc|ranks|\w+_ranks|scripts|commands|subprocess)\b",
+    re.M,
 )
 # Those have targets of their own.
 ELSEWHERE = ("tests/gpu", "tests/integrations")
