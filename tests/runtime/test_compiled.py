@@ -462,6 +462,19 @@ def test_pipelines_of_one_graph_that_differ_in_one_thing_are_traced_apart(
     assert_equal(step(whole(call), models, rows(WIDTH)), step(call, models, rows(WIDTH)))
 
 
+@pytest.mark.parametrize("kind", ["expanded", "turned", "part"])
+def test_gradients_of_other_strides_are_those_of_an_eager_backward(kind: str) -> None:
+    model, x = fuser.Sequential(fuser.RMSNorm(WIDTH), fuser.SiLU()), rows()
+    wide = torch.cat([rows(), rows()], 1)
+    dy = {"expanded": rows()[:1].expand(32, -1), "turned": turned(rows()), "part": wide[:, WIDTH:]}
+    compiled, found = whole(lambda x: model(x), "eager"), []
+    for function in (model, compiled):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf)
+        found.append(torch.autograd.grad(y, [leaf, *model.parameters()], dy[kind]))
+    assert_equal(list(found[1]), list(found[0]))
+
+
 def like(*shape: int, dtype: torch.dtype = BF16, device: str = "cpu") -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
