@@ -88,7 +88,8 @@ def test_a_code_is_kept_by_a_sentence_that_is_reworded_or_moved() -> None:
 def test_every_code_that_a_test_names_is_in_the_table() -> None:
     named = 0
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "from said import" in text else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func) in (
                 "said",
                 "sentence",
