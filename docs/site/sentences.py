@@ -164,7 +164,7 @@ def _imported(
     tree: ast.Module, returned: Mapping[Path, Mapping[str, list[str]]]
 ) -> dict[str, list[str]]:
     """The texts of functions that a module imports from the modules that have them."""
-    result = {}
+    result: dict[str, list[str]] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             path = FUSER.parent / f"{node.module.replace('.', '/')}.py"

@@ -7,7 +7,7 @@ import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import sentences
@@ -29,7 +29,7 @@ def written(rows: Iterable[Message]) -> str:
     return "".join("\t".join(line) + "\n" for line in lines)
 
 
-def renewed(old: Iterable[Message], found: Iterable[sentences.Sentence]) -> list[Message]:
+def renewed(old: Collection[Message], found: Iterable[sentences.Sentence]) -> list[Message]:
     """The rows of ``found``, with the codes that these had in ``old``, where they had one.
 
     A code is kept by a sentence that is still there, in whichever module; by one with another kind
@@ -40,8 +40,10 @@ def renewed(old: Iterable[Message], found: Iterable[sentences.Sentence]) -> list
     for sentence in found:
         modules.setdefault((sentence.kind, sentence.text), []).append(sentence.module)
     gone = {row.code: row for row in old}
-    codes: dict[tuple[str, str], str] = {}
-    for likeness in (_same, _same_text, _reworded):
+    codes = {(row.kind, row.text): row.code for row in old if (row.kind, row.text) in modules}
+    for code in codes.values():
+        del gone[code]
+    for likeness in (_same_text, _reworded):
         pairs = [
             (likeness(row, key, modules[key]), row.code, key)
             for row, key in itertools.product(gone.values(), modules.keys() - codes.keys())
@@ -60,10 +62,6 @@ def renewed(old: Iterable[Message], found: Iterable[sentences.Sentence]) -> list
             taken.add(codes[key])
     rows = (Message(codes[key], key[0], tuple(places), key[1]) for key, places in modules.items())
     return sorted(rows, key=lambda row: (row.modules, row.code))
-
-
-def _same(row: Message, key: tuple[str, str], modules: list[str]) -> float:
-    return (row.kind, row.text) == key
 
 
 def _same_text(row: Message, key: tuple[str, str], modules: list[str]) -> float:

@@ -33,9 +33,8 @@ def said(code: str, *values: object) -> Said:
     parts = _parts(code, len(values))
     # The texts that must follow one another, each anywhere after the one before.
     runs = [parts[0]]
-    for part, value in zip(
-        parts[1:], [*values, *[None] * (len(parts) - 1 - len(values))], strict=True
-    ):
+    given = [*values, *[None] * (len(parts) - 1 - len(values))]
+    for part, value in zip(parts[1:], given, strict=True):
         if value is None:
             runs.append(part)
         elif isinstance(value, Holds):

@@ -150,7 +150,7 @@ def test_a_fusion_that_raises_is_named_with_its_exception_and_the_ops_run_unfuse
     model, x = scales(fusion), tensor_of(FP32)
     with pytest.warns(
         UserWarning,
-        match=said("planner-used-asked-about", fusion.__name__, None, *words.split(":")),
+        match=said("planner-used-asked-about", fusion.__name__, None, *words.split(": ")),
     ):
         plan = model.plan(x)
     assert words in refusal(plan, fusion.__name__, (0, 1))

@@ -419,7 +419,7 @@ def test_a_linear_that_gets_other_features_says_whether_they_are_a_part(mode: st
     linear = fuser.Linear(8, 4, **{**ROW_OF_TWO, "tensor_parallel_mode": mode})
     words = {
         "row": said("basic-linear-input-shape-last", holds("Linear(8, 4)"), (3, 7), 4, 8, 2),
-        "column": said("bias-input-shape-last", holds("Linear(8, 4)"), (3, 7), 8),
+        "column": said("grouped-linear-shape-last-dimension", "Linear(8, 4)", (3, 7), 8),
     }[mode]
     with pytest.raises(fuser.InputError, match=words):
         linear(torch.randn(3, 7, device="meta"))

@@ -112,13 +112,19 @@ def test_arguments_for_userbuffers_are_ignored_with_one_warning() -> None:
             warnings.simplefilter("error")
             make()
     makers: dict[str, Any] = {
-        "LayerNormLinear ignores ub_overlap_ag": lambda: layers.LayerNormLinear(16, 16, **options),
-        "LayerNormMLP ignores ub_overlap_ag": lambda: layers.LayerNormMLP(16, 32, **options),
-        "TransformerLayer ignores ub_tp_comm_overlap": lambda: transformer.TransformerLayer(
-            16, 32, 2, ub_tp_comm_overlap=True, device="cpu"
+        said(
+            "layers-ignores-communication-overlapped", "LayerNormLinear", "ub_overlap_ag"
+        ): lambda: layers.LayerNormLinear(16, 16, **options),
+        said("layers-ignores-communication-overlapped", "LayerNormMLP", "ub_overlap_ag"): lambda: (
+            layers.LayerNormMLP(16, 32, **options)
         ),
-        "initialize_ub ignores": lambda: userbuffers.initialize_ub(
-            [64, 16], 2, use_fp8=False, ub_cfgs={"qkv_fprop": {}}, bootstrap_backend="gloo"
+        said(
+            "layers-ignores-communication-overlapped", "TransformerLayer", "ub_tp_comm_overlap"
+        ): lambda: transformer.TransformerLayer(16, 32, 2, ub_tp_comm_overlap=True, device="cpu"),
+        said("layers-ignores-communication-overlapped", "initialize_ub"): lambda: (
+            userbuffers.initialize_ub(
+                [64, 16], 2, use_fp8=False, ub_cfgs={"qkv_fprop": {}}, bootstrap_backend="gloo"
+            )
         ),
     }
     for words, make in makers.items():
