@@ -194,7 +194,7 @@ OF_A_NORM: dict[str, Callable[[Any], Any]] = {
     "weight of a class": lambda c: setattr(c, "weight", Doubling(c.weight.detach())),
     "bias of a class": lambda c: setattr(c, "bias", Doubling(torch.randn(HIDDEN))),
     "no bias": lambda c: setattr(c, "bias", None),
-    "no parameters": lambda c: (setattr(c, "bias", None), setattr(c, "weight", None)),
+    "no parameters": lambda c: c.__dict__["_parameters"].update(bias=None, weight=None),
     "another weight": lambda c: setattr(c, "weight", drawn(HIDDEN)),
     "larger eps": lambda c: setattr(c, "eps", 0.5),
     "forward hook": lambda c: c.register_forward_hook(lambda m, args, y: 2 * y),
@@ -245,7 +245,7 @@ class Normed(nn.Module):
         return y
 
 
-OTHERS = (
+OTHERS: tuple[dict[str, float], ...] = (
     {},
     {"std": 1e-7},
     {"std": 0.02},
