@@ -194,7 +194,7 @@ OF_A_NORM: dict[str, Callable[[Any], Any]] = {
     "weight of a class": lambda c: setattr(c, "weight", Doubling(c.weight.detach())),
     "bias of a class": lambda c: setattr(c, "bias", Doubling(torch.randn(HIDDEN))),
     "no bias": lambda c: setattr(c, "bias", None),
-    "no parameters": lambda c: (setattr(c, "bias", None), setattr(c, "weight", None)),
+    "no parameters": lambda c: c.__dict__["_parameters"].update(bias=None, weight=None),
     "another weight": lambda c: setattr(c, "weight", drawn(HIDDEN)),
     "larger eps": lambda c: setattr(c, "eps", 0.5),
     "forward hook": lambda c: c.register_forward_hook(lambda m, args, y: 2 * y),
@@ -245,7 +245,7 @@ class Normed(nn.Module):
         return y
 
 
-OTHERS = (
+OTHERS: tuple[dict[str, float], ...] = (
     {},
     {"std": 1e-7},
     {"std": 0.02},
@@ -298,3 +298,23 @@ def test_a_norm_without_its_eps_among_its_numbers_stays(kind: str) -> None:
     assert not any("Norm" in row.text for row in report.converted)
     found = results(model, x)
     assert all(torch.allclose(found[name], value) for name, value in expected.items())
+
+
+class DoubledInTraining(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return 2 * y if self.training else y
+
+
+@pytest.mark.parametrize("in_training", [True, False])
+@pytest.mark.parametrize("kind", ["layer norm", "rms norm"])
+def test_a_norm_whose_mode_decides_stays(kind: str, in_training: bool) -> None:
+    """In the mode in which it is converted, and in the other one later."""
+    model = seeded(lambda: Normed(kind, 1e-3, {})).train(in_training)
+    model.norm = DoubledInTraining(kind, 1e-3, {}).train(in_training)
+    expected = [model.train(mode)(data()) for mode in (True, False)]
+    report = fuser.convert(model.train(in_training), norms="all")
+    assert not any("Norm" in row.text for row in report.converted)
+    found = [model.train(mode)(data()) for mode in (True, False)]
+    assert all(map(torch.equal, found, expected))
+    assert not torch.equal(*found)

@@ -192,7 +192,7 @@ def test_gradients_that_add_up_stay_where_an_expert_has_no_rows(
     )
     splits = SPLITS["between, and a tail"]
     for parameter in model.parameters():
-        parameter.main_grad = torch.full(parameter.shape, 2.0)  # type: ignore[attr-defined]
+        parameter.main_grad = torch.full(parameter.shape, 2.0)
     for turn in (1, 2):
         step(model, splits, RECIPES[name], BF16)
         if delayed:
@@ -200,7 +200,7 @@ def test_gradients_that_add_up_stay_where_an_expert_has_no_rows(
         x = random_tensor((ROWS, IN), BF16, 1).float()[: sum(splits)].split(splits)
         dy = random_tensor((ROWS, OUT), BF16, 3).float()[: sum(splits)].split(splits)
         for g, parameter in enumerate(model.parameters()):
-            found = parameter.main_grad  # type: ignore[attr-defined]
+            found = parameter.main_grad
             product = turn * dy[g].T @ x[g]
             limit = 0.15 * float(product.abs().max())
             torch.testing.assert_close(found, 2.0 + product, rtol=0.0, atol=limit)

@@ -222,29 +222,32 @@ def norms() -> None:
             error=1e-2,
         )
 
-    for dtype in (BF16, F32):
-        of(dtype, "rmsnorm")
-        of(dtype, "layernorm")
+    def of_l2(dtype: torch.dtype) -> None:
         CASES[f"l2norm, {dtype}"] = Case(
-            lambda dtype=dtype: {"x": drawn(M, K, dtype=dtype)},
-            lambda dtype=dtype: {"y": empty(M, K, dtype=dtype), "rnorm": empty(M, 1, dtype=F32)},
+            lambda: {"x": drawn(M, K, dtype=dtype)},
+            lambda: {"y": empty(M, K, dtype=dtype), "rnorm": empty(M, 1, dtype=F32)},
             lambda t: normalization.l2norm(**t, eps=1e-5),
             lambda t: named("y rnorm", reference_norm.l2norm(t["x"], 1e-5)),
             ("x",),
             error=1e-2,
         )
         CASES[f"l2norm_backward, {dtype}"] = Case(
-            lambda dtype=dtype: {
+            lambda: {
                 "dy": drawn(M, K, dtype=dtype),
                 "x": drawn(M, K, dtype=dtype, seed=1),
                 "rnorm": drawn(M, 1, dtype=F32, seed=2).abs(),
             },
-            lambda dtype=dtype: {"dx": empty(M, K, dtype=dtype)},
+            lambda: {"dx": empty(M, K, dtype=dtype)},
             lambda t: normalization_backward.l2norm_backward(**t),
             lambda t: {"dx": reference_norm.l2norm_backward(t["dy"], t["x"], t["rnorm"])},
             ("x", "dy"),
             error=1e-2,
         )
+
+    for dtype in (BF16, F32):
+        of(dtype, "rmsnorm")
+        of(dtype, "layernorm")
+        of_l2(dtype)
 
 
 CHAIN = (Stage("bias"), Stage("add_extra_input"), Stage("silu"))
@@ -337,21 +340,23 @@ def formats_of_8_and_4_bits() -> None:
         ("x",),
         raised=("out",),
     )
-    for kind in ("scale", "amax"):
+
+    def of_a_given(kind: str) -> None:
         of(
             f"fp8 of a given {kind}",
             "row col scale_inv",
             lambda: {**data(), "scale_inv": empty(1, dtype=F32)},
             inputs=lambda: {"x": drawn(M, K), "given": torch.tensor([3.0])},
-            launch=lambda t, b, kind=kind: fp8_scaling.quantize(
+            launch=lambda t, b: fp8_scaling.quantize(
                 fp8_format(), t["x"], b, **{kind + "_value" * (kind == "amax"): t["given"]}
             ),
-            expected=lambda t, kind=kind: (
+            expected=lambda t: (
                 reference_fp8.quantize_current(t["x"], E4M3, amax_value=t["given"])
                 if kind == "amax"
                 else reference_fp8.quantize_delayed(t["x"], t["given"], E4M3)[:3]
             ),
         )
+
     of(
         "fp8, one copy",
         "row scale_inv",
@@ -360,22 +365,22 @@ def formats_of_8_and_4_bits() -> None:
         launch=lambda t, b: fp8_scaling.quantize(fp8_format(), t["x"], b, scale=t["given"]),
         expected=lambda t: reference_fp8.quantize_delayed(t["x"], t["given"], E4M3)[::2],
     )
-    for dim in (1, 2):
+
+    def of_blocks(dim: int) -> None:
         of(
             f"blocks of {dim} dimensions",
             "row row_scale_inv col col_scale_inv",
-            lambda dim=dim: {
+            lambda: {
                 **data(),
                 "row_scale_inv": empty(*formats.fp8_block_scale_shape(M, K, False, dim), dtype=F32),
                 "col_scale_inv": empty(*formats.fp8_block_scale_shape(M, K, True, dim), dtype=F32),
             },
-            launch=lambda t, b, dim=dim: block_scaling.quantize(block_format(E4M3, dim), t["x"], b),
-            expected=lambda t, dim=dim: reference_block.quantize(
-                t["x"], E4M3, block_dim=dim, pow2=True
-            ),
+            launch=lambda t, b: block_scaling.quantize(block_format(E4M3, dim), t["x"], b),
+            expected=lambda t: reference_block.quantize(t["x"], E4M3, block_dim=dim, pow2=True),
             aligned=("row_scale_inv", "col_scale_inv"),
         )
-    for is_square in (False, True):
+
+    def of_mxfp8(is_square: bool) -> None:
         of(
             f"mxfp8{', squares' * is_square}",
             "row row_scale col col_scale",
@@ -385,12 +390,11 @@ def formats_of_8_and_4_bits() -> None:
                 "row_scale": empty(*formats.mxfp8_scale_shape(M, K, False)),
                 "col_scale": empty(*formats.mxfp8_scale_shape(M, K, True)),
             },
-            launch=lambda t, b, s=is_square: mxfp8.quantize(mxfp8_format(E4M3, s), t["x"], b),
-            expected=lambda t, s=is_square: reference_mxfp8.quantize(
-                t["x"], E4M3, two_dimensional=s
-            ),
+            launch=lambda t, b: mxfp8.quantize(mxfp8_format(E4M3, is_square), t["x"], b),
+            expected=lambda t: reference_mxfp8.quantize(t["x"], E4M3, two_dimensional=is_square),
             aligned=("row_scale", "col_scale"),
         )
+
     of(
         "nvfp4",
         "row row_scale row_amax col col_scale col_amax",
@@ -435,6 +439,12 @@ def formats_of_8_and_4_bits() -> None:
         raised=("row_amax", "col_amax"),
     )
 
+    for kind in ("scale", "amax"):
+        of_a_given(kind)
+    for number in (1, 2):
+        of_blocks(number)
+        of_mxfp8(number == 2)
+
 
 def decoders() -> None:
     def bytes_of(m: int = M, k: int = K) -> torch.Tensor:
@@ -455,37 +465,38 @@ def decoders() -> None:
         lambda t: fp8_scaling.dequantize(t["data"], t["scale_inv"], E4M3, BF16, out=t["out"]),
         lambda t: {"out": reference_fp8.dequantize(t["data"], t["scale_inv"], E4M3, BF16)},
     )
-    for columnwise in (False, True):
+
+    def of_copy(columnwise: bool) -> None:
         size = (K, M) if columnwise else (M, K)
         copy = "columns" if columnwise else "rows"
         options = {"columnwise": columnwise}
         CASES[f"rowwise dequantize of {copy}"] = Case(
-            lambda size=size: {
+            lambda: {
                 "data": bytes_of(*size),
                 "scale_inv": drawn(size[0], dtype=F32).abs(),
             },
             out,
-            lambda t, options=options: rowwise_scaling.dequantize(
+            lambda t: rowwise_scaling.dequantize(
                 t["data"], t["scale_inv"], E4M3, BF16, out=t["out"], **options
             ),
-            lambda t, options=options: {
+            lambda t: {
                 "out": reference_rowwise.dequantize(
                     t["data"], t["scale_inv"], E4M3, BF16, **options
                 )
             },
         )
         CASES[f"block dequantize of {copy}"] = Case(
-            lambda size=size: {
+            lambda: {
                 "data": bytes_of(*size),
                 "scale_inv": drawn(
-                    *formats.fp8_block_scale_shape(*size, False, 1), dtype=F32
+                    *formats.fp8_block_scale_shape(size[0], size[1], False, 1), dtype=F32
                 ).abs(),
             },
             out,
-            lambda t, options=options: block_scaling.dequantize(
+            lambda t: block_scaling.dequantize(
                 t["data"], t["scale_inv"], E4M3, BF16, block_dim=1, out=t["out"], **options
             ),
-            lambda t, options=options: {
+            lambda t: {
                 "out": reference_block.dequantize(
                     t["data"], t["scale_inv"], E4M3, BF16, block_dim=1, **options
                 )
@@ -493,36 +504,39 @@ def decoders() -> None:
             aligned=("scale_inv",),
         )
         CASES[f"mxfp8 dequantize of {copy}"] = Case(
-            lambda options=options: {
+            lambda: {
                 "data": bytes_of(),
                 "scale": torch.randint(
                     120, 134, formats.mxfp8_scale_shape(M, K, options["columnwise"]), dtype=U8
                 ),
             },
             out,
-            lambda t, options=options: mxfp8.dequantize(
-                t["data"], t["scale"], E4M3, BF16, out=t["out"], **options
-            ),
-            lambda t, options=options: {
+            lambda t: mxfp8.dequantize(t["data"], t["scale"], E4M3, BF16, out=t["out"], **options),
+            lambda t: {
                 "out": reference_mxfp8.dequantize(t["data"], t["scale"], E4M3, BF16, **options)
             },
             aligned=("scale",),
         )
         CASES[f"nvfp4 dequantize of {copy}"] = Case(
-            lambda size=size: {
+            lambda: {
                 "data": torch.randint(0, 256, (size[0], size[1] // 2), dtype=U8),
-                "scale": torch.randint(32, 96, formats.nvfp4_scale_shape(*size, False), dtype=U8),
+                "scale": torch.randint(
+                    32, 96, formats.nvfp4_scale_shape(size[0], size[1], False), dtype=U8
+                ),
                 "amax": torch.tensor([3.0]),
             },
             out,
-            lambda t, options=options: nvfp4.dequantize(
+            lambda t: nvfp4.dequantize(
                 t["data"], t["scale"], t["amax"], BF16, out=t["out"], **options
             ),
-            lambda t, options=options: {
+            lambda t: {
                 "out": reference_nvfp4.dequantize(t["data"], t["scale"], t["amax"], BF16, **options)
             },
             aligned=("scale",),
         )
+
+    for columnwise in (False, True):
+        of_copy(columnwise)
 
 
 def reference_fp8_transpose(data: torch.Tensor) -> torch.Tensor:
@@ -542,36 +556,36 @@ def rows_of_groups() -> None:
     def probs() -> torch.Tensor:
         return torch.rand(ROUTES.shape, generator=torch.Generator().manual_seed(1))
 
-    for dtype in (BF16, F32):
+    def of(dtype: torch.dtype) -> None:
         CASES[f"permute, {dtype}"] = Case(
-            lambda dtype=dtype: {
+            lambda: {
                 "x": drawn(16, K, dtype=dtype),
                 **named("row_map inverse_map", maps()),
             },
-            lambda dtype=dtype: {"y": empty(M, K, dtype=dtype)},
+            lambda: {"y": empty(M, K, dtype=dtype)},
             lambda t: permutation.permute(**t),
             lambda t: {"y": reference_permutation.permute(**t)},
             ("x",),
         )
         CASES[f"unpermute, {dtype}"] = Case(
-            lambda dtype=dtype: {
+            lambda: {
                 "y": drawn(M, K, dtype=dtype),
                 "inverse_map": maps()[1],
                 "probs": probs(),
             },
-            lambda dtype=dtype: {"out": empty(16, K, dtype=dtype)},
+            lambda: {"out": empty(16, K, dtype=dtype)},
             lambda t: permutation.unpermute(**t),
             lambda t: {"out": reference_permutation.unpermute(**t)},
             ("y",),
         )
         CASES[f"unpermute_backward, {dtype}"] = Case(
-            lambda dtype=dtype: {
+            lambda: {
                 "dout": drawn(16, K, dtype=dtype),
                 "y": drawn(M, K, dtype=dtype, seed=1),
                 **named("row_map inverse_map", maps()),
                 "probs": probs(),
             },
-            lambda dtype=dtype: {
+            lambda: {
                 "dy": empty(M, K, dtype=dtype),
                 "dprobs": empty(16, 2, dtype=F32),
             },
@@ -580,13 +594,13 @@ def rows_of_groups() -> None:
             ("dout", "y"),
         )
         CASES[f"zero_tail, {dtype}"] = Case(
-            lambda dtype=dtype: {"ends": ENDS, "out": drawn(M, K, dtype=dtype)},
+            lambda: {"ends": ENDS, "out": drawn(M, K, dtype=dtype)},
             dict,
             lambda t: grouped.zero_tail(t["ends"], out=t["out"]),
             lambda t: {"out": reference_grouped.zero_tail(t["ends"], t["out"])},
         )
         CASES[f"add_bias, {dtype}"] = Case(
-            lambda dtype=dtype: {
+            lambda: {
                 "ends": ENDS,
                 "bias": drawn(3, K, dtype=dtype, seed=1),
                 "scales": drawn(M, dtype=dtype, seed=2),
@@ -599,15 +613,18 @@ def rows_of_groups() -> None:
             },
         )
         CASES[f"unpad, {dtype}"] = Case(
-            lambda dtype=dtype: {
+            lambda: {
                 "padded": drawn(384, K, dtype=dtype),
                 "ends": ENDS,
                 "padded_ends": reference_grouped.group_tiles(ENDS, 3)[0],
             },
-            lambda dtype=dtype: {"out": empty(M, K, dtype=dtype)},
+            lambda: {"out": empty(M, K, dtype=dtype)},
             lambda t: grouped.unpad(**t),
             lambda t: {"out": reference_grouped.unpad(t["padded"], t["ends"], t["padded_ends"], M)},
         )
+
+    for dtype in (BF16, F32):
+        of(dtype)
 
 
 for fill in (steps, norms, chains, formats_of_8_and_4_bits, decoders, rows_of_groups):
@@ -670,7 +687,11 @@ def test_each_tensor_alone_may_begin_one_element_further(name: str) -> None:
 def test_the_rows_of_each_input_alone_may_be_an_odd_distance_apart(name: str) -> None:
     case = CASES[name]
     for one in case.rows:
-        assert_as_expected(case, lambda of, x, one=one: spaced(x) if of == one else x)
+
+        def change(of: str, x: torch.Tensor, one: str = one) -> torch.Tensor:
+            return spaced(x) if of == one else x
+
+        assert_as_expected(case, change)
 
 
 HARD = {"inf": float("inf"), "-inf": -float("inf"), "NaN": float("nan")}

@@ -128,7 +128,7 @@ def test_an_op_that_returns_a_gradient_of_the_wrong_shape_is_named(
     x: torch.Tensor, head: list[BasicOperation], bad: type[BasicOperation]
 ) -> None:
     model = fuser.Sequential(*head, bad())
-    wrong = ((4, 3), "its input", (4, 8))
+    wrong: tuple[object, ...] = ((4, 3), "its input", (4, 8))
     if bad is RowGradient:
         wrong = ((4,), "its parameter 0", (8,))
     words = said("diagnose-returned-gradient-shape", holds(f"{bad.__name__})"), *wrong)

@@ -45,7 +45,7 @@ def test_angles_are_positions_times_inverse_frequencies(
     options: dict[str, float], rotated: int, interleaved: bool
 ) -> None:
     base = options.get("rotary_base", 10000.0)
-    module = rope.RotaryPositionEmbedding(8, interleaved=interleaved, **options)  # type: ignore[arg-type]
+    module = rope.RotaryPositionEmbedding(8, interleaved=interleaved, **options)
     for length, offset in ((1, 0), (6, 0), (6, 3)):
         found = module(length, offset) if offset else module(length)
         assert found.shape == (length, 1, 1, rotated)
@@ -217,8 +217,9 @@ def assert_routes_are_those_of_the_formula(dtype: torch.dtype, k: int, **options
     logits = values.to(dtype)
     weights = torch.randn(5, EXPERTS)
     ours, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    count, chosen = groups or (None, None)
     found, mask = router.fused_topk_with_score_function(
-        ours, k, pre, *(groups or (None, None)), scale, score, bias
+        ours, k, pre, count, chosen, scale, score, bias
     )
     expected, wanted = routed_by_formula(exact, k, score, pre, scale, bias, groups)
     assert torch.equal(mask, wanted)

@@ -20,7 +20,7 @@ QUANTIZED = [name for name in STORED if name in formats.RECIPES]
 SHAPE = (64, 32)
 
 
-def weight_in(stored: str, seed: int = 0) -> torch.nn.Parameter:
+def weight_in(stored: str, seed: int = 0) -> Any:
     """A weight of normal values, in the dtype or the format of a recipe."""
     torch.manual_seed(seed)
     if stored not in formats.RECIPES:
@@ -45,7 +45,7 @@ def rounded_as(weight: Any, values: torch.Tensor) -> torch.Tensor:
         return values.to(weight.dtype).float()
     twin = weight.detach().clone()
     twin.quantize_(values.to(weight.dtype))
-    return twin.dequantize(dtype=F32)
+    return values_of(twin)
 
 
 def assert_held(weight: torch.Tensor, values: torch.Tensor) -> None:
@@ -294,9 +294,9 @@ def test_one_hard_value_among_others_is_stepped_as_in_torch(
         "exp_avg_sq": (state["exp_avg_sq"], wanted["exp_avg_sq"]),
     }
     for name, (found, expected) in pairs.items():
-        for row, hard in enumerate(HARD):
+        for row, what in enumerate(HARD):
             torch.testing.assert_close(
                 *(found[row], expected[row]), equal_nan=True, rtol=1e-5, atol=1e-6,
-                msg=lambda text, name=name, hard=hard: f"{name}, {hard}: {text}",
+                msg=f"{name}, {what}",
             )  # fmt: skip
     assert torch.equal(ours.detach().isnan(), theirs.isnan())
