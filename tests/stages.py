@@ -45,8 +45,10 @@ FIRST = (
 )
 # Of those folders: what starts make, mypy, pytest or a build.
 NOT_FIRST = (
+    "tests/repository/test_affected.py",
     "tests/repository/test_distribution.py",
     "tests/repository/test_other_machines.py",
+    "tests/repository/test_samples.py",
     "tests/repository/test_typed_script.py",
     "tests/repository/test_workflows.py",
 )
