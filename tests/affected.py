@@ -36,7 +36,7 @@ READERS = {
     "fuser/*.py": ("test_floors", "test_messages", "test_mutants", "test_torch_private"),
     "tests/*.py": ("test_mutants",),
     "docs/site/*": ("test_messages", "test_site"),
-    "*.md": ("test_documents",),
+    "*.md": ("test_documents", "test_document_code"),
     ".github/*": ("test_workflows",),
     "setup.py": ("test_distribution",),
     "tests/emulator/*": ("emulator.compile",),
