@@ -143,8 +143,9 @@ def capabilities_of(sources: Path, name: str) -> tuple[tuple[int, int], ...]:
 
 def compilation_key(path: Path, capability: tuple[int, int], library: ctypes.CDLL) -> str:
     """The hash of what a compilation depends on: compiler, options, source and its headers."""
-    binary = Path(library._name).stat()
-    compiler = (*version(library), library._name, binary.st_size, binary.st_mtime_ns)
+    # Where it is differs between clones, which share what was compiled.
+    binary = Path(library._name)
+    compiler = (*version(library), binary.name, binary.stat().st_size)
     options = portable_options(path, capability, library)
     texts = texts_of(path)
     uses_hash = any("FUSER_SOURCES" in text for text in texts.values())

@@ -163,7 +163,9 @@ def _toolchain() -> str:
     include = cuda_include()
     assert include is not None
     cuda = [(include / header).read_text(encoding="utf-8") for header in CUDA_HEADERS]
-    return _digest(version.stdout, str(include), *FLAGS, *texts, *cuda)
+    # Of the other headers the sizes: where they are differs between clones, which share the cache.
+    sizes = sorted(f"{path.name} {path.stat().st_size}" for path in include.glob("*.h"))
+    return _digest(version.stdout, *FLAGS, *texts, *cuda, *sizes)
 
 
 def _compile(arguments: list[str]) -> None:

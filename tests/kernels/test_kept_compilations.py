@@ -7,11 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nvrtc
 import pytest
 from emulator import compile as compilation
+from needs import needs_emulator, needs_nvrtc
+
+from fuser.cuda.module import KERNELS
 
 RESOURCES = (10, 0, 0, 16)
 
@@ -153,3 +157,33 @@ def test_resources_that_two_find_at_once_are_both_kept(
     assert len(compilations) == 2
     assert ask("a") == ask("b") == RESOURCES
     assert len(compilations) == 2
+
+
+# -- clones of one machine -------------------------------------------------------------
+
+
+@needs_emulator
+def test_clones_whose_headers_are_elsewhere_share_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = compilation.cuda_include()
+    assert there is not None
+    elsewhere = tmp_path / "include"
+    elsewhere.symlink_to(there)
+    made = compilation._toolchain.__wrapped__
+    before = made()
+    monkeypatch.setattr(compilation, "cuda_include", lambda: elsewhere)
+    assert made() == before
+
+
+@needs_nvrtc
+def test_clones_whose_nvrtc_is_elsewhere_share_resources(tmp_path: Path) -> None:
+    library = nvrtc.libraries()[-1]
+    elsewhere = SimpleNamespace(
+        _name=str(tmp_path / Path(library._name).name), nvrtcVersion=library.nvrtcVersion
+    )
+    Path(elsewhere._name).symlink_to(library._name)
+    path = KERNELS / "probe.cu"
+    key = nvrtc.compilation_key(path, (9, 0), library)
+    assert nvrtc.compilation_key(path, (9, 0), elsewhere) == key
+    assert nvrtc.compilation_key(path, (8, 0), library) != key
