@@ -86,6 +86,31 @@ CHANNELS = (
         select="written or view or reshape or lie",
     ),
     Mutant(
+        "an output of a call without gradients is a view that no parameter may multiply",
+        "runtime/executor.py",
+        "CompiledPlan.call",
+        "return output if output._base is None else _for_caller(output, input_)\n"
+        "outputs = (output,",
+        "return output\noutputs = (output,",
+        "test_robustness.py::test_an_output_of_a_call_without_gradients_may_be_multiplied_by_a_parameter",
+    ),
+    Mutant(
+        "an extra output of a call without gradients is a view that no parameter may multiply",
+        "runtime/executor.py",
+        "CompiledPlan.call",
+        "return tuple([_for_caller(each, input_) for each in outputs])",
+        "return outputs",
+        "test_robustness.py::test_an_output_of_a_call_without_gradients_may_be_multiplied_by_a_parameter",
+    ),
+    Mutant(
+        "an output loses its forward-mode derivative",
+        "runtime/executor.py",
+        "_for_caller",
+        "return output if forward_ad_level() >= 0 else output.detach()",
+        "return output.detach()",
+        "test_robustness.py::test_the_sum_before_a_frozen_norm_has_its_forward_mode_derivative",
+    ),
+    Mutant(
         "the gradient of a caller's extra input leaves quantized",
         "runtime/codegen.py",
         "PlanCodegen._add_results",
