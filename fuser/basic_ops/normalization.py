@@ -181,7 +181,7 @@ class _Normalization(BasicOperation):
         )
         if ctx.requires_grad:
             ctx.to_save = self.saved(x if extra is None else z, *parameters, *statistics)
-        return self._shaped(y, input_.shape), self._sum(z, input_.shape)
+        return self._shaped(y, input_.shape), None if z is None else z.view(input_.shape)
 
     def input_grad_and_param_grads(
         self,
@@ -281,10 +281,6 @@ class _Normalization(BasicOperation):
         if len(self.normalized_shape) > 1:
             y = materialize(y)  # the rows of the new shape are not the rows of the norm
         return y.view(shape)
-
-    def _sum(self, z: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-        """The sum in the shape of the input; not a view, because the caller may write to it."""
-        return None if z is None else z.view(shape).detach()
 
     def _param_grad(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         return None if grad is None else grad.view(self.normalized_shape)

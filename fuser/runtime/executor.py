@@ -262,8 +262,10 @@ class CompiledPlan:
                 output, produced = self.run(input_, others, extra_inputs, kwargs, layout)
         else:
             output, produced = self.run(input_, others, extra_inputs, kwargs, layout)
-        result = (output, *(produced[n] for n in self.returned)) if self.returned else output
-        return result
+        if not self.returned:
+            return output if output._base is None else _for_caller(output, input_)
+        outputs = (output, *[produced[n] for n in self.returned])
+        return tuple([_for_caller(each, input_) for each in outputs])
 
 
 def _in_range(title: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,7 +288,7 @@ def _for_caller(output: torch.Tensor, input_: torch.Tensor) -> torch.Tensor:
     base = output._base
     if base is None or output is input_ or any(base is t for t in (input_, input_._base)):
         return output
-    return output.detach()
+    return output if forward_ad_level() >= 0 else output.detach()  # which drops derivatives
 
 
 def _kinds(saved: Iterable[torch.Tensor | None]) -> list[Any]:

@@ -191,8 +191,10 @@ def _rows_of_parameters(layer: Layer) -> None:
     @sets(path, init_method=lambda weight: weight.fill_(0.25))
     def _what_a_weight_begins_with(given: Given) -> None:
         module = layer(**given)
-        weights = layer.weights(module)[: 1 if layer.name == "LayerNormMLP" else None]
-        assert all(bool((weight == 0.25).all()) for weight in weights)
+        weights = layer.weights(module)
+        first = 1 if layer.name == "LayerNormMLP" else len(weights)
+        assert all(bool((weight == 0.25).all()) for weight in weights[:first])
+        assert not any(bool((weight == 0.25).any()) for weight in weights[first:])
 
     def _weights(given: Given, seeds: dict[str, int]) -> list[torch.Tensor]:
         """Those of a layer, whose tracker has these seeds."""

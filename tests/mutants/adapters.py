@@ -147,6 +147,47 @@ ADAPTERS = (
         "",
         "test_lora_grouped_linear.py::test_a_parameter_that_changes_before_the_backward_is_noticed",
     ),
+    Mutant(
+        "adapters that were frozen are trained after a merge",
+        SHARED,
+        "LoRAAdapters.merge",
+        "self._are_trained = tuple(getattr(self, name).requires_grad "
+        "for name in self._adapter_names)",
+        "pass",
+        "test_modes.py::test_unmerged_adapters_are_trained_as_before",
+    ),
+    Mutant(
+        "adapters of experts in evaluation are in training",
+        GROUPED,
+        "LoRAGroupedLinear.from_linear",
+        "adapted.train(linear.training)",
+        "pass",
+        "test_modes.py::test_adapters_are_in_the_mode_of_their_linear",
+    ),
+    Mutant(
+        "adapters of a linear in evaluation are in training",
+        LORA,
+        "LoRALinear.from_linear",
+        "adapted.train(linear.training)",
+        "pass",
+        "test_modes.py::test_adapters_are_in_the_mode_of_their_linear",
+    ),
+    Mutant(
+        "the bias of an adapted linear is trained",
+        LORA,
+        "LoRALinear.from_linear",
+        "adapted.bias = frozen(bias)",
+        "adapted.bias = bias",
+        "test_modes.py::test_adapters_are_in_the_mode_of_their_linear",
+    ),
+    Mutant(
+        "adapters drop in evaluation",
+        SHARED,
+        "LoRAAdapters.add_adapters",
+        "if self.training and self.draws_seed:",
+        "if self.draws_seed:",
+        "test_modes.py::test_adapters_are_in_the_mode_of_their_linear",
+    ),
 )
 
 STATE_DICTS = (

@@ -315,4 +315,12 @@ LAUNCH_CACHE = (
         "test_launch_cache.py",
         select="amaxes_of_other_ranks",
     ),
+    Mutant(
+        "a grid that is empty in its second dimension is launched",
+        "cuda/launch.py",
+        "Kernel.__call__",
+        "if 0 not in launch.grid:",
+        "if launch.grid[0] != 0:",
+        "test_cuda_module.py::test_an_empty_grid_launches_nothing",
+    ),
 )

@@ -222,14 +222,6 @@ BASIC_OPS = (
         "test_adaptive_layer_norm.py::test_output_and_every_gradient_are_no_worse_than_torch",
     ),
     Mutant(
-        "the sum that an addition and a norm return is a view that nobody may write to",
-        "basic_ops/normalization.py",
-        "_Normalization._sum",
-        "return None if z is None else z.view(shape).detach()",
-        "return None if z is None else z.view(shape)",
-        "test_robustness.py::test_the_sum_before_a_norm_may_be_written_to_after_its_backward",
-    ),
-    Mutant(
         "L2 normalization ignores torch's autocast",
         "basic_ops/normalization.py",
         "L2Normalization.op_forward",

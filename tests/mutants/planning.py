@@ -86,6 +86,31 @@ CHANNELS = (
         select="written or view or reshape or lie",
     ),
     Mutant(
+        "an output of a call without gradients is a view that no parameter may multiply",
+        "runtime/executor.py",
+        "CompiledPlan.call",
+        "return output if output._base is None else _for_caller(output, input_)\n"
+        "outputs = (output,",
+        "return output\noutputs = (output,",
+        "test_robustness.py::test_an_output_of_a_call_without_gradients_may_be_multiplied_by_a_parameter",
+    ),
+    Mutant(
+        "an extra output of a call without gradients is a view that no parameter may multiply",
+        "runtime/executor.py",
+        "CompiledPlan.call",
+        "return tuple([_for_caller(each, input_) for each in outputs])",
+        "return outputs",
+        "test_robustness.py::test_an_output_of_a_call_without_gradients_may_be_multiplied_by_a_parameter",
+    ),
+    Mutant(
+        "an output loses its forward-mode derivative",
+        "runtime/executor.py",
+        "_for_caller",
+        "return output if forward_ad_level() >= 0 else output.detach()",
+        "return output.detach()",
+        "test_robustness.py::test_the_sum_before_a_frozen_norm_has_its_forward_mode_derivative",
+    ),
+    Mutant(
         "the gradient of a caller's extra input leaves quantized",
         "runtime/codegen.py",
         "PlanCodegen._add_results",
@@ -376,6 +401,62 @@ PLANNER = (
         "",
         "test_planner.py::test_windows_match_wherever_brute_force_finds_them",
     ),
+    Mutant(
+        "the baseline of a pipeline leaves out the bias at its end",
+        "plan/plain_torch.py",
+        "_Run.forward",
+        "has_bias = i + 1 < len(ops) and",
+        "has_bias = i + 2 < len(ops) and",
+        "test_plain_torch.py::test_the_baseline_of_each_pair_of_ops_has_the_values_of_the_pipeline",
+    ),
+    Mutant(
+        "the baseline does not scale what adapters add",
+        "plan/plain_torch.py",
+        "_adapted",
+        "torch.add(y, added, alpha=op.scale)",
+        "torch.add(y, added)",
+        "test_plain_torch.py::test_the_baseline_of_each_pair_of_ops_has_the_values_of_the_pipeline",
+    ),
+    Mutant(
+        "the baseline computes gradients of extra inputs that nobody wants",
+        "plan/plain_torch.py",
+        "_Run.__init__",
+        "self._leaf(spec, needs_grad)",
+        "self._leaf(spec, True)",
+        "test_plain_torch.py::test_the_calls_of_extra_tensors_are_those_of_the_gradients_that_are_wanted",
+    ),
+    Mutant(
+        "attention is as fast on every GPU as on the first",
+        "plan/devices.py",
+        "_nominal",
+        'attention=H200.attention * peaks["bf16"] / H200.peak',
+        "attention=H200.attention",
+        "test_modelled_times.py::test_each_figure_of_a_device_is_that_of_the_table",
+    ),
+    Mutant(
+        "attention runs at the rate of products",
+        "plan/torch_calls.py",
+        "TorchCall.seconds",
+        "rate = min(device.attention, device.peak)",
+        "rate = device.peak",
+        "test_modelled_times.py::test_attention_takes_the_time_of_its_operations_at_its_own_rate",
+    ),
+    Mutant(
+        "one group has the rate of a linear",
+        "plan/cost.py",
+        "CostModel._products",
+        "is_grouped=product.groups > 0",
+        "is_grouped=product.groups > 1",
+        "test_modelled_times.py::test_a_grouped_linear_has_the_rate_of_groups",
+    ),
+    Mutant(
+        "an input without a gradient saves no product",
+        "plan/cost.py",
+        "CostModel._products",
+        "[op.input_requires_grad, weight_needs_grad]",
+        "[True, weight_needs_grad]",
+        "test_modelled_times.py::test_an_input_without_a_gradient_saves_the_other_product_of_backward",
+    ),
 )
 
 PLAN_KEYS = (
@@ -604,6 +685,14 @@ PLAN_KEYS = (
         "return AutocastState(scope.recipe, region, None, observing.steps)",
         "test_amax_reduction.py::test_amaxes_are_reduced_over_the_group_of_their_autocast_in_any_order",
     ),
+    Mutant(
+        "a window of a key has no GPU",
+        "specs.py",
+        "PlanKey.window",
+        "self.arch,\nself.fusions",
+        "None,\nself.fusions",
+        "test_plan.py::test_a_key_narrowed_to_a_window_keeps_everything_else",
+    ),
 )
 
 REBUILT = (
@@ -796,5 +885,31 @@ REBUILT = (
         "static_cast<int>(gridDim.x - 1 - blockIdx.x); const int row_tile = number / (other_tiles "
         "* (each + 1)); const int place = number / (each + 1) % tiles;",
         "test_rebuilt.py::test_pairs_of_tiles_have_the_bits_of_two_launches_at_every_edge",
+    ),
+    Mutant(
+        "a plan states the first expert's kept weight alone",
+        "plan/kept.py",
+        "_weights",
+        "graph.params[i][: graph.ops[i].main_grad_count]",
+        "graph.params[i][:1]",
+        "test_rebuilt.py::test_a_plan_states_what_a_grouped_linear_keeps",
+    ),
+    Mutant(
+        "a parameter that was replaced is taken for the one before",
+        "runtime/repeated_forward.py",
+        "_state",
+        "ops, [*map(id, parameters)], versions",
+        "ops, versions",
+        "test_rebuilt.py::test_with_a_budget_of_zero_a_change_before_backward_is_refused",
+        select="parameter",
+    ),
+    Mutant(
+        "a module that was replaced is taken for the one before",
+        "runtime/repeated_forward.py",
+        "_state",
+        "return [*map(id, modules)], ops,",
+        "return ops,",
+        "test_rebuilt.py::test_with_a_budget_of_zero_a_change_before_backward_is_refused",
+        select="module",
     ),
 )

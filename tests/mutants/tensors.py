@@ -814,4 +814,12 @@ MATRIX_PRODUCTS = (
         "test_quantized_tensors.py::"
         "test_a_copy_from_a_tensor_that_has_one_copy_makes_the_other_in_the_target_alone",
     ),
+    Mutant(
+        "a product of one capability is that of no other of its generation",
+        "gemm/native.py",
+        "NativeGemm.serves",
+        "(arch in self.archs or arch[0] in self.archs)",
+        "(arch[0] in self.archs)",
+        "test_chosen_kernels.py::test_plans_name_the_kernels_of_the_table",
+    ),
 )

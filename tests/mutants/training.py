@@ -521,6 +521,22 @@ DELAYED_SCALING = (
         "if True:",
         "test_delayed_parameters.py::test_a_copied_or_loaded_linear_trains_on_with_the_same_bits",
     ),
+    Mutant(
+        "ranks beside those that reduce together are taken to share scales",
+        "precision/delayed_scaling.py",
+        "reduces_amaxes_over",
+        "set(ranks(group)) <= set(ranks(over))",
+        "set(ranks(group)) >= set(ranks(over))",
+        "test_delayed_scaling.py::test_ranks_share_scales_if_their_amaxes_are_reduced_together",
+    ),
+    Mutant(
+        "what was recorded under one amax group is replayed under another",
+        "runtime/recorded.py",
+        "RecordedPasses._groups_of",
+        "(over and weakref.ref(over), *map(weakref.ref, groups))",
+        "(*map(weakref.ref, groups),)",
+        "test_recorded_layouts.py::test_each_process_group_of_a_call_is_in_its_layout",
+    ),
 )
 
 RECOMPUTATION = (

@@ -14,6 +14,7 @@ import pytest
 import torch
 from models import mlp
 from said import said
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuser
@@ -57,6 +58,44 @@ def test_the_sum_before_a_norm_may_be_written_to_after_its_backward(norm: Any) -
     (y.sum() + z.sum()).backward()
     z.mul_(2)
     assert torch.equal(z, 2 * (x + extra))
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["norm", "addition and norm"])
+@pytest.mark.parametrize(
+    ("norm", "like"), [(fuser.RMSNorm, torch.nn.RMSNorm), (fuser.LayerNorm, torch.nn.LayerNorm)]
+)
+def test_an_output_of_a_call_without_gradients_may_be_multiplied_by_a_parameter(
+    norm: Any, like: Any, adds: bool
+) -> None:
+    # torch refuses this of a view that was made without gradients.
+    first = [fuser.AddExtraInput(), fuser.MakeExtraOutput()] if adds else []
+    model = fuser.Sequential(*first, norm(8))
+    x, extra = x_of(2, 3, 8), x_of(2, 3, 8)
+    for _ in range(4):  # also what is recorded
+        gain = torch.full((8,), 2.0, requires_grad=True)
+        with torch.no_grad():
+            outputs = model(x, extra) if adds else (model(x),)
+            expected = (like(8, eps=1e-5)(x + extra), x + extra) if adds else (like(8, 1e-5)(x),)
+        for output, before in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(output.mul_(gain), 2 * before)
+            (found,) = torch.autograd.grad(output.sum(), gain)
+            torch.testing.assert_close(found, before.sum(dim=(0, 1)))
+
+
+@pytest.mark.parametrize("is_grad_enabled", [False, True])
+@pytest.mark.parametrize("norm", [fuser.RMSNorm, fuser.LayerNorm])
+def test_the_sum_before_a_frozen_norm_has_its_forward_mode_derivative(
+    norm: Any, is_grad_enabled: bool
+) -> None:
+    ops = [fuser.AddExtraInput(), fuser.MakeExtraOutput(), norm(8)]
+    model = fuser.Sequential(*ops).requires_grad_(False)
+    x, extra = x_of(2, 3, 8), x_of(2, 3, 8)
+    tangent = torch.linspace(-1.0, 1.0, 48).view(2, 3, 8)
+    with torch.set_grad_enabled(is_grad_enabled), forward_ad.dual_level():
+        _, z = model(forward_ad.make_dual(x, tangent), extra)
+        found = forward_ad.unpack_dual(z).tangent
+    assert found is not None
+    assert torch.equal(found, tangent)
 
 
 @pytest.mark.parametrize(
