@@ -22,6 +22,9 @@ import torch
 from samples import sample
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+EMULATED = Path(__file__).parent / "kernels"
+MOST_EMULATED = 12
+"""Items of a function there: each compiles its kernels, and runs them three times."""
 SHOWN = 12
 """Names in a line of the summary."""
 
@@ -78,12 +81,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     alike: dict[str, list[pytest.Function]] = {}
     for item in items:
         is_varied = isinstance(item, pytest.Function) and hasattr(item, "callspec")
-        if is_varied and item.get_closest_marker("sampled"):
+        is_emulated = item.path.parent == EMULATED
+        if is_varied and (is_emulated or item.get_closest_marker("sampled")):
             alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: list[pytest.Item] = []
     for group in alike.values():
-        marks = [mark.kwargs.get("most") for mark in group[0].iter_markers("sampled")]
-        most = min((count for count in marks if count), default=None)
+        counts = [mark.kwargs.get("most") for mark in group[0].iter_markers("sampled")]
+        if group[0].path.parent == EMULATED:
+            counts.append(MOST_EMULATED)
+        most = min((count for count in counts if count), default=None)
         taken = set(sample([parameters_of(item) for item in group], most))
         left_out += [item for index, item in enumerate(group) if index not in taken]
     if left_out:

@@ -22,6 +22,8 @@ sys.path.append(str(BENCHMARKS))
 import memory
 import memory_meter
 
+pytestmark = pytest.mark.sampled(most=12)
+
 TINY = ["--layers", "1", "--tokens", "32", "--width", "32", "--hidden", "64"]
 # Blocks enough that what they hold outweighs the temporary copies that one of them makes, by more
 # than the memory of products, which depends on the CPU: with 20 blocks NVFP4 was 1.4% below bf16

@@ -18,6 +18,8 @@ import fuser
 from fuser import recipe as recipes
 from fuser.precision.quantizer_for import make_quantizer
 
+pytestmark = pytest.mark.sampled(most=12)
+
 G, IN, OUT, RANK, ROWS = 4, 32, 128, 4, 96
 FP32, BF16 = torch.float32, torch.bfloat16
 SPLITS = {

@@ -17,6 +17,8 @@ from pipeline_kernels import on_kernels
 import fuser
 from fuser.cuda.launch import Kernel, Launch
 
+pytestmark = pytest.mark.sampled(most=12)
+
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, WIDTH = 7, 40
 

@@ -31,6 +31,8 @@ from fuser.reference import mxfp8 as reference
 from fuser.tensors import quantizer as quantizer_module
 from fuser.tensors.quantizer import whole_blocks
 
+pytestmark = pytest.mark.sampled(most=12)
+
 OVERRIDES = (None, "high_precision", "dequantized")
 RECIPES: dict[str, Any] = {
     **{
