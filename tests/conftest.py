@@ -43,10 +43,12 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+def _on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Beside a GPU a test runs as where there is none."""
     if GPU_TESTS in request.path.parents or not torch.cuda.is_available():
         yield
         return
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with torch.device("cpu"):
         yield
 
