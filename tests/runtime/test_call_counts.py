@@ -183,16 +183,16 @@ Counts = dict[str, dict[str, dict[str, int]]]
 RELEASES = "Python {}.{}, torch {}.{}".format(
     *sys.version_info[:2], *torch.__version__.split(".")[:2]
 )
-OTHER_RELEASES = 1.1
+OTHER_RELEASES = 1.25
 """How many times as many calls there may be with releases that the file does not have."""
 
 
 def most_of(file: Counts, case: str, name: str) -> float:
-    """The most calls of a case: those of these releases, or those of the others and a tenth."""
-    if RELEASES in file:
-        return file[RELEASES].get(case, {}).get(name, 0)
-    known = (cases.get(case, {}).get(name, 0) for cases in file.values())
-    return OTHER_RELEASES * max(known, default=0)
+    """The most calls of a case: those of these releases, or those of the others and a quarter."""
+    own = file.get(RELEASES, {}).get(case)
+    if own is not None:
+        return own.get(name, 0)
+    return OTHER_RELEASES * max((cases.get(case, {}).get(name, 0) for cases in file.values()))
 
 
 def as_text(file: Counts) -> str:
