@@ -54,10 +54,7 @@ NOT_FIRST = (
 )
 # Folders of which every test starts something, and modules with which a test of another does.
 OF_MACHINES = ("tests/docs", "tests/kernels", "tests/repository", "tests/sharded")
-STARTING = re.compile(
-    r"^\s*(?:import|from) (?:emulator|needs|nvrtc|ranks|\w+_ranks|scripts|commands|subprocess)\b",
-    re.M,
-)
+STARTING = frozenset({"emulator", "needs", "nvrtc", "ranks", "subprocess"})
 # Those have targets of their own.
 ELSEWHERE = ("tests/gpu", "tests/integrations")
 STAGES = ("first", "plain", "machines")
@@ -78,13 +75,29 @@ def _is_below(path: str, places: Sequence[str]) -> bool:
     return any(path == place or path.startswith(f"{place}/") for place in places)
 
 
+def _imports(path: Path) -> frozenset[str]:
+    """The modules that a file imports, by the first part of their names."""
+    text = path.read_text(encoding="utf-8")
+    return frozenset(re.findall(r"^\s*(?:import|from) (\w+)", text, re.M))
+
+
+@functools.cache
+def starting() -> frozenset[str]:
+    """The modules with which a test starts something: helpers of tests that import such too."""
+    helpers = {path.stem: _imports(path) for path in (TESTS / "cases").glob("*.py")}
+    found = set(STARTING)
+    while more := {name for name, used in helpers.items() if used & found} - found:
+        found |= more
+    return frozenset(found)
+
+
 @functools.cache
 def stage_of(path: str) -> str:
     """The stage that has a test file."""
     if _is_below(path, FIRST) and path not in NOT_FIRST:
         return "first"
-    starts = STARTING.search((ROOT / path).read_text(encoding="utf-8"))
-    return "machines" if _is_below(path, OF_MACHINES) or starts else "plain"
+    is_of_machines = _is_below(path, OF_MACHINES) or _imports(ROOT / path) & starting()
+    return "machines" if is_of_machines else "plain"
 
 
 def files_of(stage: str) -> list[str]:

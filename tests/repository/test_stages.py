@@ -56,11 +56,12 @@ def test_every_place_in_the_lists_of_stages_is_there() -> None:
         ("tests/runtime/test_call_counts.py", "first"),
         ("tests/repository/test_prose.py", "first"),
         ("tests/repository/test_workflows.py", "machines"),
-        ("tests/plan/test_planner.py", "machines"),  # it starts a process
         ("tests/te/test_te_ranks.py", "machines"),
         ("tests/sharded/test_ranks.py", "machines"),
         ("tests/kernels/test_cuda_nvfp4.py", "machines"),
-        ("tests/plan/test_rebuilt.py", "plain"),
+        ("tests/plan/test_lossy_inputs.py", "machines"),  # it runs pipelines on kernels
+        ("tests/plan/test_planner.py", "machines"),  # it starts a process
+        ("tests/plan/test_fusions.py", "plain"),
         ("tests/ops/test_ops.py", "plain"),
     ],
 )

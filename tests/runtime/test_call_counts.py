@@ -192,7 +192,7 @@ def most_of(file: Counts, case: str, name: str) -> float:
     own = file.get(RELEASES, {}).get(case)
     if own is not None:
         return own.get(name, 0)
-    return OTHER_RELEASES * max((cases.get(case, {}).get(name, 0) for cases in file.values()))
+    return OTHER_RELEASES * max(cases.get(case, {}).get(name, 0) for cases in file.values())
 
 
 def as_text(file: Counts) -> str:
