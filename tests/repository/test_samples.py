@@ -56,14 +56,16 @@ def test_a_run_has_the_sample_unless_all_or_one_is_asked_for(pytester: pytest.Py
         "@marks[0]\n@marks[1]\ndef test_y(a, b):\n    pass\n"
         "@marks[0]\n@marks[1]\n@pytest.mark.parametrize('c', range(3))\n"
         "@pytest.mark.sampled(most=5)\ndef test_few(a, b, c):\n    pass\n"
+        "@pytest.mark.parametrize('seed', range(9))\n"
+        "@pytest.mark.sampled(most=4)\ndef test_seeds(seed):\n    pass\n"
         "@pytest.mark.sampled\n"
         "@pytest.mark.parametrize('case', ['f [x]', 'f [y]', 'g [y]', 'h'])\n"
         "def test_z(case):\n    pass\n"
     )
     name = "test_a_run_has_the_sample_unless_all_or_one_is_asked_for.py"
     for options, passed in (
-        ((), 3 + 9 + 5 + 3),
-        (("--full",), 9 + 9 + 27 + 4),
+        ((), 3 + 9 + 5 + 4 + 3),
+        (("--full",), 9 + 9 + 27 + 9 + 4),
         ((f"{name}::test_x",), 9),
         (("-k", "test_x"), 9),
     ):
