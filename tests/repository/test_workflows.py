@@ -159,7 +159,7 @@ def settings() -> str:
 
 def test_the_workflows_were_read() -> None:
     assert set(workflows()) == {"tests.yml", "weekly.yml", "release.yml"}
-    assert len(commands()) > 40
+    assert len(commands()) > 25
     assert {command.workflow for command in commands()} == set(workflows())
 
 
