@@ -19,6 +19,6 @@ SOURCES = KERNELS / ".." / KERNELS.name
 @contextmanager
 def on_kernels() -> Iterator[None]:
     """Inside, pipelines on the CPU run on kernels, whichever they need, small tensors too."""
-    with pytest.MonkeyPatch.context() as patch, emulated(sources=SOURCES):
+    with pytest.MonkeyPatch.context() as patch, emulated(sources=SOURCES, every_launch=False):
         patch.setattr(pointwise, "FEW_ELEMENTS", 0)
         yield

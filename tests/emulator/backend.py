@@ -36,7 +36,11 @@ WARP = 32
 # Compiling takes 0.3 s, and 0.1 s more for each kernel; several processes share a large source.
 TOGETHER = 8
 
+examines_every_launch = False
+"""Whether launches of pipelines run three times each, too: with pytest's ``--full``."""
+
 _worker = Worker()
+_examined: set[Kernel] = set()
 _groups: dict[Kernel, tuple[str, ...]] = {}
 
 
@@ -57,6 +61,7 @@ def emulated(
     *,
     written: Sequence[torch.Tensor] = (),
     deterministic: bool = True,
+    every_launch: bool = True,
     multiprocessors: int = 4,
     sources: Path | None = None,
 ) -> Iterator[None]:
@@ -87,6 +92,9 @@ def emulated(
     deterministic
         Whether a result that depends on the order of threads is an error: False for sums by
         atomics on floats.
+    every_launch
+        Whether each launch runs three times, or of each kernel the first one in this process: where
+        a test looks at pipelines, and others at their kernels.
     multiprocessors
         What :func:`fuser.cuda.launch.multiprocessors` says inside.
     sources
@@ -101,7 +109,11 @@ def emulated(
     if reason is not None:
         pytest.skip(f"needs the emulator: {reason}")
     emulator = Emulator(
-        sources or module.KERNELS, deterministic, multiprocessors, [Output(t) for t in written]
+        sources or module.KERNELS,
+        deterministic,
+        every_launch or examines_every_launch,
+        multiprocessors,
+        [Output(t) for t in written],
     )
     before = launching.backend
     launching.backend = emulator
@@ -219,6 +231,7 @@ class Emulator(launching.LaunchBackend):
 
     sources: Path
     deterministic: bool
+    examines_every_launch: bool
     multiprocessor_count: int
     outputs: list[Output]
 
@@ -273,9 +286,10 @@ class Emulator(launching.LaunchBackend):
         memory = memories(args)
         request = self._request(kernel, launch, args, encoded, memory)
         try:
-            self._run_by_schedules(request, memory)
+            self._run_by_schedules(request, memory, self._schedules(kernel, launch))
         except KernelError as error:
             raise KernelError(f"{kernel.symbol} ({launch}): {error}") from None
+        _examined.add(kernel)
 
     def _check_registered(self, kernel: Kernel) -> None:
         if isinstance(kernel.module, Path) or headers_in(kernel.symbol):
@@ -313,12 +327,17 @@ class Emulator(launching.LaunchBackend):
             ),
         )
 
-    def _run_by_schedules(self, request: Request, memory: list[Memory]) -> None:
+    def _schedules(self, kernel: Kernel, launch: Launch) -> int:
+        """How many orders of threads a launch runs in."""
+        if kernel in _examined and not self.examines_every_launch and not self.outputs:
+            return 1
+        # Threads of one warp run in the same order warp by warp.
+        return len(SCHEDULES) - (math.prod(launch.block) <= WARP)
+
+    def _run_by_schedules(self, request: Request, memory: list[Memory], count: int) -> None:
         masks = [m.elements() for m in memory]
         unwritten = [m.unwritten(self.outputs) for m in memory]
         results = []
-        # Threads of one warp run in the same order warp by warp.
-        count = len(SCHEDULES) - (math.prod(request.block) <= WARP)
         for schedule, poison in enumerate(POISONS[:count]):
             poisoned = []
             for buffer, mask, not_yet in zip(request.buffers, masks, unwritten, strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulator import KernelError, emulated, prepare, why_unavailable
+from emulator import KernelError, backend, emulated, prepare, why_unavailable
 from emulator import compile as compilation
 from emulator import worker as workers
 from emulator.conversions import check, hard_inputs, launch_for, outputs_for
@@ -324,6 +324,32 @@ def test_tensors_that_share_bytes_share_memory() -> None:
     run("double", Launch((1,), (32,)), whole[1:6], whole[3:8], int32(5), deterministic=False)
     assert whole[8:].tolist() == [8.0, 9.0]
     assert not torch.equal(whole[3:8], torch.arange(3.0, 8.0))
+
+
+@pytest.mark.parametrize("every_launch", [True, False])
+def test_of_a_pipeline_the_first_launch_of_each_kernel_runs_in_every_order(
+    every_launch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[int] = []
+    run_once = backend._worker.run
+
+    def noted(request: Any, schedule: int, poison: int) -> Any:
+        orders.append(schedule)
+        return run_once(request, schedule, poison)
+
+    monkeypatch.setattr(backend._worker, "run", noted)
+    monkeypatch.setattr(backend, "_examined", set())
+    y = torch.empty(1024, dtype=torch.int32)
+    steps = (Launch((1,), (1024,)), y, int32(1))
+    with emulated(sources=EMULATOR_KERNELS, every_launch=every_launch):
+        for _ in range(2):
+            FEATURES["steps"](*steps)
+    assert orders == [0, 1, 2, *([0, 1, 2] if every_launch else [0])]
+    orders.clear()
+    with emulated(sources=EMULATOR_KERNELS, every_launch=every_launch, written=(y,)):
+        FEATURES["steps"](*steps)
+    assert orders == [0, 1, 2]
+    assert y.tolist() == [(i + 1) % 1024 for i in range(1024)]
 
 
 def test_a_thousand_threads_take_many_steps() -> None:
