@@ -9,7 +9,9 @@ kernels counts as its launchers, and a file that is no Python as the tests that 
 change of what all tests share, all are chosen.
 
 In two steps a change of a file of the library leads to a quarter of the test files on average, and
-for five of six mutants (tests/mutants) to one that notices it. ``make test`` runs all.
+for five of six mutants (tests/mutants) to one that notices it. Of these as many are chosen as take
+``--seconds`` of CPU time by ``tests/seconds.json``: the nearest first, and of equally near ones the
+quickest. The others are named. ``make test`` runs all.
 """
 
 from __future__ import annotations
@@ -18,15 +20,19 @@ import argparse
 import ast
 import fnmatch
 import functools
+import json
 import re
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 2
+# Of two cores for five minutes, of which starting and collecting take some.
+SECONDS = 480.0
 PACKAGES = ("fuser", "forecast/fuser_forecast", "tests/emulator", "tests/mutants")
 # Folders whose files are imported by their bare names; those of ``tests/`` too.
 FLAT = ("examples", "benchmarks")
@@ -240,6 +246,10 @@ class Imports:
 
     def tests(self, files: Iterable[str], steps: int = STEPS) -> list[str]:
         """The test files that at most ``steps`` imports separate from changed files."""
+        return sorted(self.nearest(files, steps))
+
+    def nearest(self, files: Iterable[str], steps: int = STEPS) -> dict[str, int]:
+        """Those test files, and how many imports separate each from the nearest changed file."""
         changed: set[str] = set()
         for file in files:
             if file in SHARED:
@@ -247,8 +257,31 @@ class Imports:
                 break
             changed |= self.changed_by(file)
         away = self.away(changed & self.modules.keys())
-        near = (self.modules[name] for name, count in away.items() if count <= steps)
-        return sorted(m.path.relative_to(self.root).as_posix() for m in near if m.is_test)
+        near = ((self.modules[name], count) for name, count in away.items() if count <= steps)
+        return {m.path.relative_to(self.root).as_posix(): n for m, n in near if m.is_test}
+
+
+def within(near: Mapping[str, int], seconds: float, known: Mapping[str, float]) -> list[str]:
+    """As many test files as take ``seconds``: the nearest first, then the quickest.
+
+    A file that is not among the ``known`` ones takes their median. Changed files are always chosen.
+    """
+    usual = statistics.median(known.values()) if known else 0.0
+    chosen: list[str] = []
+    left = seconds
+    for file in sorted(near, key=lambda file: (near[file], known.get(file, usual), file)):
+        taken = known.get(file, usual)
+        if near[file] == 0 or taken <= left:
+            chosen.append(file)
+            left -= taken
+    return sorted(chosen)
+
+
+def known_seconds(root: Path = ROOT) -> dict[str, float]:
+    """The CPU seconds of test files as they were measured; ``pytest --write-seconds`` does it."""
+    file = root / "tests" / "seconds.json"
+    known: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return known
 
 
 def changed_files(since: str | None, root: Path = ROOT) -> list[str]:
@@ -270,10 +303,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--since", help="a commit; the last one that main has too")
     parser.add_argument("--steps", type=int, default=STEPS, help="imports to follow")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="CPU time of what is chosen")
     options = parser.parse_args(arguments)
     files = changed_files(options.since)
-    tests = Imports().tests(files, options.steps)
+    near = Imports().nearest(files, options.steps)
+    tests = within(near, options.seconds, known_seconds())
     print(f"{len(files)} changed files, {len(tests)} test files for them.", file=sys.stderr)
+    if left_out := sorted(near.keys() - set(tests)):
+        print(f"For {options.seconds:g} s too much: {' '.join(left_out)}", file=sys.stderr)
     print("\n".join(tests))
     return 0
 

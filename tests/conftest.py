@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Generator, Hashable, Iterable, Iterator
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +72,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--full", action="store_true", help="all parameters of the tests that are marked sampled"
     )
     parser.addoption(
+        "--write-seconds",
+        action="store_true",
+        help="note in seconds.json what files took",
+    )
+    parser.addoption(
         "--write-counts", action="store_true", help="rewrite the file of calls: `make counts`"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.full:
-        from emulator import backend
-
-        backend.examines_every_launch = True
+        os.environ["FUSER_TEST_FULL"] = "1"  # for the emulator, in ranks too
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -158,16 +162,30 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
     return report
 
 
+def note_seconds(paths: Mapping[str, float]) -> None:
+    """Write what each file took, for ``make test-fast``; others keep what they have."""
+    record = Path(__file__).with_name("seconds.json")
+    known = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    known |= {path: round(seconds, 1) for path, seconds in paths.items()}
+    rows = (f"  {json.dumps(path)}: {known[path]}" for path in sorted(known))
+    record.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+
+
 def write_seconds(terminalreporter: pytest.TerminalReporter) -> None:
     """The CPU seconds of each folder of tests and of the slowest files, processes included."""
     folders: Counter[str] = Counter()
     files: Counter[str] = Counter()
+    paths: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if hasattr(report, "cpu_seconds"):
-                file = Path(report.nodeid.partition("::")[0])
+                path = report.nodeid.partition("::")[0]
+                file = Path(path)
                 folders[file.parent.name] += report.cpu_seconds
                 files[file.name] += report.cpu_seconds
+                paths[path] += report.cpu_seconds
+    if terminalreporter.config.option.write_seconds:
+        note_seconds(paths)
     for title, seconds in (("Folders", folders), ("Slowest files", files)):
         if len(seconds) > 1:
             each = (f"{name} {taken:.0f}" for name, taken in seconds.most_common(SHOWN))

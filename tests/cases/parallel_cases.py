@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from paths import ROOT
 from ranks import RANKS, device_type, part
-from said import holds
 from said import said as pattern_of
 
 import fuser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,8 +37,8 @@ WARP = 32
 # Compiling takes 0.3 s, and 0.1 s more for each kernel; several processes share a large source.
 TOGETHER = 8
 
-examines_every_launch = False
-"""Whether launches of pipelines run three times each, too: with pytest's ``--full``."""
+FULL = "FUSER_TEST_FULL"
+"""The variable with which launches of pipelines run three times each, too; ``--full`` sets it."""
 
 _worker = Worker()
 _examined: set[Kernel] = set()
@@ -111,7 +112,7 @@ def emulated(
     emulator = Emulator(
         sources or module.KERNELS,
         deterministic,
-        every_launch or examines_every_launch,
+        every_launch or FULL in os.environ,
         multiprocessors,
         [Output(t) for t in written],
     )

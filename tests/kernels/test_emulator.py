@@ -339,6 +339,7 @@ def test_of_a_pipeline_the_first_launch_of_each_kernel_runs_in_every_order(
 
     monkeypatch.setattr(backend._worker, "run", noted)
     monkeypatch.setattr(backend, "_examined", set())
+    monkeypatch.delenv(backend.FULL, raising=False)
     y = torch.empty(1024, dtype=torch.int32)
     steps = (Launch((1,), (1024,)), y, int32(1))
     with emulated(sources=EMULATOR_KERNELS, every_launch=every_launch):

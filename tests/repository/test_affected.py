@@ -112,6 +112,25 @@ def test_the_imports_of_this_repository_are_found(capsys: pytest.CaptureFixture[
     assert "changed files" in capsys.readouterr().err
 
 
+def test_the_nearest_files_are_chosen_then_the_quickest_until_the_time_is_used() -> None:
+    near = {"changed": 0, "slow": 1, "quick": 1, "far": 2, "unknown": 2}
+    known = {"changed": 50.0, "slow": 20.0, "quick": 1.0, "far": 4.0}
+    assert affected.within(near, 100, known) == ["changed", "far", "quick", "slow", "unknown"]
+    assert affected.within(near, 60, known) == ["changed", "far", "quick"]
+    assert affected.within(near, 52, known) == ["changed", "quick"]
+    assert affected.within(near, 1, known) == ["changed"]
+    assert affected.within(near, 0, {}) == sorted(near)
+
+
+def test_a_change_of_any_op_runs_in_its_time_with_what_was_measured() -> None:
+    imports, known = Imports(), affected.known_seconds()
+    for file in ("bias.py", "normalization.py", "grouped_linear.py"):
+        near = imports.nearest([f"fuser/basic_ops/{file}"])
+        chosen = affected.within(near, affected.SECONDS, known)
+        assert sum(known.get(path, 0.0) for path in chosen) <= affected.SECONDS
+        assert len(chosen) > 40
+
+
 def test_a_run_prints_the_seconds_of_folders_and_files(pytester: pytest.Pytester) -> None:
     pytester.makeconftest((TESTS / "conftest.py").read_text())
     pytester.makeini(f"[pytest]\nmarkers = sampled\npythonpath = {TESTS / 'cases'}\n")
