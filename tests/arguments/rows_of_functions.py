@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +26,7 @@ from rows_of_recipes import (
 )
 from torch import nn
 from torch.testing import assert_close
+from torch_logs import reset_tensor_log
 
 import fuser
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
@@ -336,11 +336,10 @@ class Differing(nn.Module):
 @sets("fuser.checkpoint", debug=True)
 def _operations_in_the_error(given: Given) -> None:
     try:
-        assert "Operations executed during recomputation" in _error_of_backward(
-            Differing(), **given
-        )
-    finally:  # torch leaves its logger on, and the next user's records go to pytest
-        logging.getLogger("LoggingTensor").setLevel(logging.NOTSET)
+        error = _error_of_backward(Differing(), **given)
+    finally:
+        reset_tensor_log()
+    assert "Operations executed during recomputation" in error
 
 
 class Counting(nn.Module):

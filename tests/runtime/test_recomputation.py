@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import logging
 import pickle
 import weakref
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import pytest
 import torch
 from said import holds, said
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch_logs import reset_tensor_log
 
 import fuser
 from fuser import recipe as recipes
@@ -311,8 +311,7 @@ def test_other_ways_to_checkpoint_are_recomputed_alike(kind: str) -> None:
     with torch.no_grad():
         model(x)
     y.sum().backward()
-    # torch leaves its logger on, and the next user's records would go to pytest.
-    logging.getLogger("LoggingTensor").setLevel(logging.NOTSET)
+    reset_tensor_log()
     assert equal(grads(model), expected)
 
 
