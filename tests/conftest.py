@@ -44,13 +44,17 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Beside a GPU a test runs as where there is none."""
+def _on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Beside a GPU a test runs as where there is none.
+
+    Its patch is its own: ``monkeypatch``, made here, would be undone after all fixtures of a test,
+    and where both patch a name it would bring back the patch of theirs, for all later tests.
+    """
     if GPU_TESTS in request.path.parents or not torch.cuda.is_available():
         yield
         return
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with torch.device("cpu"):
+    with pytest.MonkeyPatch.context() as patch, torch.device("cpu"):
+        patch.setattr(torch.cuda, "is_available", lambda: False)
         yield
 
 

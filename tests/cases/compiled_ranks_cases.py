@@ -167,4 +167,4 @@ def names() -> list[tuple[str, str]]:
 
 
 def cases() -> dict[str, Any]:
-    return {f"{n}, {r}": functools.partial(compared, n, r) for n, r in names()}
+    return {f"{n} [{r}]": functools.partial(compared, n, r) for n, r in names()}

@@ -65,12 +65,14 @@ def results_of(
     folder: Path,
     count: int = RANKS,
     backend: str = BACKEND,
+    names: tuple[str, ...] | None = None,
 ) -> dict[str, list[Any]]:
     """By case, what each rank returned: tensors in containers, on the CPU, or error and traceback.
 
-    ``cases`` is a function at the top level of a module; a case gets its rank.
+    ``cases`` is a function at the top level of a module; a case gets its rank. ``names`` are those
+    that run; None for all.
     """
-    found = _run(cases.__module__, cases.__qualname__, None, count, folder, backend)
+    found = _run(cases.__module__, cases.__qualname__, names, count, folder, backend)
     return {
         name: [(one.kind, one.text) if isinstance(one, Failure) else one for one in each]
         for name, each in found.items()
