@@ -21,11 +21,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import other_sums  # noqa: F401  torch adds in other orders if the environment says so
 import torch
 from samples import sample
+from stages import ROOT, stage_of
+
+import fuser
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-EMULATED = Path(__file__).parent / "kernels"
-MOST_EMULATED = 12
-"""Items of a function there: each compiles its kernels, and runs them three times."""
+MOST_OF_MACHINES = 6
+"""Items of a function whose file starts compilers, ranks or the emulator."""
 SHOWN = 12
 """Names in a line of the summary."""
 
@@ -98,14 +100,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     alike: dict[str, list[pytest.Function]] = {}
     for item in items:
         is_varied = isinstance(item, pytest.Function) and hasattr(item, "callspec")
-        is_emulated = item.path.parent == EMULATED
-        if is_varied and (is_emulated or item.get_closest_marker("sampled")):
+        if is_varied and (is_of_machines(item.path) or item.get_closest_marker("sampled")):
             alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: list[pytest.Item] = []
     for group in alike.values():
         counts = [mark.kwargs.get("most") for mark in group[0].iter_markers("sampled")]
-        if group[0].path.parent == EMULATED:
-            counts.append(MOST_EMULATED)
+        if is_of_machines(group[0].path):
+            counts.append(MOST_OF_MACHINES)
         most = min((count for count in counts if count), default=None)
         if most and all(list(item.callspec.params) == ["seed"] for item in group):
             taken = set(range(most))  # one seed is as good as another
@@ -118,12 +119,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in dropped]
 
 
+def is_of_machines(path: Path) -> bool:
+    """Whether the tests of a file start something."""
+    is_here = path.is_relative_to(ROOT) and GPU_TESTS not in path.parents
+    return is_here and stage_of(path.relative_to(ROOT).as_posix()) == "machines"
+
+
 def parameters_of(item: pytest.Function) -> list[Hashable]:
-    """The parameters of a test; of a case on several ranks the function and the format."""
+    """The parameters of a test; of a case on several ranks the function and the format.
+
+    A recipe is two: what it is, and what its backward reads.
+    """
     parameters: list[Hashable] = []
     for value in item.callspec.params.values():
         if isinstance(value, str):
             parameters += value.split(" [", 1)
+        elif isinstance(value, fuser.recipe.Recipe):
+            override = value.backward_override
+            parameters += [repr(value).replace(repr(override), ""), override]
         else:
             parameters.append(value if isinstance(value, (int, torch.dtype)) else id(value))
     return parameters

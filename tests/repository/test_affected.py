@@ -133,7 +133,7 @@ def test_a_change_of_any_op_runs_in_its_time_with_what_was_measured() -> None:
 
 def test_a_run_prints_the_seconds_of_folders_and_files(pytester: pytest.Pytester) -> None:
     pytester.makeconftest((TESTS / "conftest.py").read_text())
-    pytester.makeini(f"[pytest]\nmarkers = sampled\npythonpath = {TESTS / 'cases'}\n")
+    pytester.makeini(f"[pytest]\nmarkers = sampled\npythonpath = {TESTS / 'cases'} {TESTS}\n")
     burn = "import subprocess, sys\ndef test_x():\n    subprocess.run([sys.executable, '-c', {}])\n"
     for file, code in {"a/test_slow": "'sum(range(10**8))'", "b/test_fast": "''"}.items():
         path = pytester.path / f"{file}.py"

@@ -48,7 +48,7 @@ def test_rows_of_one_column_and_rows_that_are_longer_than_others_are_taken() -> 
 
 def test_a_run_has_the_sample_unless_all_or_one_is_asked_for(pytester: pytest.Pytester) -> None:
     pytester.makeconftest((TESTS / "conftest.py").read_text())
-    pytester.makeini(f"[pytest]\nmarkers = sampled\npythonpath = {TESTS / 'cases'}\n")
+    pytester.makeini(f"[pytest]\nmarkers = sampled\npythonpath = {TESTS / 'cases'} {TESTS}\n")
     pytester.makepyfile(
         "import pytest\n"
         "marks = [pytest.mark.parametrize(name, range(3)) for name in 'ab']\n"

@@ -275,7 +275,7 @@ WARM = [T, F, F, N] * 4
 # -- bits -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(most=12)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_microbatches_are_replayed_with_the_bits_of_the_plans_own_code(
@@ -287,7 +287,7 @@ def test_microbatches_are_replayed_with_the_bits_of_the_plans_own_code(
     assert len(played) >= 2 * (len(script) - 11), "forward and backward of most calls"
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(most=12)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_microbatches_of_experts_have_the_bits_of_the_plans_own_code(
@@ -299,7 +299,7 @@ def test_microbatches_of_experts_have_the_bits_of_the_plans_own_code(
     assert_same(EXPERTS[name], recipe, script)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(most=12)
 @pytest.mark.parametrize("flag", [T, F, N])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("recipe", [CURRENT, RECIPES["delayed"]], ids=["current", "delayed"])
