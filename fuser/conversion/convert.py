@@ -6,7 +6,8 @@ import contextlib
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -36,6 +37,7 @@ from fuser.conversion.modules import (
     original_class,
 )
 from fuser.conversion.parts import PLAIN_TENSORS, Chain, Part
+from fuser.conversion.routers import routers
 from fuser.conversion.trace import Untraceable
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit, unit_of
 from fuser.errors import FuserError, InputError, InputTypeError
@@ -68,11 +70,13 @@ class ConversionRow:
 class ConversionReport:
     """What :func:`convert` did: printed, a table with a row for each kind of module.
 
-    ``note`` is a sentence on the whole model, or empty.
+    ``note`` is a sentence on the whole model, or empty. ``routers`` has the paths of the linears
+    whose output chooses, such as experts: they are never quantized.
     """
 
     rows: tuple[ConversionRow, ...]
     note: str = ""
+    routers: tuple[str, ...] = ()
 
     @property
     def converted(self) -> tuple[ConversionRow, ...]:
@@ -96,13 +100,21 @@ class ConversionReport:
         for title, rows in (("converted", self.converted), ("not converted", self.refused)):
             kinds: dict[tuple[str, str], int] = {}
             for row in rows:
-                path = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", row.path) or "the model"
-                kind = f"{path} ({row.cls})", row.text
+                kind = f"{_starred(row.path) or 'the model'} ({row.cls})", row.text
                 kinds[kind] = kinds.get(kind, 0) + 1
             width = max((len(name) for name, _ in kinds), default=0)
             lines += [f"{title}:"] * bool(kinds)
             lines += [f"{n:5d} x {name:{width}}  {text}" for (name, text), n in kinds.items()]
+        if self.routers:
+            paths = Counter(map(_starred, self.routers))
+            lines.append("routers, in high precision:")
+            lines += [f"{n:5d} x {path}" for path, n in paths.items()]
         return "\n".join([*lines, *([self.note] if self.note else ())])
+
+
+def _starred(path: str) -> str:
+    """A path with a star for each number, which layers that are alike have in common."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 def convert(
@@ -133,18 +145,22 @@ def convert(
         Any module. Weights of two linears that run as one, such as gate and up, are moved into one
         memory; the parameters stay the same objects.
     recipe
-        Under which the model's forward runs; None leaves that to :class:`fuser.autocast`.
+        Under which the model runs, and each converted module that is called alone or by a forward
+        that another library gave the model. A :class:`fuser.autocast` around the call wins, also
+        one with ``enabled=False``. None leaves it to :class:`fuser.autocast`.
     filter
         Called with the path of a module and the module: False leaves it as it is, and with it
         every chain that would replace it.
     linears
         Linears outside of chains: converted with a ``recipe`` (``"recipe"``), always (``"all"``) or
-        never (``"none"``). Those with fewer than 32 inputs or outputs stay: a router gains nothing.
+        never (``"none"``). Those with fewer than 32 inputs or outputs stay, as they gain nothing;
+        so do routers, whose output chooses among experts, and the report names them.
     norms
         Norms: converted in chains (``"fused"``), also alone (``"all"``), or never (``"none"``).
     keep
         Linears that run unquantized, also inside of autocast: ``"first"`` and ``"last"`` of the
-        model in the order of its modules, or patterns of paths, e.g. ``"*.o_proj"``. A chain with
+        model's linears of at least 32 x 32, in the order of its modules and without routers, or
+        patterns of paths, e.g. ``"*.o_proj"``. A chain with
         one of them runs unquantized as a whole, which the report says; if it holds chains without
         one, these run alone instead.
     rounding
@@ -165,8 +181,7 @@ def convert(
         If ``model`` is no module or ``recipe`` no recipe.
     InputError
         On another value of ``linears``, ``norms`` or ``rounding``; if ``keep`` matches nothing;
-        with ``strict`` if a module was refused; with a ``recipe`` if something has put a forward
-        around the model's. The model is then as it was.
+        with ``strict`` if a module was refused. The model is then as it was.
     """
     _check(model, recipe, linears=linears, norms=norms, rounding=rounding)
     if recipe is None and linears == "recipe":
@@ -174,8 +189,10 @@ def convert(
     if rounding == "torch" and norms == "all":
         norms = "fused"  # a norm alone is torch's
     with _plain_defaults():
-        names = [path for path, m in model.named_modules() if linear_part(m, "") is not None]
-        search = _Search(filter, linears, norms, _kept(names, keep))
+        parts = ((path, linear_part(m, "")) for path, m in model.named_modules())
+        shapes = {path: part.shape for path, part in parts if part is not None}
+        chosen_by = routers(model, shapes)
+        search = _Search(filter, linears, norms, _kept(shapes, keep, chosen_by), chosen_by)
         search.visit(model, "")
     rows = {row.path for row in search.rows if row.is_converted}
     units = [(path, unit) for path, _, unit in search.units if path in rows and unit.linears]
@@ -184,7 +201,8 @@ def convert(
         f"No linear is quantized: keep={tuple(keep)!r} holds those of every chain; keep=() "
         "quantizes them."
     )
-    report = ConversionReport(tuple(search.rows), note * (recipe is not None and is_never))
+    note *= recipe is not None and is_never
+    report = ConversionReport(tuple(search.rows), note, tuple(chosen_by))
     if strict and report.refused:
         raise InputError(
             "fuser.convert(strict=True) has converted nothing, because of "
@@ -194,7 +212,7 @@ def convert(
     for module in list(converted_modules(model)):
         unset_conversion(module)
     for _, module, unit in search.units:
-        set_conversion(module, unit.as_torch() if rounding == "torch" else unit, None)
+        set_conversion(module, unit.as_torch() if rounding == "torch" else unit, recipe)
     if recipe is not None:
         set_conversion(model, None, recipe)
     return report
@@ -245,11 +263,18 @@ class _Search:
     ``kept`` has the paths of the linears that are not quantized.
     """
 
-    def __init__(self, filter: Filter | None, linears: str, norms: str, kept: set[str]) -> None:
+    def __init__(
+        self,
+        filter: Filter | None,
+        linears: str,
+        norms: str,
+        kept: set[str],
+        routers: Collection[str],
+    ) -> None:
         self.units: list[tuple[str, torch.nn.Module, Unit]] = []
         self.rows: list[ConversionRow] = []
         self._filter = filter
-        self._linears, self._norms, self._kept = linears, norms, kept
+        self._linears, self._norms, self._kept, self._routers = linears, norms, kept, routers
         self._seen: set[torch.nn.Module] = set()
         self._known: dict[object, tuple[Unit | None, str | None]] = {}
         self._chains: dict[torch.nn.Module, Unit] = {}
@@ -302,7 +327,8 @@ class _Search:
         part: Part | None = None
         linear = linear_part(module, "")
         if linear is not None:
-            if self._linears != "none" and min(linear.shape) >= SMALLEST_LINEAR:
+            is_worthwhile = min(linear.shape) >= SMALLEST_LINEAR and path not in self._routers
+            if self._linears != "none" and is_worthwhile:
                 part = linear
         elif self._norms == "all":
             part = norm_part(module, "")
@@ -443,14 +469,23 @@ def _linears_of(path: str, unit: Unit) -> set[str]:
     return {joint(path, name) for name in unit.linears}
 
 
-def _kept(linears: Sequence[str], keep: Sequence[str]) -> set[str]:
-    """The paths of the linears that ``keep`` names."""
+def _kept(
+    shapes: Mapping[str, tuple[int, int]], keep: Sequence[str], routers: Collection[str]
+) -> set[str]:
+    """The paths of the linears that are not quantized: ``routers``, and those ``keep`` names.
+
+    ``shapes`` has the weights of all linears, by their paths.
+    """
     if isinstance(keep, str):
         raise InputTypeError(f"keep is a sequence of patterns; got the string {keep!r}.")
-    kept: set[str] = set()
+    linears = list(shapes)
+    large = [p for p, shape in shapes.items() if min(shape) >= SMALLEST_LINEAR]
+    # A clock before the first layer, or a value head behind the last, is not what is meant.
+    ordered = [path for path in large if path not in routers] or linears
+    kept = set(routers)
     for pattern in keep:
         if pattern in ("first", "last"):
-            kept.update(linears[:1] if pattern == "first" else linears[-1:])
+            kept.update(ordered[:1] if pattern == "first" else ordered[-1:])
             continue
         named = fnmatch.filter(linears, pattern)
         if not named:
@@ -468,12 +503,6 @@ def _check(model: object, recipe: object, **options: str) -> None:
     if recipe is not None and not isinstance(recipe, Recipe):
         raise InputTypeError(
             f"fuser.convert takes a recipe of fuser.recipe or None; got a {type(recipe).__name__}."
-        )
-    if recipe is not None and "forward" in model.__dict__:
-        raise InputError(
-            f"fuser.convert(recipe={type(recipe).__name__}()) got a {type(model).__name__} with a "
-            "forward of its own, which would not run under the recipe: convert a model before "
-            "torch.compile, accelerate or others put a forward around that of its class."
         )
     for name, value in options.items():
         choices = get_args(get_type_hints(convert)[name])

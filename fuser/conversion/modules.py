@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,13 +50,22 @@ BOOKKEEPING = ("_fuser", "_fsdp", "_is_fsdp", "__composable")
 
 def attributes_of(module: torch.nn.Module) -> tuple[object, ...]:
     """What a module computes with besides its parameters and children: numbers, and objects."""
-    own = [
-        (name, value if is_plain(value) else id(value))
-        for name, value in module.__dict__.items()
-        if name not in INTERNALS and not name.startswith(BOOKKEEPING)
-    ]
+    own = [(n, v if is_plain(v) else id(v)) for n, v in _own_attributes(module)]
     buffers = [(name, id(buffer)) for name, buffer in module._buffers.items()]
     return original_class(module).forward, *own, *buffers  # type: ignore[attr-defined]
+
+
+def plain_attributes(module: torch.nn.Module) -> tuple[tuple[str, object], ...]:
+    """Those of a module's attributes that are numbers and texts, by their names."""
+    return tuple((n, v) for n, v in _own_attributes(module) if is_plain(v))
+
+
+def _own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    return (
+        (name, value)
+        for name, value in module.__dict__.items()
+        if name not in INTERNALS and not name.startswith(BOOKKEEPING)
+    )
 
 
 def is_plain(value: object) -> bool:

@@ -41,14 +41,6 @@ METHODS = (
     *(f"{_TRACKER}.{name}" for name in ("add", "fork", "set_states")),
     f"{_ROPE}.forward",
 )
-KNOWN_FAULTS: dict[tuple[str, str], str] = {
-    (_APPLY, "start_positions"): "packed sequences begin at 0 whatever start_positions are",
-    (_ROPE, "seq_len_interpolation_factor"): (
-        "positions are divided by the factor also without pretrained_max_position_embeddings"
-    ),
-    (_ROPE, "pretrained_max_position_embeddings"): "refused",
-}
-"""Rows of what Transformer Engine does and this library does not yet; each fails until then."""
 
 
 # -- rotary embedding ------------------------------------------------------------------

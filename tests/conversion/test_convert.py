@@ -1335,21 +1335,6 @@ def test_memory_that_parameters_have_left_is_given_back() -> None:
     assert memory() is None
 
 
-@pytest.mark.parametrize("wrap", ["torch.compile", "a library"])
-def test_a_recipe_for_a_model_with_a_forward_around_its_own_is_refused(wrap: str) -> None:
-    model: Any = seeded(titan_like.TitanLike)
-    x = titan_like.tokens()
-    if wrap == "torch.compile":
-        model = torch.compile(model, backend="eager")
-    else:
-        model.forward = functools.partial(type(model).forward, model)
-    with pytest.raises(fuser.InputError, match=said("convert-forward-own-not")):
-        fuser.convert(model, recipe=CURRENT)
-    expected = seeded(titan_like.TitanLike)(x)
-    assert torch.equal(model(x), expected)
-    assert fuser.convert(model).converted
-    assert torch.equal(model(x), expected)
-
 
 def test_a_forward_around_a_converted_model_calls_its_pipelines() -> None:
     """As accelerate sets it, and takes it off by ``__wrapped__``."""
