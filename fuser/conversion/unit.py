@@ -17,7 +17,13 @@ from fuser import fused_ops
 from fuser.basic_ops import GroupedLinear
 from fuser.conversion.chains import ADDITIONS, Chains, FoundChain
 from fuser.conversion.known_modules import KnownModules
-from fuser.conversion.modules import attributes_of, child_of, original_class, plain_attributes
+from fuser.conversion.modules import (
+    attributes_of,
+    child_of,
+    forward_of,
+    original_class,
+    plain_attributes,
+)
 from fuser.conversion.parts import Chain, LinearPart, ModulePart
 from fuser.conversion.trace import OTHER_KEYWORDS, parameters_of, traced
 from fuser.errors import StateError
@@ -159,7 +165,7 @@ class Runner:
         ]
         # Dynamo has no addresses of objects, and a graph of its own for each of these values.
         self._plain = [
-            (path, original_class(child := child_of(owner, path)).forward, plain_attributes(child))
+            (path, forward_of(child := child_of(owner, path)), plain_attributes(child))
             for path, _ in self._attributes
         ]
 
@@ -182,7 +188,7 @@ class Runner:
             child = child_of(owner, path)
             if child is None:
                 continue  # which the unit refuses
-            if original_class(child).forward is not forward:
+            if forward_of(child) is not forward:
                 return f"the forward of {path or 'it'} was replaced"
             for name, value in values:
                 if child.__dict__.get(name) != value:
@@ -293,13 +299,14 @@ class Pipeline:
             given = other if is_tensor else torch.tensor(other, dtype=x.dtype, device=x.device)
             tensors.append(given if given.is_floating_point() else given.to(x.dtype))
         try:
-            rows = torch.broadcast_shapes(x.shape[:-1], *(t.shape[:-1] for t in tensors))
+            shapes = [x.shape[:-1], *(t.shape[:-1] for t in tensors)]
+            rows = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
             expanded = [t.expand(*rows, n) for t, n in zip(tensors, widths, strict=True)]
         except RuntimeError:
-            shapes = " and ".join(str(tuple(t.shape)) for t in (x, *tensors))
+            found = " and ".join(str(tuple(t.shape)) for t in (x, *tensors))
             raise StateError(
                 f"A converted forward of {type(owner).__name__} adds tensors of shapes "
-                f"{shapes}, and its pipeline makes rows of no other width of them: leave this "
+                f"{found}, and its pipeline makes rows of no other width of them: leave this "
                 "module out with fuser.convert(..., filter=)."
             ) from None
         return x.expand(*rows, x.shape[-1]), expanded

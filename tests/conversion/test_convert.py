@@ -1335,7 +1335,6 @@ def test_memory_that_parameters_have_left_is_given_back() -> None:
     assert memory() is None
 
 
-
 def test_a_forward_around_a_converted_model_calls_its_pipelines() -> None:
     """As accelerate sets it, and takes it off by ``__wrapped__``."""
     model: Any = seeded(lambda: nn.Sequential(PreNorm(), PreNorm()))

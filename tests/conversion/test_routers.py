@@ -73,7 +73,7 @@ class WithALoop(nn.Module):
 def of_names(name: str, *beside: str) -> nn.Module:
     """A module whose forward cannot be followed, with a linear of this name."""
     module = nn.Module()
-    module.forward = lambda x: x  # type: ignore[method-assign]
+    module.forward = lambda x: x
     setattr(module, name, nn.Linear(HIDDEN, COUNT))
     for other in beside:
         setattr(module, other, nn.ModuleList([nn.Linear(HIDDEN, HIDDEN)]))
