@@ -274,7 +274,7 @@ class Pipeline:
             If a tensor that is added would widen the rows to which it is added.
         """
         x, *others = self.chain.parts[0].inputs(tuple(inputs))
-        if any(getattr(other, "shape", None) != x.shape for other in others):
+        if others:
             x, others = self._broadcast(owner, x, others)
 
         def run(owner: Any, *tensors: torch.Tensor, op_kwargs: None = None) -> CallResult:
@@ -301,7 +301,8 @@ class Pipeline:
         try:
             shapes = [x.shape[:-1], *(t.shape[:-1] for t in tensors)]
             rows = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-            expanded = [t.expand(*rows, n) for t, n in zip(tensors, widths, strict=True)]
+            wide = [(*rows, width) for width in widths]
+            expanded = [_expanded(t, shape) for t, shape in zip(tensors, wide, strict=True)]
         except RuntimeError:
             found = " and ".join(str(tuple(t.shape)) for t in (x, *tensors))
             raise StateError(
@@ -309,7 +310,7 @@ class Pipeline:
                 f"{found}, and its pipeline makes rows of no other width of them: leave this "
                 "module out with fuser.convert(..., filter=)."
             ) from None
-        return x.expand(*rows, x.shape[-1]), expanded
+        return _expanded(x, (*rows, x.shape[-1])), expanded
 
     def _run(
         self, owner: torch.nn.Module, tensors: Sequence[torch.Tensor], is_quantized: bool
@@ -401,6 +402,11 @@ def unit_of(
         places[node] = Ref(len(inputs) + len(steps))
         steps.append(step)
     return Unit(tuple(inputs), tuple(steps), output)
+
+
+def _expanded(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor in a shape that it broadcasts to; itself if it has it."""
+    return tensor if tensor.shape == shape else tensor.expand(shape)
 
 
 def _paths_above(path: str) -> list[str]:
