@@ -16,6 +16,7 @@ from fuser.formats import NumberFormat
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
+from fuser.op.optimizer_steps import count_optimizer_steps
 from fuser.plan.devices import Device, device_named, device_of
 from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_quantized_outputs
 from fuser.plan.memory_curve import memory_curve
@@ -79,6 +80,7 @@ class OperationFuser:
         *,
         open_channels: Collection[str] = (),
     ) -> None:
+        count_optimizer_steps()
         self.fusions = checked_fusions(fusions)
         basic_ops: list[BasicOperation] = []
         for op in ops:
