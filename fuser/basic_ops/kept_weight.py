@@ -56,7 +56,9 @@ class KeepsWeights(BasicOperation):
         kept = before.kept
         if kept is not None and kept.how == how and is_complete(cast(Made, kept.made)):
             return cast(Made, kept.made)
-        made = make()
+        # What is kept outlives the caller's inference_mode: a later microbatch may be trained.
+        with torch.inference_mode(False), torch.no_grad():
+            made = make()
         before.keep(how, made)
         return made
 
