@@ -452,7 +452,17 @@ def _activations_alone_are_moved(given: Given) -> None:
     refuses(lambda: te.get_cpu_offload_context(True, **given), *(f"{name}=" for name in given))
 
 
-ignores(_OFFLOAD, "a copy has memory of its own", "double_buffering")
+@sets(_OFFLOAD, manual_synchronization=True)
+def _layers_start_their_copies(given: Given) -> None:
+    refuses(lambda: te.get_cpu_offload_context(True, **given), "manual_synchronization=True")
+    te.get_cpu_offload_context(False, **given)
+
+
+ignores(
+    _OFFLOAD,
+    "a copy has memory of its own",
+    *("double_buffering", "retain_pinned_cpu_buffers", "offload_stream"),
+)
 ignores(f"{HERE}.initialize_ub", "there are no userbuffers", *OPTIONS[f"{HERE}.initialize_ub"])
 ignores(f"{HERE}.operations.BasicLinear", "there are no userbuffers", "userbuffers_options")
 ignores(
