@@ -1,11 +1,11 @@
 """Delayed scaling's state of a grouped linear, by the keys of Transformer Engine.
 
 Programs that give each expert a file of its own, as Megatron-LM's distributed checkpoints do, take
-such a state apart and put it together again. They expect pickled bytes of a dict of ``recipe``, which
-is a dict here, ``extra_fp8_variables``, ``scale_fwd`` [3 x groups], ``amax_history_fwd`` [length, 3 x groups],
-``scale_bwd`` [2 x groups] and ``amax_history_bwd``: first all inputs, then all weights, then all
-outputs; all gradients of outputs, then of inputs. Outputs and gradients of inputs are not quantized
-here: their scales are 1.
+such a state apart and put it together again. They expect pickled bytes of a dict of ``recipe``,
+which is a dict here, ``extra_fp8_variables``, ``scale_fwd`` [3 x groups], ``amax_history_fwd``
+[length, 3 x groups], ``scale_bwd`` [2 x groups] and ``amax_history_bwd``: first all inputs, then
+all weights, then all outputs; all gradients of outputs, then of inputs. Outputs and gradients of
+inputs are not quantized here: their scales are 1.
 """
 
 from __future__ import annotations
