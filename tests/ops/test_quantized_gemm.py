@@ -678,9 +678,9 @@ class Scaled(fuser.FusedOperation):
     window = (fuser.BasicLinear, fuser.Bias, fuser.ConstantScale)
     side = "forward"
 
-    def fuser_forward(self, ctxs: Any, input_: torch.Tensor, **_: Any) -> Any:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **_: Any) -> Any:
         linear, bias, scale = self.members
-        y = linear.matmul(ctxs[0], input_, scale.scale * bias.bias, scale=scale.scale)
+        y = linear.matmul(basic_op_ctxs[0], input_, scale.scale * bias.bias, scale=scale.scale)
         return y, [(), (), ()]
 
 

@@ -21,7 +21,7 @@ class Foreign(torch.optim.Optimizer):
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         super().__init__(params, {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
