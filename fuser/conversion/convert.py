@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
 import torch
 
@@ -41,7 +41,7 @@ from fuser.conversion.routers import routers
 from fuser.conversion.trace import Untraceable
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit, unit_of
 from fuser.errors import FuserError, InputError, InputTypeError
-from fuser.recipe import Recipe
+from fuser.recipe import Recipe, recipe_named
 
 Filter = Callable[[str, torch.nn.Module], bool]
 
@@ -66,17 +66,41 @@ class ConversionRow:
     text: str
 
 
+IN_PLACE = (
+    "fuser.convert changes the model in place and returns a report on it. Write "
+    "fuser.convert(model), and go on with model."
+)
+
+
 @dataclass(frozen=True)
 class ConversionReport:
     """What :func:`convert` did: printed, a table with a row for each kind of module.
 
     ``note`` is a sentence on the whole model, or empty. ``routers`` has the paths of the linears
-    whose output chooses, such as experts: they are never quantized.
+    whose output chooses, such as experts: they are never quantized. ``left`` has the other linears
+    and norms that stay torch's, each with its reason.
     """
 
     rows: tuple[ConversionRow, ...]
     note: str = ""
     routers: tuple[str, ...] = ()
+    left: tuple[ConversionRow, ...] = ()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # ``model = fuser.convert(model)``, as other libraries have it.
+        if not name.startswith("_") and hasattr(torch.nn.Module, name):
+            raise AttributeError(f"A ConversionReport has no {name!r}: {IN_PLACE}")
+        raise AttributeError(f"'ConversionReport' object has no attribute {name!r}")
+
+    def __call__(self, *args: object, **keywords: object) -> NoReturn:
+        """Refused: a report is no model.
+
+        Raises
+        ------
+        InputTypeError
+            Always.
+        """
+        raise InputTypeError(f"A ConversionReport was called as a model: {IN_PLACE}")
 
     @property
     def converted(self) -> tuple[ConversionRow, ...]:
@@ -97,7 +121,12 @@ class ConversionReport:
             f"fuser.convert: {len(self.converted)} modules run pipelines, "
             f"{len(self.refused)} stay as they are"
         ]
-        for title, rows in (("converted", self.converted), ("not converted", self.refused)):
+        of_titles = {
+            "converted": self.converted,
+            "not converted": self.refused,
+            "left to torch": self.left,
+        }
+        for title, rows in of_titles.items():
             kinds: dict[tuple[str, str], int] = {}
             for row in rows:
                 kind = f"{_starred(row.path) or 'the model'} ({row.cls})", row.text
@@ -112,6 +141,14 @@ class ConversionReport:
         return "\n".join([*lines, *([self.note] if self.note else ())])
 
 
+NEVER = ", never quantized"
+
+
+def _without_never(row: ConversionRow) -> ConversionRow:
+    """A row for who has asked for no recipe."""
+    return replace(row, text=row.text.removesuffix(NEVER))
+
+
 def _starred(path: str) -> str:
     """A path with a star for each number, which layers that are alike have in common."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
@@ -120,7 +157,7 @@ def _starred(path: str) -> str:
 def convert(
     model: torch.nn.Module,
     *,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     filter: Filter | None = None,
     linears: Literal["recipe", "all", "none"] = "recipe",
     norms: Literal["fused", "all", "none"] = "fused",
@@ -147,7 +184,8 @@ def convert(
     recipe
         Under which the model runs, and each converted module that is called alone or by a forward
         that another library gave the model. A :class:`fuser.autocast` around the call wins, also
-        one with ``enabled=False``. None leaves it to :class:`fuser.autocast`.
+        one with ``enabled=False``. A recipe, or its name, such as ``"current"``. None leaves it to
+        :class:`fuser.autocast`.
     filter
         Called with the path of a module and the module: False leaves it as it is, and with it
         every chain that would replace it.
@@ -180,9 +218,11 @@ def convert(
     InputTypeError
         If ``model`` is no module or ``recipe`` no recipe.
     InputError
-        On another value of ``linears``, ``norms`` or ``rounding``; if ``keep`` matches nothing;
+        On another value of ``linears``, ``norms`` or ``rounding``, or the name of no recipe; if
+        ``keep`` matches nothing;
         with ``strict`` if a module was refused. The model is then as it was.
     """
+    recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     _check(model, recipe, linears=linears, norms=norms, rounding=rounding)
     if recipe is None and linears == "recipe":
         linears = "none"
@@ -194,6 +234,7 @@ def convert(
         chosen_by = routers(model, shapes)
         search = _Search(filter, linears, norms, _kept(shapes, keep, chosen_by), chosen_by)
         search.visit(model, "")
+        left = tuple(search.left(model, shapes))
     rows = {row.path for row in search.rows if row.is_converted}
     units = [(path, unit) for path, _, unit in search.units if path in rows and unit.linears]
     is_never = bool(units) and all(search.keeps(path, unit) for path, unit in units)
@@ -202,7 +243,8 @@ def convert(
         "quantizes them."
     )
     note *= recipe is not None and is_never
-    report = ConversionReport(tuple(search.rows), note, tuple(chosen_by))
+    rows_of_report = search.rows if recipe is not None else map(_without_never, search.rows)
+    report = ConversionReport(tuple(rows_of_report), note, tuple(chosen_by), left)
     if strict and report.refused:
         raise InputError(
             "fuser.convert(strict=True) has converted nothing, because of "
@@ -305,8 +347,34 @@ class _Search:
     def _add(self, path: str, module: torch.nn.Module, unit: Unit) -> None:
         is_kept = self.keeps(path, unit)
         self.units.append((path, module, replace(unit, is_quantized=not is_kept)))
-        text = unit.text + ", never quantized" * is_kept
+        text = unit.text + NEVER * is_kept
         self.rows.append(ConversionRow(path, _name(module), True, text))
+
+    def left(
+        self, model: torch.nn.Module, shapes: Mapping[str, tuple[int, int]]
+    ) -> Iterator[ConversionRow]:
+        """The linears and norms that no pipeline has, and are no routers, with the reason."""
+        taken = {path for path, _, _ in self.units} | {
+            joint(path, name)
+            for path, _, unit in self.units
+            for chain in unit.chains
+            for name, _ in chain.replaced
+        }
+        for path, module in model.named_modules():
+            if path in taken or path in self._routers or is_fuser(module):
+                continue
+            shape = shapes.get(path)
+            if shape is not None:
+                reason = f"{shape[1]} to {shape[0]} features: of fewer than 32 no format gains"
+                if min(shape) >= SMALLEST_LINEAR:
+                    reason = 'outside of chains: recipe=, or linears="all", converts it'
+                if not self._accepts(path, module):
+                    reason = "the filter leaves it out"
+            elif self._norms != "all" and norm_part(module, "") is not None:
+                reason = 'outside of chains: norms="all" makes it one kernel in an eager model'
+            else:
+                continue
+            yield ConversionRow(path, _name(module), False, reason)
 
     def keeps(self, path: str, unit: Unit) -> bool:
         """Whether a linear of the unit is kept unquantized, and with it the whole unit."""
