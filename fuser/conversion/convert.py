@@ -86,11 +86,11 @@ class ConversionReport:
     routers: tuple[str, ...] = ()
     left: tuple[ConversionRow, ...] = ()
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         # ``model = fuser.convert(model)``, as other libraries have it.
         if not name.startswith("_") and hasattr(torch.nn.Module, name):
             raise AttributeError(f"A ConversionReport has no {name!r}: {IN_PLACE}")
-        raise AttributeError(f"'ConversionReport' object has no attribute {name!r}")
+        return object.__getattribute__(self, name)  # Python's own sentence
 
     def __call__(self, *args: object, **keywords: object) -> NoReturn:
         """Refused: a report is no model.

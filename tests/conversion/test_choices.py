@@ -337,9 +337,7 @@ def test_a_report_that_is_taken_for_the_model_says_what_to_write() -> None:
             AttributeError, match=said("convert-conversion-report-changes", repr(name))
         ):
             getattr(report, name)
-    with pytest.raises(
-        AttributeError, match=said("convert-conversion-object-attribute", "'other'")
-    ):
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
         _ = report.other
     assert copy.deepcopy(report) == report == pickle.loads(pickle.dumps(report))
 
