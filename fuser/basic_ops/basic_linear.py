@@ -337,9 +337,9 @@ class BasicLinear(LinearWeight):
         scale: float = 1.0,
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor:
-        """``x @ weight.T (+ bias)``, quantized under a recipe; saves the operands of backward.
+        """The product, quantized under a recipe; saves the operands of backward.
 
-        With an ``addend``, ``scale * (x @ weight.T) (+ bias) + addend``. A parallel linear gathers
+        ``scale * (x @ weight.T) (+ bias) (+ addend)``. A parallel linear gathers
         its input first, or adds the products of all ranks, and then takes no bias and no addend.
         """
         y = self._own_matmul(ctx, input_, bias, addend, scale, is_first_microbatch)
@@ -376,6 +376,8 @@ class BasicLinear(LinearWeight):
             return y
         x, weight = self.operands(ctx, input_)
         if addend is None:
+            if scale != 1.0:
+                return gemm.scaled_linear(x, weight, scale, bias)
             return gemm.linear(x, weight, bias)
         return gemm.linear_add(x, weight, addend, scale=scale, bias=bias)
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser.cuda.sequence import layout_of
 from fuser.op import BasicOperation
+from fuser.op.optimizer_steps import optimizer_steps
 from fuser.precision.contexts import recomputed_state
 from fuser.precision.delayed_scaling import holds_steps
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
@@ -56,7 +56,9 @@ class KeepsWeights(BasicOperation):
         kept = before.kept
         if kept is not None and kept.how == how and is_complete(cast(Made, kept.made)):
             return cast(Made, kept.made)
-        made = make()
+        # What is kept outlives the caller's inference_mode: a later microbatch may be trained.
+        with torch.inference_mode(False), torch.no_grad():
+            made = make()
         before.keep(how, made)
         return made
 
@@ -193,25 +195,3 @@ def _encoding(quantizer: Quantizer) -> object:
     is_delayed = isinstance(quantizer, Float8Quantizer)
     both = quantizer.with_usage(rowwise=True, columnwise=True)
     return quantizer.encoding() if is_delayed else both
-
-
-_steps = 0
-
-
-def _count_step(*_: object) -> None:
-    global _steps
-    _steps += 1
-
-
-@functools.cache
-def _register_step_count() -> None:
-    register_optimizer_step_post_hook(_count_step)
-
-
-def optimizer_steps() -> int:
-    """Steps of optimizers since the first call of this function.
-
-    Fused optimizers write to parameters without raising their version.
-    """
-    _register_step_count()
-    return _steps

@@ -6,9 +6,10 @@ import contextlib
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
 import torch
 
@@ -36,10 +37,11 @@ from fuser.conversion.modules import (
     original_class,
 )
 from fuser.conversion.parts import PLAIN_TENSORS, Chain, Part
+from fuser.conversion.routers import routers
 from fuser.conversion.trace import Untraceable
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit, unit_of
 from fuser.errors import FuserError, InputError, InputTypeError
-from fuser.recipe import Recipe
+from fuser.recipe import Recipe, recipe_named
 
 Filter = Callable[[str, torch.nn.Module], bool]
 
@@ -64,15 +66,41 @@ class ConversionRow:
     text: str
 
 
+IN_PLACE = (
+    "fuser.convert changes the model in place and returns a report on it. Write "
+    "fuser.convert(model), and go on with model."
+)
+
+
 @dataclass(frozen=True)
 class ConversionReport:
     """What :func:`convert` did: printed, a table with a row for each kind of module.
 
-    ``note`` is a sentence on the whole model, or empty.
+    ``note`` is a sentence on the whole model, or empty. ``routers`` has the paths of the linears
+    whose output chooses, such as experts: they are never quantized. ``left`` has the other linears
+    and norms that stay torch's, each with its reason.
     """
 
     rows: tuple[ConversionRow, ...]
     note: str = ""
+    routers: tuple[str, ...] = ()
+    left: tuple[ConversionRow, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        # ``model = fuser.convert(model)``, as other libraries have it.
+        if not name.startswith("_") and hasattr(torch.nn.Module, name):
+            raise AttributeError(f"A ConversionReport has no {name!r}: {IN_PLACE}")
+        return object.__getattribute__(self, name)  # Python's own sentence
+
+    def __call__(self, *args: object, **keywords: object) -> NoReturn:
+        """Refused: a report is no model.
+
+        Raises
+        ------
+        InputTypeError
+            Always.
+        """
+        raise InputTypeError(f"A ConversionReport was called as a model: {IN_PLACE}")
 
     @property
     def converted(self) -> tuple[ConversionRow, ...]:
@@ -93,22 +121,43 @@ class ConversionReport:
             f"fuser.convert: {len(self.converted)} modules run pipelines, "
             f"{len(self.refused)} stay as they are"
         ]
-        for title, rows in (("converted", self.converted), ("not converted", self.refused)):
+        of_titles = {
+            "converted": self.converted,
+            "not converted": self.refused,
+            "left to torch": self.left,
+        }
+        for title, rows in of_titles.items():
             kinds: dict[tuple[str, str], int] = {}
             for row in rows:
-                path = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", row.path) or "the model"
-                kind = f"{path} ({row.cls})", row.text
+                kind = f"{_starred(row.path) or 'the model'} ({row.cls})", row.text
                 kinds[kind] = kinds.get(kind, 0) + 1
             width = max((len(name) for name, _ in kinds), default=0)
             lines += [f"{title}:"] * bool(kinds)
             lines += [f"{n:5d} x {name:{width}}  {text}" for (name, text), n in kinds.items()]
+        if self.routers:
+            paths = Counter(map(_starred, self.routers))
+            lines.append("routers, in high precision:")
+            lines += [f"{n:5d} x {path}" for path, n in paths.items()]
         return "\n".join([*lines, *([self.note] if self.note else ())])
+
+
+NEVER = ", never quantized"
+
+
+def _without_never(row: ConversionRow) -> ConversionRow:
+    """A row for who has asked for no recipe."""
+    return replace(row, text=row.text.removesuffix(NEVER))
+
+
+def _starred(path: str) -> str:
+    """A path with a star for each number, which layers that are alike have in common."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 def convert(
     model: torch.nn.Module,
     *,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     filter: Filter | None = None,
     linears: Literal["recipe", "all", "none"] = "recipe",
     norms: Literal["fused", "all", "none"] = "fused",
@@ -133,18 +182,23 @@ def convert(
         Any module. Weights of two linears that run as one, such as gate and up, are moved into one
         memory; the parameters stay the same objects.
     recipe
-        Under which the model's forward runs; None leaves that to :class:`fuser.autocast`.
+        Under which the model runs, and each converted module that is called alone or by a forward
+        that another library gave the model. A :class:`fuser.autocast` around the call wins, also
+        one with ``enabled=False``. A recipe, or its name, such as ``"current"``. None leaves it to
+        :class:`fuser.autocast`.
     filter
         Called with the path of a module and the module: False leaves it as it is, and with it
         every chain that would replace it.
     linears
         Linears outside of chains: converted with a ``recipe`` (``"recipe"``), always (``"all"``) or
-        never (``"none"``). Those with fewer than 32 inputs or outputs stay: a router gains nothing.
+        never (``"none"``). Those with fewer than 32 inputs or outputs stay, as they gain nothing;
+        so do routers, whose output chooses among experts, and the report names them.
     norms
         Norms: converted in chains (``"fused"``), also alone (``"all"``), or never (``"none"``).
     keep
         Linears that run unquantized, also inside of autocast: ``"first"`` and ``"last"`` of the
-        model in the order of its modules, or patterns of paths, e.g. ``"*.o_proj"``. A chain with
+        model's linears of at least 32 x 32, in the order of its modules and without routers, or
+        patterns of paths, e.g. ``"*.o_proj"``. A chain with
         one of them runs unquantized as a whole, which the report says; if it holds chains without
         one, these run alone instead.
     rounding
@@ -164,19 +218,23 @@ def convert(
     InputTypeError
         If ``model`` is no module or ``recipe`` no recipe.
     InputError
-        On another value of ``linears``, ``norms`` or ``rounding``; if ``keep`` matches nothing;
-        with ``strict`` if a module was refused; with a ``recipe`` if something has put a forward
-        around the model's. The model is then as it was.
+        On another value of ``linears``, ``norms`` or ``rounding``, or the name of no recipe; if
+        ``keep`` matches nothing;
+        with ``strict`` if a module was refused. The model is then as it was.
     """
+    recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     _check(model, recipe, linears=linears, norms=norms, rounding=rounding)
     if recipe is None and linears == "recipe":
         linears = "none"
     if rounding == "torch" and norms == "all":
         norms = "fused"  # a norm alone is torch's
     with _plain_defaults():
-        names = [path for path, m in model.named_modules() if linear_part(m, "") is not None]
-        search = _Search(filter, linears, norms, _kept(names, keep))
+        parts = ((path, linear_part(m, "")) for path, m in model.named_modules())
+        shapes = {path: part.shape for path, part in parts if part is not None}
+        chosen_by = routers(model, shapes)
+        search = _Search(filter, linears, norms, _kept(shapes, keep, chosen_by), chosen_by)
         search.visit(model, "")
+        left = tuple(search.left(model, shapes))
     rows = {row.path for row in search.rows if row.is_converted}
     units = [(path, unit) for path, _, unit in search.units if path in rows and unit.linears]
     is_never = bool(units) and all(search.keeps(path, unit) for path, unit in units)
@@ -184,7 +242,9 @@ def convert(
         f"No linear is quantized: keep={tuple(keep)!r} holds those of every chain; keep=() "
         "quantizes them."
     )
-    report = ConversionReport(tuple(search.rows), note * (recipe is not None and is_never))
+    note *= recipe is not None and is_never
+    rows_of_report = search.rows if recipe is not None else map(_without_never, search.rows)
+    report = ConversionReport(tuple(rows_of_report), note, tuple(chosen_by), left)
     if strict and report.refused:
         raise InputError(
             "fuser.convert(strict=True) has converted nothing, because of "
@@ -194,7 +254,7 @@ def convert(
     for module in list(converted_modules(model)):
         unset_conversion(module)
     for _, module, unit in search.units:
-        set_conversion(module, unit.as_torch() if rounding == "torch" else unit, None)
+        set_conversion(module, unit.as_torch() if rounding == "torch" else unit, recipe)
     if recipe is not None:
         set_conversion(model, None, recipe)
     return report
@@ -245,11 +305,18 @@ class _Search:
     ``kept`` has the paths of the linears that are not quantized.
     """
 
-    def __init__(self, filter: Filter | None, linears: str, norms: str, kept: set[str]) -> None:
+    def __init__(
+        self,
+        filter: Filter | None,
+        linears: str,
+        norms: str,
+        kept: set[str],
+        routers: Collection[str],
+    ) -> None:
         self.units: list[tuple[str, torch.nn.Module, Unit]] = []
         self.rows: list[ConversionRow] = []
         self._filter = filter
-        self._linears, self._norms, self._kept = linears, norms, kept
+        self._linears, self._norms, self._kept, self._routers = linears, norms, kept, routers
         self._seen: set[torch.nn.Module] = set()
         self._known: dict[object, tuple[Unit | None, str | None]] = {}
         self._chains: dict[torch.nn.Module, Unit] = {}
@@ -280,8 +347,34 @@ class _Search:
     def _add(self, path: str, module: torch.nn.Module, unit: Unit) -> None:
         is_kept = self.keeps(path, unit)
         self.units.append((path, module, replace(unit, is_quantized=not is_kept)))
-        text = unit.text + ", never quantized" * is_kept
+        text = unit.text + NEVER * is_kept
         self.rows.append(ConversionRow(path, _name(module), True, text))
+
+    def left(
+        self, model: torch.nn.Module, shapes: Mapping[str, tuple[int, int]]
+    ) -> Iterator[ConversionRow]:
+        """The linears and norms that no pipeline has, and are no routers, with the reason."""
+        taken = {path for path, _, _ in self.units} | {
+            joint(path, name)
+            for path, _, unit in self.units
+            for chain in unit.chains
+            for name, _ in chain.replaced
+        }
+        for path, module in model.named_modules():
+            if path in taken or path in self._routers or is_fuser(module):
+                continue
+            shape = shapes.get(path)
+            if shape is not None:
+                reason = f"{shape[1]} to {shape[0]} features: of fewer than 32 no format gains"
+                if min(shape) >= SMALLEST_LINEAR:
+                    reason = 'outside of chains: recipe=, or linears="all", converts it'
+                if not self._accepts(path, module):
+                    reason = "the filter leaves it out"
+            elif self._norms != "all" and norm_part(module, "") is not None:
+                reason = 'outside of chains: norms="all" makes it one kernel in an eager model'
+            else:
+                continue
+            yield ConversionRow(path, _name(module), False, reason)
 
     def keeps(self, path: str, unit: Unit) -> bool:
         """Whether a linear of the unit is kept unquantized, and with it the whole unit."""
@@ -302,7 +395,8 @@ class _Search:
         part: Part | None = None
         linear = linear_part(module, "")
         if linear is not None:
-            if self._linears != "none" and min(linear.shape) >= SMALLEST_LINEAR:
+            is_worthwhile = min(linear.shape) >= SMALLEST_LINEAR and path not in self._routers
+            if self._linears != "none" and is_worthwhile:
                 part = linear
         elif self._norms == "all":
             part = norm_part(module, "")
@@ -443,14 +537,23 @@ def _linears_of(path: str, unit: Unit) -> set[str]:
     return {joint(path, name) for name in unit.linears}
 
 
-def _kept(linears: Sequence[str], keep: Sequence[str]) -> set[str]:
-    """The paths of the linears that ``keep`` names."""
+def _kept(
+    shapes: Mapping[str, tuple[int, int]], keep: Sequence[str], routers: Collection[str]
+) -> set[str]:
+    """The paths of the linears that are not quantized: ``routers``, and those ``keep`` names.
+
+    ``shapes`` has the weights of all linears, by their paths.
+    """
     if isinstance(keep, str):
         raise InputTypeError(f"keep is a sequence of patterns; got the string {keep!r}.")
-    kept: set[str] = set()
+    linears = list(shapes)
+    large = [p for p, shape in shapes.items() if min(shape) >= SMALLEST_LINEAR]
+    # A clock before the first layer, or a value head behind the last, is not what is meant.
+    ordered = [path for path in large if path not in routers] or linears
+    kept = set(routers)
     for pattern in keep:
         if pattern in ("first", "last"):
-            kept.update(linears[:1] if pattern == "first" else linears[-1:])
+            kept.update(ordered[:1] if pattern == "first" else ordered[-1:])
             continue
         named = fnmatch.filter(linears, pattern)
         if not named:
@@ -468,12 +571,6 @@ def _check(model: object, recipe: object, **options: str) -> None:
     if recipe is not None and not isinstance(recipe, Recipe):
         raise InputTypeError(
             f"fuser.convert takes a recipe of fuser.recipe or None; got a {type(recipe).__name__}."
-        )
-    if recipe is not None and "forward" in model.__dict__:
-        raise InputError(
-            f"fuser.convert(recipe={type(recipe).__name__}()) got a {type(model).__name__} with a "
-            "forward of its own, which would not run under the recipe: convert a model before "
-            "torch.compile, accelerate or others put a forward around that of its class."
         )
     for name, value in options.items():
         choices = get_args(get_type_hints(convert)[name])

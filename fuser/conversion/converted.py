@@ -15,7 +15,7 @@ from fuser.conversion.modules import joint, original_class
 from fuser.conversion.parts import LinearPart
 from fuser.conversion.unit import Runner, Unit
 from fuser.op import BasicOperation, FusedOperation
-from fuser.precision.contexts import autocast
+from fuser.precision.contexts import default_autocast, is_autocast_entered
 from fuser.recipe import Recipe
 
 UNIT, RECIPE, RUNNER = "_fuser_unit", "_fuser_recipe", "_fuser_runner"
@@ -59,9 +59,9 @@ def _converted_class(cls: Any) -> Any:
 
     def forward(self: Any, *args: Any, **keywords: Any) -> Any:
         recipe = self.__dict__.get(RECIPE)
-        if recipe is None:
+        if recipe is None or is_autocast_entered():
             return _run(self, cls, args, keywords)
-        with autocast(recipe=recipe):
+        with default_autocast(recipe=recipe):
             return _run(self, cls, args, keywords)
 
     # Trainer and PEFT look at the names of arguments. inspect would find them through __wrapped__
@@ -84,7 +84,10 @@ def _run(self: Any, cls: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -
 
 
 def set_conversion(module: torch.nn.Module, unit: Unit | None, recipe: Recipe | None) -> None:
-    """Convert a module: set its unit, and the recipe under which it and all it holds run."""
+    """Convert a module: set its unit, and the recipe under which it and all it holds run.
+
+    That is where nobody has entered an autocast: whoever calls the module, by whichever door.
+    """
     if not is_converted(module):
         cls: Any = type(module)
         module.__class__ = _converted_class(cls)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,12 @@ def original_class(module: torch.nn.Module) -> type:
     """The class of a module before it was converted."""
     cls: type = getattr(type(module), "_class_before_fuser", type(module))
     return cls
+
+
+def forward_of(module: torch.nn.Module) -> Callable[..., Any]:
+    """The forward of a module's class, before it was converted."""
+    forward: Callable[..., Any] = original_class(module).forward  # type: ignore[attr-defined]
+    return forward
 
 
 def hooks_of(module: torch.nn.Module) -> str | None:
@@ -50,13 +56,22 @@ BOOKKEEPING = ("_fuser", "_fsdp", "_is_fsdp", "__composable")
 
 def attributes_of(module: torch.nn.Module) -> tuple[object, ...]:
     """What a module computes with besides its parameters and children: numbers, and objects."""
-    own = [
-        (name, value if is_plain(value) else id(value))
+    own = [(n, v if is_plain(v) else id(v)) for n, v in _own_attributes(module)]
+    buffers = [(name, id(buffer)) for name, buffer in module._buffers.items()]
+    return forward_of(module), *own, *buffers
+
+
+def plain_attributes(module: torch.nn.Module) -> tuple[tuple[str, object], ...]:
+    """Those of a module's attributes that are numbers and texts, by their names."""
+    return tuple((n, v) for n, v in _own_attributes(module) if is_plain(v))
+
+
+def _own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    return (
+        (name, value)
         for name, value in module.__dict__.items()
         if name not in INTERNALS and not name.startswith(BOOKKEEPING)
-    ]
-    buffers = [(name, id(buffer)) for name, buffer in module._buffers.items()]
-    return original_class(module).forward, *own, *buffers  # type: ignore[attr-defined]
+    )
 
 
 def is_plain(value: object) -> bool:

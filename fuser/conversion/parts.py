@@ -44,6 +44,8 @@ ACTIVATIONS = (
     KnownActivation(torch.sigmoid, "", "GLU"),
 )
 
+GATED = frozenset(known.gated_op for known in ACTIVATIONS)
+
 
 @dataclass(frozen=True)
 class Part(ABC):
@@ -317,6 +319,18 @@ class Chain:
     def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
         """The present parameters, in the order of their places in the ops."""
         return [value for part in self.parts for value in part.values(owner)]
+
+    def widths_of_sums(self, features: int) -> list[int]:
+        """The row width of each sum with another input; ``features`` is that of the main one."""
+        widths = []
+        for part in self.parts:
+            if isinstance(part, LinearPart):
+                features = part.shape[0]
+            elif isinstance(part, ActivationPart):
+                features //= 1 + (part.op in GATED)
+            elif isinstance(part, AddPart) and part.channel is None:
+                widths.append(features)
+        return widths
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
         """Why the owner is no longer what was converted; None if it is."""

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from fuser.conversion.modules import attributes_of, bare, original_class
+from fuser.conversion.modules import attributes_of, bare, forward_of
 
 AUTOCASTS = ("cpu", "cuda")
 
@@ -71,8 +71,7 @@ def _all_modes() -> Iterator[None]:
 
 def parameters_of(module: torch.nn.Module) -> list[inspect.Parameter]:
     """The parameters of a module's forward, without ``self``."""
-    forward = original_class(module).forward  # type: ignore[attr-defined]
-    return list(inspect.signature(forward).parameters.values())[1:]
+    return list(inspect.signature(forward_of(module)).parameters.values())[1:]
 
 
 def traced(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> fx.Graph:

@@ -17,7 +17,13 @@ from fuser import fused_ops
 from fuser.basic_ops import GroupedLinear
 from fuser.conversion.chains import ADDITIONS, Chains, FoundChain
 from fuser.conversion.known_modules import KnownModules
-from fuser.conversion.modules import attributes_of, child_of, original_class
+from fuser.conversion.modules import (
+    attributes_of,
+    child_of,
+    forward_of,
+    original_class,
+    plain_attributes,
+)
 from fuser.conversion.parts import Chain, LinearPart, ModulePart
 from fuser.conversion.trace import OTHER_KEYWORDS, parameters_of, traced
 from fuser.errors import StateError
@@ -157,12 +163,16 @@ class Runner:
             for path in ("", *paths)
             if original_class(child_of(owner, path)) is not torch.nn.Linear
         ]
+        # Dynamo has no addresses of objects, and a graph of its own for each of these values.
+        self._plain = [
+            (path, forward_of(child := child_of(owner, path)), plain_attributes(child))
+            for path, _ in self._attributes
+        ]
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
         """As of the unit; also if the owner, or a child that is not called, computes otherwise."""
-        # Dynamo has no addresses of objects; a graph is of the attributes that it was traced with.
         if torch.compiler.is_compiling():
-            return self._refusal(owner, ())
+            return self._changed(owner) or self._refusal(owner, ())
         if is_functorch_active() or forward_ad_level() >= 0:
             return "torch.func or forward-mode AD transforms its call, which no pipeline can be in"
         if not has_global_hooks() and self._known.are_as_noted(owner):
@@ -171,6 +181,19 @@ class Runner:
         if refusal is None:
             self._known.note(child_of(owner, path) for path in self._looked_at)
         return refusal
+
+    def _changed(self, owner: torch.nn.Module) -> str | None:
+        """Of traced code: which attribute with a plain value, or which forward, is another one."""
+        for path, forward, values in self._plain:
+            child = child_of(owner, path)
+            if child is None:
+                continue  # which the unit refuses
+            if forward_of(child) is not forward:
+                return f"the forward of {path or 'it'} was replaced"
+            for name, value in values:
+                if child.__dict__.get(name) != value:
+                    return f"an attribute of {path or 'it'} was changed"
+        return None
 
     def _refusal(
         self, owner: torch.nn.Module, compared: Iterable[tuple[str, tuple[object, ...]]]
@@ -248,16 +271,11 @@ class Pipeline:
         Raises
         ------
         StateError
-            If tensors that are added have different shapes but for the last dimension.
+            If a tensor that is added would widen the rows to which it is added.
         """
         x, *others = self.chain.parts[0].inputs(tuple(inputs))
-        for other in others:
-            if other.shape[:-1] != x.shape[:-1]:
-                raise StateError(
-                    f"A converted forward of {type(owner).__name__} adds tensors of shapes "
-                    f"{tuple(x.shape)} and {tuple(other.shape)}, and its pipeline does not "
-                    "broadcast: leave this module out with fuser.convert(..., filter=)."
-                )
+        if others:
+            x, others = self._broadcast(owner, x, others)
 
         def run(owner: Any, *tensors: torch.Tensor, op_kwargs: None = None) -> CallResult:
             return self._run(owner, tensors, is_quantized)
@@ -267,6 +285,32 @@ class Pipeline:
             return run(owner, x, *others)
         # The parameters are here in this call alone, so this call is repeated in backward.
         return keeping_inputs(owner, run, (x, *others), None)
+
+    def _broadcast(
+        self, owner: torch.nn.Module, x: torch.Tensor, others: Sequence[Any]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Inputs in the shapes of the sums that they are in, as torch's addition takes them."""
+        widths = self.chain.widths_of_sums(x.shape[-1])
+        if len(widths) != len(others):
+            return x, list(others)
+        tensors: list[torch.Tensor] = []
+        for other in others:
+            is_tensor = isinstance(other, torch.Tensor)
+            given = other if is_tensor else torch.tensor(other, dtype=x.dtype, device=x.device)
+            tensors.append(given if given.is_floating_point() else given.to(x.dtype))
+        try:
+            shapes = [x.shape[:-1], *(t.shape[:-1] for t in tensors)]
+            rows = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+            wide = [(*rows, width) for width in widths]
+            expanded = [_expanded(t, shape) for t, shape in zip(tensors, wide, strict=True)]
+        except RuntimeError:
+            found = " and ".join(str(tuple(t.shape)) for t in (x, *tensors))
+            raise StateError(
+                f"A converted forward of {type(owner).__name__} adds tensors of shapes "
+                f"{found}, and its pipeline makes rows of no other width of them: leave this "
+                "module out with fuser.convert(..., filter=)."
+            ) from None
+        return _expanded(x, (*rows, x.shape[-1])), expanded
 
     def _run(
         self, owner: torch.nn.Module, tensors: Sequence[torch.Tensor], is_quantized: bool
@@ -358,6 +402,11 @@ def unit_of(
         places[node] = Ref(len(inputs) + len(steps))
         steps.append(step)
     return Unit(tuple(inputs), tuple(steps), output)
+
+
+def _expanded(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor in a shape that it broadcasts to; itself if it has it."""
+    return tensor if tensor.shape == shape else tensor.expand(shape)
 
 
 def _paths_above(path: str) -> list[str]:

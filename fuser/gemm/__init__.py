@@ -10,6 +10,7 @@ from fuser.gemm.matmul import (
     quantized_linear,
     quantized_wgrad,
     quantized_wgrad_accumulate,
+    scaled_linear,
     wgrad,
     wgrad_accumulate,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "quantized_linear",
     "quantized_wgrad",
     "quantized_wgrad_accumulate",
+    "scaled_linear",
     "wgrad",
     "wgrad_accumulate",
 ]

@@ -30,6 +30,18 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
+def scaled_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: float, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``scale * (x @ weight.T) (+ bias)``, rounded once."""
+    rows, columns = _rows(x), weight.t()
+    if bias is None:
+        y = _scaled_mm(rows, columns, scale)
+    else:
+        y = torch.addmm(bias, rows, columns, alpha=scale)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
 def linear_add(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -118,8 +130,12 @@ def quantized_linear(
     """
     row = _native(x, weight)
     if row is None:
-        y = linear(_values(x, "rowwise", dtype), _values(weight, "rowwise", dtype), bias)
-        y = y if scale == 1.0 else y * scale
+        values = _values(x, "rowwise", dtype), _values(weight, "rowwise", dtype)
+        if scale == 1.0:
+            y = linear(*values, bias)
+        else:
+            y = linear(*values) * scale
+            y = y if bias is None else y + bias
         return y if addend is None else y + addend
     y = _product(
         row, x, "rowwise", weight, "rowwise", dtype, is_split, bias=bias, scale=scale, addend=addend

@@ -86,25 +86,25 @@ def _adapted(op: Any, x: torch.Tensor, y: torch.Tensor, product: Any) -> torch.T
 
 
 def _grouped_linear(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
-    return _grouped(op, x, op.out_features, is_trained=True)
+    weights, *biases = params
+    y = _grouped(x, weights)
+    return (y + biases[0][:, None] if biases else y).reshape(*x.shape[:-1], op.out_features)
 
 
 def _lora_grouped_linear(
     op: Any, x: torch.Tensor, extras: Tensors, params: Tensors
 ) -> torch.Tensor:
+    *frozen, a, b = params
+
     def product(x: torch.Tensor) -> torch.Tensor:
-        return _grouped(op, _grouped(op, x, op.rank), op.out_features)
+        return _grouped(_grouped(x, a), b).reshape(*x.shape[:-1], op.out_features)
 
-    return _adapted(op, x, _grouped(op, x, op.out_features, is_trained=False), product)
+    return _adapted(op, x, _grouped_linear(op, x, extras, tuple(frozen)), product)
 
 
-def _grouped(op: Any, x: torch.Tensor, size: int, *, is_trained: bool = True) -> torch.Tensor:
-    """Batched products of groups of equal sizes; of one group if the rows cannot be divided."""
-    rows = math.prod(x.shape[:-1])
-    groups = op.num_groups if rows % op.num_groups == 0 else 1
-    weight = x.new_empty(groups, x.shape[-1], size, requires_grad=is_trained)
-    y = torch.bmm(x.reshape(groups, -1, x.shape[-1]), weight)
-    return y.reshape(*x.shape[:-1], size)
+def _grouped(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Batched products of equal groups of rows with weights ``[G, N, K]``."""
+    return torch.bmm(x.reshape(len(weights), -1, x.shape[-1]), weights.transpose(1, 2))
 
 
 def _adaptive(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
@@ -199,15 +199,7 @@ class _Run:
         self.leaves: list[torch.Tensor] = []
         key = graph.key
         self.x = self._leaf(graph.main_specs[0], key.ops[0].input_requires_grad)
-        self.params = [
-            [
-                self._leaf(
-                    TensorSpec(tuple(p.shape), graph.main_specs[i + 1].dtype), k.requires_grad
-                )
-                for p, k in zip(graph.params[i], key.ops[i].params, strict=True)
-            ]
-            for i in range(len(graph.ops))
-        ]
+        self.params = [self._params(i) for i in range(len(graph.ops))]
         self.given: dict[int, torch.Tensor] = {}
         for i, row in enumerate(graph.sources):
             for k, source in enumerate(row):
@@ -215,6 +207,28 @@ class _Run:
                     needs_grad = key.ops[i].extra_inputs[k].requires_grad
                     spec = graph.extra_inputs[i][k]
                     self.given[source.caller_index] = self._leaf(spec, needs_grad)
+
+    def _params(self, index: int) -> list[torch.Tensor]:
+        """The parameters of an op; each kind of a grouped linear's is one tensor of all groups."""
+        graph, op = self.graph, self.graph.ops[index]
+        dtype, keys = graph.main_specs[index + 1].dtype, graph.key.ops[index].params
+        shapes = [tuple(p.shape) for p in graph.params[index]]
+        wanted = [k.requires_grad for k in keys]
+        if isinstance(op, GroupedLinear):
+            rows = math.prod(graph.main_specs[index].shape[:-1])
+            # Of one group if the rows cannot be divided.
+            groups = op.num_groups if rows % op.num_groups == 0 else 1
+            names = [name for name, p in op._parameters.items() if p is not None]
+            kinds = [name.rstrip("0123456789") for name in names]
+            of_kind = {kind: kinds.index(kind) for kind in kinds}
+            wanted = [
+                any(w for w, other in zip(wanted, kinds, strict=True) if other == kind)
+                for kind in of_kind
+            ]
+            sizes = {kind: 1 if kind.startswith("bias") else 2 for kind in of_kind}
+            shapes = [(groups, *shapes[i][-sizes[kind] :]) for kind, i in of_kind.items()]
+        pairs = zip(shapes, wanted, strict=True)
+        return [self._leaf(TensorSpec(shape, dtype), is_wanted) for shape, is_wanted in pairs]
 
     def _leaf(self, spec: TensorSpec, requires_grad: bool) -> torch.Tensor:
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")

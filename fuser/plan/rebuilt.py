@@ -31,22 +31,13 @@ class Limit(NamedTuple):
 
 
 class _Budget(threading.local):
-    limit = Limit()
-
     def __init__(self) -> None:
+        self.limit = Limit()
         self.outer: list[Limit] = []
 
 
 budget = _Budget()
 """That of the calls of this thread."""
-
-limit_for_dynamo: tuple[float | None, bool, bool] = Limit()[:]  # by whose contents it compares
-"""The one that was set last, of any thread: Dynamo compares it at each call of a graph."""
-
-
-def _set(limit: Limit) -> None:
-    global limit_for_dynamo
-    budget.limit, limit_for_dynamo = limit, limit[:]
 
 
 class activation_memory_budget:
@@ -111,15 +102,16 @@ class activation_memory_budget:
 
     def __enter__(self) -> None:
         budget.outer.append(budget.limit)
-        _set(self.limit)
+        budget.limit = self.limit
 
     def __exit__(self, *exception: Any) -> None:
-        _set(budget.outer.pop())
+        budget.limit = budget.outer.pop()
 
 
 def limit_here() -> tuple[float | None, bool, bool]:
-    """The limit in effect, for code that Dynamo traces."""
-    return limit_for_dynamo
+    """The limit in effect, for code that Dynamo traces: it compares the thread's at each call."""
+    memory_budget, keep_weight_copies, lossy_activation_inputs = budget.limit
+    return memory_budget, keep_weight_copies, lossy_activation_inputs
 
 
 def with_rebuilt_tensors(ops: Sequence[BasicOperation], key: PlanKey, limit: Limit) -> PlanKey:

@@ -43,6 +43,8 @@ current_recipe = _active_recipe.get
 # Dynamo cannot read a ContextVar, so it guards on this: the key of the recipe that was set last, by
 # whichever thread that is in an autocast.
 _recipe_key = ""
+_is_entered = False
+"""Whether a thread is in an autocast, also in one that turns quantization off."""
 _keys_of_threads: dict[int, str] = {}
 INSIDE = "inside "
 """The beginning of the key of a recipe that was entered in a graph, whatever its callers use."""
@@ -85,6 +87,14 @@ def entered_in(context: Any) -> EnteredInGraph:
 
 def _enter_traced(context: Any) -> None:
     entered_in(context).enter(traced_subject(context))
+
+
+def _enter_default_traced(context: Any) -> None:
+    entered = entered_in(context)
+    if entered.keys:
+        entered.keys.append(entered.keys[-1])
+    else:
+        entered.enter(traced_subject(context))
 
 
 def _exit_traced(context: Any) -> None:
@@ -251,7 +261,7 @@ class autocast(contextlib.ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> None:
-        global is_autocast_used, _recipe_key
+        global is_autocast_used, _is_entered, _recipe_key
         if is_dynamo_compiling():
             if self.amax_reduction_group is not None:
                 graph_break(
@@ -260,7 +270,7 @@ class autocast(contextlib.ContextDecorator):
                 )
             call_while_tracing(_enter_traced, self._key)
             return
-        is_autocast_used = True
+        is_autocast_used = _is_entered = True
         _keys_of_threads.pop(get_ident(), None)
         _keys_of_threads[get_ident()] = _recipe_key = self._key  # the last
         scopes = _scopes.get()
@@ -272,7 +282,7 @@ class autocast(contextlib.ContextDecorator):
         _active_recipe.set(self.recipe)
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        global _recipe_key
+        global _is_entered, _recipe_key
         if is_dynamo_compiling():
             call_while_tracing(_exit_traced, self._key)
             return
@@ -295,8 +305,32 @@ class autocast(contextlib.ContextDecorator):
         if left:
             _keys_of_threads[get_ident()] = "" if active is None else active._key
         _recipe_key = next(reversed(_keys_of_threads.values()), "")
+        _is_entered = bool(_keys_of_threads)
         if not left and exc_type is None and scope.regions.last is not None:
             scope.regions.last.end()
+
+
+class default_autocast(autocast):
+    """An autocast to be entered unless :func:`is_autocast_entered`.
+
+    In a graph of Dynamo, which may have entered another one, that one stays in effect.
+    """
+
+    def __enter__(self) -> None:
+        if is_dynamo_compiling():
+            call_while_tracing(_enter_default_traced, self._key)
+            return
+        super().__enter__()
+
+
+def is_autocast_entered() -> bool:
+    """Whether this code is in an autocast, or recomputes a forward under what that had.
+
+    Traced code sees those around its graph alone.
+    """
+    if is_dynamo_compiling():
+        return _is_entered
+    return bool(_scopes.get()) or recomputed_state() is not None
 
 
 def _check_arguments(name: str, enabled: Any, recipe: Any) -> None:

@@ -10,19 +10,26 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fuser.errors import FuserWarning
-from fuser.precision.contexts import UNQUANTIZED, AutocastState, current_state
+from fuser.precision.contexts import (
+    UNQUANTIZED,
+    AutocastState,
+    current_state,
+    is_autocast_entered,
+)
+from fuser.recipe import Recipe
 from fuser.torch_private import (
     CheckpointCode,
     all_saved_tensor_hooks,
     graph_task,
     is_forward_ad_enabled,
     saved_tensor_hooks,
+    users_level,
 )
 
 Ops = tuple[Any, ...]
@@ -114,6 +121,29 @@ def is_in_checkpoint() -> bool:
     if hooks is None or codes is None:
         return False
     return codes.frame_of(hooks) is not None or codes.are_of_recomputation(hooks)
+
+
+def warn_if_unquantized_in_backward(before: Recipe, ops: Sequence[object]) -> None:
+    """Warn, once in a process, of a call in a backward without the recipe of the last forward.
+
+    A recomputation that a program writes by hand, as Megatron-LM's, is no checkpoint of torch: it
+    has the recipe that is in effect where it runs.
+    """
+    global _has_warned
+    if _has_warned or graph_task() == -1 or is_autocast_entered():
+        return
+    names = ", ".join(type(op).__name__ for op in ops)
+    warnings.warn(
+        f"A pipeline of {names} runs in a backward, without a recipe, and its last forward had "
+        f"{type(before).__name__}: a recomputation of that forward would have other numbers. Enter "
+        "fuser.autocast inside of the function that is computed again, or use fuser.checkpoint.",
+        FuserWarning,
+        stacklevel=users_level(),
+    )
+    _has_warned = True
+
+
+_has_warned = False
 
 
 def _may_be_in_function() -> bool:

@@ -81,17 +81,21 @@ def _soft_clip(beta: float) -> _Function:
 
 
 def _clamped_gate(limit: float, alpha: float) -> _Function:
-    """g sigmoid(alpha g) with g = min(x, limit); the gradient is 0 where clamped."""
+    """g sigmoid(alpha g) with g = min(x, limit); the gradient is 0 above the limit.
+
+    Releases of torch differ in the gradient of ``clamp`` at its bound; here it is that of the
+    inside, as in Transformer Engine's kernels.
+    """
     return _Function(
-        lambda x: _qgelu(alpha).forward(x.clamp(max=limit)),
+        lambda x: _qgelu(alpha).forward(torch.where(x > limit, limit, x)),
         lambda dy, x: torch.where(x <= limit, _qgelu_backward(dy, x, alpha), 0.0),
     )
 
 
 def _clamped_linear(limit: float, offset: float) -> _Function:
-    """clamp(x, -limit, limit) + offset; the gradient is 0 where clamped."""
+    """clamp(x, -limit, limit) + offset; the gradient is 0 beyond the limits."""
     return _Function(
-        lambda x: x.clamp(-limit, limit) + offset,
+        lambda x: torch.where(x < -limit, -limit, torch.where(x > limit, limit, x)) + offset,
         lambda dy, x: torch.where(x.abs() <= limit, dy, 0.0),
     )
 

@@ -16,6 +16,7 @@ from fuser.formats import NumberFormat
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
+from fuser.op.optimizer_steps import count_optimizer_steps
 from fuser.plan.devices import Device, device_named, device_of
 from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_quantized_outputs
 from fuser.plan.memory_curve import memory_curve
@@ -28,7 +29,11 @@ from fuser.plan.window import check_window
 from fuser.precision import contexts
 from fuser.precision.availability import warn_if_emulated
 from fuser.precision.contexts import current_recipe, recomputing_under
-from fuser.precision.recomputation import is_in_checkpoint, state_of_forward
+from fuser.precision.recomputation import (
+    is_in_checkpoint,
+    state_of_forward,
+    warn_if_unquantized_in_backward,
+)
 from fuser.runtime import observed
 from fuser.runtime.call_key import CallKeyReader
 from fuser.runtime.checks import Checks
@@ -79,6 +84,7 @@ class OperationFuser:
         *,
         open_channels: Collection[str] = (),
     ) -> None:
+        count_optimizer_steps()
         self.fusions = checked_fusions(fusions)
         basic_ops: list[BasicOperation] = []
         for op in ops:
@@ -244,6 +250,9 @@ class OperationFuser:
             self.checks.recipes(params)
             run = self._plan_run(input_, params, extra_inputs, only_planning=False)
             _keep(self._runs, call_key, run)
+        before = self._last[1]
+        if before is not None and before.key.recipe is not None and run.key.recipe is None:
+            warn_if_unquantized_in_backward(before.key.recipe, self.basic_ops)
         # One assignment, so that another thread sees both or neither.
         self._last = (call_key, run)
         return run, params, layout

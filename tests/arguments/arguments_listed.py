@@ -12,8 +12,6 @@ import rows_of_te
 MODULES = ("fuser", "fuser.modules", "fuser.moe", "fuser.recipe", *rows_of_te.MODULES)
 METHODS = (*rows_of_te.METHODS,)
 """Methods whose arguments have rows too."""
-KNOWN_FAULTS: dict[tuple[str, str], str] = {**rows_of_te.KNOWN_FAULTS}
-"""Rows of what should be and is not yet: each must fail."""
 
 # By path: arguments that a function takes by ``**options``, and its signature does not name.
 OPTIONS: dict[str, tuple[str, ...]] = {

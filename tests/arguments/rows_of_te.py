@@ -40,7 +40,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     **rows_of_te_functions.OPTIONS,
     **rows_of_te_layers.OPTIONS,
 }
-KNOWN_FAULTS = rows_of_te_functions.KNOWN_FAULTS
 RESULTS = {
     "fuser.te.pytorch.layers.TransformerEngineBaseModule": (
         "the base of layers, of which programs ask isinstance"

@@ -41,14 +41,6 @@ METHODS = (
     *(f"{_TRACKER}.{name}" for name in ("add", "fork", "set_states")),
     f"{_ROPE}.forward",
 )
-KNOWN_FAULTS: dict[tuple[str, str], str] = {
-    (_APPLY, "start_positions"): "packed sequences begin at 0 whatever start_positions are",
-    (_ROPE, "seq_len_interpolation_factor"): (
-        "positions are divided by the factor also without pretrained_max_position_embeddings"
-    ),
-    (_ROPE, "pretrained_max_position_embeddings"): "refused",
-}
-"""Rows of what Transformer Engine does and this library does not yet; each fails until then."""
 
 
 # -- rotary embedding ------------------------------------------------------------------
@@ -460,7 +452,17 @@ def _activations_alone_are_moved(given: Given) -> None:
     refuses(lambda: te.get_cpu_offload_context(True, **given), *(f"{name}=" for name in given))
 
 
-ignores(_OFFLOAD, "a copy has memory of its own", "double_buffering")
+@sets(_OFFLOAD, manual_synchronization=True)
+def _layers_start_their_copies(given: Given) -> None:
+    refuses(lambda: te.get_cpu_offload_context(True, **given), "manual_synchronization=True")
+    te.get_cpu_offload_context(False, **given)
+
+
+ignores(
+    _OFFLOAD,
+    "a copy has memory of its own",
+    *("double_buffering", "retain_pinned_cpu_buffers", "offload_stream"),
+)
 ignores(f"{HERE}.initialize_ub", "there are no userbuffers", *OPTIONS[f"{HERE}.initialize_ub"])
 ignores(f"{HERE}.operations.BasicLinear", "there are no userbuffers", "userbuffers_options")
 ignores(

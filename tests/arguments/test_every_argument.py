@@ -8,7 +8,7 @@ from __future__ import annotations
 import argument_rows
 import pytest
 from argument_rows import IGNORED, ROWS, arguments_of
-from arguments_listed import KNOWN_FAULTS, METHODS, MODULES, OPTIONS, RESULTS
+from arguments_listed import METHODS, MODULES, OPTIONS, RESULTS
 
 PUBLIC = dict(argument_rows.public(MODULES))
 PUBLIC |= {path: argument_rows.found(path) for path in METHODS}
@@ -35,4 +35,3 @@ def test_rows_and_lists_name_arguments_that_there_are() -> None:
     assert not ROWS.keys() & IGNORED.keys()
     assert RESULTS.keys() <= PUBLIC.keys()
     assert OPTIONS.keys() <= PUBLIC.keys()
-    assert KNOWN_FAULTS.keys() <= ROWS.keys()

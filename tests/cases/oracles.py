@@ -163,8 +163,10 @@ def clamped_swiglu(
 ) -> Formula:
     def formula(x: torch.Tensor) -> torch.Tensor:
         a, b = halves(x, interleave)
-        g = torch.clamp(a, max=limit)
-        return g * torch.sigmoid(alpha * g) * (torch.clamp(b, -limit, limit) + offset)
+        # The gradient at a bound is that of the inside, whatever torch's clamp has.
+        g = torch.where(a > limit, limit, a)
+        linear = torch.where(b < -limit, -limit, torch.where(b > limit, limit, b))
+        return g * torch.sigmoid(alpha * g) * (linear + offset)
 
     return formula
 

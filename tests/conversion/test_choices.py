@@ -5,12 +5,15 @@ A line is here if its choice is right: a choice that changes for a reason change
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from said import said
 from test_convert import CURRENT, HIDDEN, WIDTH, GatedMLP, PreNorm
 from torch import nn
 from torch.nn import functional as F
@@ -278,3 +281,74 @@ def test_convert_takes_and_leaves_what_the_table_says(name: str) -> None:
     lines = {row.path: row.text for row in report.rows}
     assert len(lines) == len(report.rows)
     assert {path: lines.get(path) for path in choice.lines} == choice.lines, str(report)
+
+
+# -- what is left, and the report ----------------------------------------------------------
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.first, self.middle, self.last = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.router, self.value = nn.Linear(HIDDEN, 48), nn.Linear(HIDDEN, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.middle(self.first(self.norm(x)).tanh()).tanh()
+        z: torch.Tensor = self.value(self.last(y))
+        return z
+
+
+def left_of(**options: Any) -> dict[str, str]:
+    report = fuser.convert(Parts(), **options)
+    paths = {row.path for row in (*report.converted, *report.left)} | set(report.routers)
+    assert paths == {name for name, _ in Parts().named_children()}
+    assert not {row.path for row in report.converted} & {row.path for row in report.left}
+    return {row.path: row.text for row in report.left}
+
+
+def test_the_report_has_what_is_left_to_torch_with_the_reason() -> None:
+    small = "64 to 1 features: of fewer than 32 no format gains"
+    norm = 'outside of chains: norms="all" makes it one kernel in an eager model'
+    alone = 'outside of chains: recipe=, or linears="all", converts it'
+    linears = dict.fromkeys(("first", "middle", "last"), alone)
+    assert left_of() == {"norm": norm, **linears, "value": small}
+    assert left_of(recipe=CURRENT) == {"norm": norm, "value": small}
+    assert left_of(recipe=CURRENT, norms="all", linears="all") == {"value": small}
+    filtered = left_of(recipe=CURRENT, filter=lambda path, module: path != "middle")
+    assert filtered["middle"] == "the filter leaves it out"
+    assert f"left to torch:\n    1 x norm (LayerNorm)  {norm}" in str(fuser.convert(Parts()))
+
+
+def test_without_a_recipe_nothing_is_said_of_quantization() -> None:
+    of_all = fuser.convert(Parts(), linears="all")
+    assert "quantized" not in str(of_all)
+    quantizing = fuser.convert(Parts(), recipe=CURRENT)
+    kept = [row.path for row in quantizing.converted if row.text.endswith(NEVER)]
+    assert kept == ["first", "last"]
+
+
+def test_a_report_that_is_taken_for_the_model_says_what_to_write() -> None:
+    report: Any = fuser.convert(Parts())
+    with pytest.raises(fuser.InputTypeError, match=said("convert-conversion-called-changes")):
+        report(torch.ones(2, HIDDEN))
+    for name in ("parameters", "to", "train", "state_dict"):
+        with pytest.raises(
+            AttributeError, match=said("convert-conversion-report-changes", repr(name))
+        ):
+            getattr(report, name)
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        _ = report.other
+    assert copy.deepcopy(report) == report == pickle.loads(pickle.dumps(report))
+
+
+def test_a_recipe_may_be_given_by_its_name() -> None:
+    found = []
+    for recipe in ("current", CURRENT):
+        torch.manual_seed(0)
+        model = Parts()
+        fuser.convert(model, recipe=recipe)
+        found.append(model(torch.linspace(-1, 1, 8 * HIDDEN).view(8, HIDDEN)))
+    assert torch.equal(*found)
+    with pytest.raises(fuser.InputError, match="no recipe 'curent'; there are delayed, current"):
+        fuser.convert(Parts(), recipe="curent")

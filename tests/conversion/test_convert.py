@@ -1335,22 +1335,6 @@ def test_memory_that_parameters_have_left_is_given_back() -> None:
     assert memory() is None
 
 
-@pytest.mark.parametrize("wrap", ["torch.compile", "a library"])
-def test_a_recipe_for_a_model_with_a_forward_around_its_own_is_refused(wrap: str) -> None:
-    model: Any = seeded(titan_like.TitanLike)
-    x = titan_like.tokens()
-    if wrap == "torch.compile":
-        model = torch.compile(model, backend="eager")
-    else:
-        model.forward = functools.partial(type(model).forward, model)
-    with pytest.raises(fuser.InputError, match=said("convert-forward-own-not")):
-        fuser.convert(model, recipe=CURRENT)
-    expected = seeded(titan_like.TitanLike)(x)
-    assert torch.equal(model(x), expected)
-    assert fuser.convert(model).converted
-    assert torch.equal(model(x), expected)
-
-
 def test_a_forward_around_a_converted_model_calls_its_pipelines() -> None:
     """As accelerate sets it, and takes it off by ``__wrapped__``."""
     model: Any = seeded(lambda: nn.Sequential(PreNorm(), PreNorm()))
@@ -1454,3 +1438,64 @@ def test_a_report_says_if_a_recipe_quantizes_nothing() -> None:
     assert not fuser.convert(chain(), recipe=CURRENT, keep=()).note
     assert not fuser.convert(chain()).note
     assert not fuser.convert(titan_like_model(), recipe=CURRENT).note
+
+
+# -- sums with what torch broadcasts -------------------------------------------------------
+
+
+class Summed(nn.Module):
+    """Adds another input to the rows after a feed-forward, or to those before it."""
+
+    def __init__(self, is_after: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, 48)
+        self.is_after = is_after
+
+    def forward(self, x: torch.Tensor, other: Any) -> torch.Tensor:
+        y: torch.Tensor
+        if self.is_after:
+            y = self.down(F.gelu(self.up(x))) + other
+        else:
+            y = self.down(F.gelu(self.up(x + other)))
+        return y
+
+
+OTHERS: dict[str, Callable[[int], Any]] = {
+    "the shape": lambda width: torch.randn(2, 5, width),
+    "positions": lambda width: torch.randn(1, 5, width),
+    "a row": lambda width: torch.randn(width),
+    "a column": lambda width: torch.randn(2, 5, 1),
+    "a scalar": lambda width: torch.tensor(1.5),
+    "more rows": lambda width: torch.randn(3, 2, 5, width),
+    "a number": lambda width: 2.0,
+    "integers": lambda width: torch.arange(2 * 5 * width).view(2, 5, width) % 7,
+}
+
+
+@pytest.mark.parametrize("is_after", [True, False], ids=["after", "before"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_sum_broadcasts_as_in_torch(other: str, is_after: bool) -> None:
+    torch.manual_seed(0)
+    model, plain = Summed(is_after), Summed(is_after)
+    plain.load_state_dict(model.state_dict())
+    fuser.convert(model)
+    given, found = OTHERS[other](48 if is_after else HIDDEN), []
+    for each in (model, plain):
+        x, added = data().detach().requires_grad_(), copy.deepcopy(given)
+        leaves = [x]
+        if isinstance(added, torch.Tensor) and added.is_floating_point():
+            leaves.append(added.requires_grad_())
+        y = each(x, added)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [*leaves, *each.parameters()])])
+    for one, expected in zip(*found, strict=True):
+        assert one.dtype is expected.dtype
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sum_that_widens_rows_is_refused_with_the_shapes() -> None:
+    torch.manual_seed(0)
+    model = Summed(True)
+    fuser.convert(model)
+    with pytest.raises(fuser.StateError, match=said("unit-converted-adds-tensors", "Summed")):
+        model(data(), torch.randn(2, 5, 7))
+    assert model(data(), 0.0).shape == (2, 5, 48)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import pickle
 from typing import Any
 
 import every_format as formats
@@ -453,6 +454,28 @@ def test_delayed_gradients_without_main_grad_go_into_grad_and_call_hooks() -> No
     assert torch.equal(stacked(op, "weight", "grad"), 2 * exact["dw"])
     assert called == [1, 1]
     plainly.backward_dw()  # nothing to do
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda op: pickle.loads(pickle.dumps(op))])
+def test_a_copy_calls_no_hooks_of_the_original(copied: Any) -> None:
+    op = made(delay_wgrad_compute=True)
+    called: list[int] = []
+    op.register_wgrad_accumulation_and_reduce_hooks(Noting(called))
+    other = copied(op)
+    other(values(T, K, seed=1), torch.tensor(SPLITS["even"])).backward(values(T, N, seed=2))
+    other.backward_dw()
+    assert other.weight0.grad is not None
+    assert not called
+
+
+class Noting:
+    """A hook that can be pickled."""
+
+    def __init__(self, called: list[int]) -> None:
+        self.called = called
+
+    def __call__(self) -> None:
+        self.called.append(1)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_into_main_grad": True}], ids=str)

@@ -77,6 +77,34 @@ def test_what_evaluation_kept_serves_training_and_the_other_way_round(
     assert torch.equal(found[False][0], expected[0])
 
 
+def experts(has_one_weight: bool) -> fuser.GroupedLinear:
+    torch.manual_seed(1)
+    return fuser.GroupedLinear(2, 64, 32, single_grouped_weight=has_one_weight)
+
+
+KEEPERS: dict[str, Any] = {
+    "a linear": linear,
+    "experts": lambda: experts(False),
+    "experts of one weight": lambda: experts(True),
+}
+
+
+@pytest.mark.parametrize("keeper", KEEPERS)
+@every_recipe
+def test_what_inference_mode_kept_serves_training(recipe: Any, keeper: str) -> None:
+    found = []
+    for context in (torch.no_grad, torch.inference_mode):
+        op, x = KEEPERS[keeper](), uneven(32, 64, seed=2).requires_grad_()
+        sizes = () if keeper == "a linear" else (torch.tensor([8, 24]),)
+        with fuser.autocast(recipe=recipe):
+            with context():
+                op(x.detach(), *sizes, is_first_microbatch=True)
+            y = op(x, *sizes, is_first_microbatch=False)
+        y.backward(uneven(32, 32, seed=3))
+        found.append([y.detach(), x.grad, *(p.grad for p in op.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 OPTIMIZERS = {
     "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
     "Adam fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),

@@ -386,6 +386,16 @@ def test_a_factory_gets_the_layers_name() -> None:
     assert roles == {("linear", name) for name in names}
 
 
+def test_gather_quantized_leaves_frozen_weights_frozen() -> None:
+    model = fuser.Sequential(fuser.Linear(64, 64), fuser.BasicLinear(64, 64), fuser.Linear(64, 64))
+    model[0].weight.requires_grad_(False)
+    model[1].weight.requires_grad_(False)
+    expected = {name: p.requires_grad for name, p in model.named_parameters()}
+    fuser.distributed.gather_quantized(model, fuser.recipe.Float8CurrentScaling())
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == expected
+    assert type(model[1].weight) is not torch.nn.Parameter
+
+
 def test_gather_quantized_takes_the_weights_of_layers_and_of_ops() -> None:
     model = torch.nn.Sequential(
         fuser.modules.LayerNormMLP(64, 128), fuser.Sequential(fuser.Linear(64, 64))

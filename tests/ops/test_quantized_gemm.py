@@ -670,3 +670,32 @@ def test_every_format_is_available_and_says_how(ask: Any) -> None:
     is_there, reason = ask(return_reason=True)
     assert is_there is True
     assert torch.cuda.is_available() or "is emulated on a CPU" in reason
+
+
+class Scaled(fuser.FusedOperation):
+    """A forward that another writes: the linear's product takes the scale that follows it."""
+
+    window = (fuser.BasicLinear, fuser.Bias, fuser.ConstantScale)
+    side = "forward"
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **_: Any) -> Any:
+        linear, bias, scale = self.members
+        y = linear.matmul(basic_op_ctxs[0], input_, scale.scale * bias.bias, scale=scale.scale)
+        return y, [(), (), ()]
+
+
+@pytest.mark.parametrize("recipe", [None, NATIVE["current"]], ids=["none", "current"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(32, 64), (2, 16, 64)])
+def test_a_product_has_its_scale_without_an_addend_too(
+    shape: tuple[int, ...], dtype: torch.dtype, recipe: Any
+) -> None:
+    found = []
+    for fusions in ((Scaled,), ()):
+        ops = (fuser.BasicLinear(64, 64), fuser.Bias(64), fuser.ConstantScale(-4.0))
+        model = oracles.randomize(fuser.Sequential(*ops, fusions=fusions).to(dtype))
+        x = oracles.random_tensor(shape, dtype, 1)
+        with torch.no_grad(), fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            found.append(model(x).double())
+        assert bool(fusions) == any(step.fusion for step in model.plans[0].forward)
+    assert (found[0] - found[1]).norm() < 2**-6 * found[1].norm()

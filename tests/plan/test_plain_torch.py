@@ -102,7 +102,6 @@ def test_the_baseline_has_the_options_of_an_op(make: Any, shapes: Extras) -> Non
 # -- calls -------------------------------------------------------------------------------
 
 Script = Callable[..., Any]
-BOTH = "forward backward"
 
 
 def meta(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -132,21 +131,19 @@ def modelled(
     return [Baseline("torch eager", *eager), Baseline("torch.compile", *compiled)]
 
 
-def assert_baselines(plan: fuser.FusionPlan, expected: list[Baseline], sides: str = BOTH) -> None:
+def assert_baselines(plan: fuser.FusionPlan, expected: list[Baseline]) -> None:
     for one, other in zip(plan.baselines, expected, strict=True):
         assert one.name == other.name
-        for side in sides.split():
+        for side in ("forward", "backward"):
             assert getattr(one, side) == pytest.approx(getattr(other, side)), side
 
 
-def assert_modelled(
-    model: fuser.Sequential, script: Script, *given: Any, sides: str = BOTH, **options: Any
-) -> None:
+def assert_modelled(model: fuser.Sequential, script: Script, *given: Any, **options: Any) -> None:
     """``given``: the input, the extra inputs, and after them the parameters of the script."""
     ops = [op for module in model for op in getattr(module, "basic_ops", [module])]
     count = 1 + sum(op.num_extra_inputs for op in ops)
     plan = model.plan(*given[:count], device="h100", **options)
-    assert_baselines(plan, modelled(script, given), sides)
+    assert_baselines(plan, modelled(script, given))
 
 
 def linear(bias: bool = True) -> fuser.Linear:
@@ -203,22 +200,45 @@ def test_the_calls_of_extra_tensors_are_those_of_the_gradients_that_are_wanted(
     assert_modelled(model, script, *given)
 
 
+@pytest.mark.parametrize("has_one_weight", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [8, 6], ids=["divided", "not divided"])
-def test_the_calls_of_grouped_linears_are_batched_products_of_equal_groups(rows: int) -> None:
+def test_the_calls_of_grouped_linears_are_batched_products_of_equal_groups(
+    rows: int, has_bias: bool, has_one_weight: bool
+) -> None:
+    """Backward computes the gradients of weights and biases too."""
     groups = 4 if rows == 8 else 1
     sizes = torch.empty(4, dtype=torch.int64, device="meta")
-    x, up, down = meta(rows, WIDTH), meta(groups, WIDTH, 8), meta(groups, 8, WIDTH)
+    weights = [meta(groups, 8, WIDTH), meta(groups, WIDTH, 8)]
+    biases = [meta(groups, 8), meta(groups, WIDTH)] if has_bias else []
 
-    def grouped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(x.reshape(groups, -1, x.shape[-1]), w).reshape(rows, -1)
+    def script(x: torch.Tensor, _: Any, __: Any, *given: torch.Tensor) -> torch.Tensor:
+        for place in range(2):
+            y = torch.bmm(x.reshape(groups, -1, x.shape[-1]), given[place].transpose(1, 2))
+            if has_bias:
+                y = y + given[2 + place][:, None]
+            x = y.reshape(rows, -1)
+        return x
 
+    options: dict[str, Any] = {
+        "bias": has_bias,
+        "single_grouped_weight": has_one_weight,
+        "device": "meta",
+    }
     model = fuser.Sequential(
-        fuser.GroupedLinear(4, WIDTH, 8, bias=False, device="meta"),
-        fuser.GroupedLinear(4, 8, WIDTH, bias=False, device="meta"),
+        fuser.GroupedLinear(4, WIDTH, 8, **options), fuser.GroupedLinear(4, 8, WIDTH, **options)
     )
-    leaves = (x, sizes, sizes, up, down)
+    assert_modelled(model, script, meta(rows, WIDTH), sizes, sizes, *weights, *biases)
+
+
+def test_frozen_groups_have_no_gradient_of_their_weights() -> None:
+    model = fuser.Sequential(fuser.GroupedLinear(4, WIDTH, 8, bias=False, device="meta"))
+    model.requires_grad_(False)
+    sizes, weight = torch.empty(4, dtype=torch.int64, device="meta"), meta(4, 8, WIDTH, grad=False)
     assert_modelled(
-        model, lambda x, s, t, up, down: grouped(grouped(x, up), down), *leaves, sides="forward"
+        model,
+        lambda x, _, w: torch.bmm(x.reshape(4, -1, WIDTH), w.transpose(1, 2)).reshape(8, 8),
+        *(meta(8, WIDTH), sizes, weight),
     )
 
 
@@ -228,14 +248,14 @@ def test_the_calls_of_adapters_are_those_of_three_products(kind: str, dropout: f
     """The first of which has no gradient of its weight."""
     of_group = (4, WIDTH, WIDTH) if kind == "grouped" else (WIDTH, WIDTH)
     frozen = meta(*of_group, grad=False)
-    pair = (meta(4, WIDTH, 2), meta(4, 2, WIDTH)) if kind == "grouped" else None
+    pair = (meta(4, 2, WIDTH), meta(4, WIDTH, 2)) if kind == "grouped" else None
     down, up = pair or (meta(2, WIDTH), meta(WIDTH, 2))
     sizes = [torch.empty(4, dtype=torch.int64, device="meta")] * (kind == "grouped")
 
     def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         if kind == "linear":
             return F.linear(x, w)
-        return torch.bmm(x.reshape(4, -1, x.shape[-1]), w).reshape(8, -1)
+        return torch.bmm(x.reshape(4, -1, x.shape[-1]), w.transpose(1, 2)).reshape(8, -1)
 
     def script(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         *_, frozen, down, up = rest
@@ -257,6 +277,5 @@ def test_the_calls_of_adapters_are_those_of_three_products(kind: str, dropout: f
     )
     if kind == "linear":
         op.weight.requires_grad_(False)
-    sides = BOTH if kind == "linear" else "forward"
     given = (meta(8, WIDTH), *sizes, frozen, down, up)
-    assert_modelled(fuser.Sequential(op), script, *given, sides=sides)
+    assert_modelled(fuser.Sequential(op), script, *given)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from said import said
 
 import fuser
 from fuser.te.pytorch import attention, distributed, rope, router, transformer
@@ -55,12 +56,10 @@ def test_angles_are_positions_times_inverse_frequencies(
 
 
 def interpolated(factor: float | None) -> rope.RotaryPositionEmbedding:
-    """Angles of positions divided by ``factor``, with the length of training if that is taken."""
-    trained: dict[str, Any] = {"pretrained_max_position_embeddings": 64}
-    try:
-        return rope.RotaryPositionEmbedding(8, seq_len_interpolation_factor=factor, **trained)
-    except fuser.InputError:
-        return rope.RotaryPositionEmbedding(8, seq_len_interpolation_factor=factor)
+    """Angles of positions divided by ``factor``."""
+    return rope.RotaryPositionEmbedding(
+        8, seq_len_interpolation_factor=factor, pretrained_max_position_embeddings=64
+    )
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 4.0])
@@ -69,6 +68,25 @@ def test_a_factor_of_interpolation_divides_positions(factor: float) -> None:
     assert torch.equal(interpolated(factor)(4 * step)[::step], interpolated(None)(4))
     # The offset is a position too, and is divided.
     assert torch.equal(interpolated(factor)(4 * step, step)[::step], interpolated(None)(5)[1:])
+
+
+def test_positions_are_interpolated_only_for_a_length_that_was_learned() -> None:
+    """As in Transformer Engine: a factor alone, or a length alone, changes nothing."""
+    plain = rope.RotaryPositionEmbedding(8)(12)
+    factor = rope.RotaryPositionEmbedding(8, seq_len_interpolation_factor=4.0)
+    length = rope.RotaryPositionEmbedding(8, pretrained_max_position_embeddings=4)
+    assert torch.equal(factor(12), plain)
+    assert torch.equal(length(12), plain)
+    both = rope.RotaryPositionEmbedding(
+        8, seq_len_interpolation_factor=2.0, pretrained_max_position_embeddings=4
+    )
+    # Up to 8 positions are divided by 2; 16 end where 4 positions would.
+    assert torch.equal(both(8)[::2], plain[:4])
+    assert torch.equal(both(16)[::4], plain[:4])
+
+
+def test_the_inverse_frequencies_are_saved() -> None:
+    assert list(rope.RotaryPositionEmbedding(8).state_dict()) == ["inv_freq"]
 
 
 def rotated_by_formula(
@@ -121,16 +139,40 @@ def test_rotations_and_their_gradients_are_those_of_complex_numbers(
         torch.testing.assert_close(found, expected, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
 
 
+@pytest.mark.parametrize("has_starts", [False, True], ids=["from 0", "from its own"])
 @pytest.mark.parametrize("sizes", [[4, 5], [1, 0, 8], [9], [3, 3, 3]])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_each_packed_sequence_begins_at_position_0(sizes: list[int], interleaved: bool) -> None:
+def test_each_packed_sequence_begins_at_its_position(
+    sizes: list[int], interleaved: bool, has_starts: bool
+) -> None:
     t = torch.randn(9, 2, 8)
     ends = torch.tensor([0, *sizes]).cumsum(0)
-    angles = rope.RotaryPositionEmbedding(8, interleaved=interleaved)(9)
-    y = rope.apply_rotary_pos_emb(t, angles, "thd", interleaved=interleaved, cu_seqlens=ends)
-    places = torch.cat([torch.arange(size) for size in sizes])
+    begin = torch.arange(1, 1 + len(sizes)) * 3 if has_starts else torch.zeros(len(sizes)).long()
+    angles = rope.RotaryPositionEmbedding(8, interleaved=interleaved)(18)
+    y = rope.apply_rotary_pos_emb(
+        *(t, angles, "thd", begin if has_starts else None, interleaved), cu_seqlens=ends
+    )
+    places = torch.cat([torch.arange(n) + int(i) for n, i in zip(sizes, begin, strict=True)])
     expected = rotated_by_formula(t[:, None], places[:, None], 8, interleaved)[:, 0]
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("starts", "count", "sentence"),
+    [
+        (None, 5, said("rope-apply-angles-positions", 5, 9)),
+        ([0, 2], 6, said("rope-apply-angles-positions", 6, 7)),
+        ([0, -1], 6, said("rope-apply-start-positions", -1)),
+    ],
+)
+def test_a_packed_sequence_without_angles_is_refused(
+    starts: list[int] | None, count: int, sentence: str
+) -> None:
+    angles, t = rope.RotaryPositionEmbedding(8)(count), torch.randn(9, 2, 8)
+    ends = torch.tensor([0, 9] if starts is None else [0, 4, 9])
+    first = None if starts is None else torch.tensor(starts)
+    with pytest.raises(fuser.InputError, match=sentence):
+        rope.apply_rotary_pos_emb(t, angles, "thd", first, cu_seqlens=ends)
 
 
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -300,3 +301,35 @@ def test_one_hard_value_among_others_is_stepped_as_in_torch(
                 msg=f"{name}, {what}",
             )  # fmt: skip
     assert torch.equal(ours.detach().isnan(), theirs.isnan())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"adam_w_mode": False, "capturable": True},
+        {"master_weights": True, "use_decoupled_grad": True},
+    ],
+    ids=["default", "adam", "decoupled"],
+)
+def test_a_pickled_optimizer_has_its_options(options: dict[str, Any]) -> None:
+    optimizer = fused.FusedAdam([torch.nn.Parameter(torch.ones(4))], 0.05, **options)
+    again = pickle.loads(pickle.dumps(optimizer))
+    for name in ("adam_w_mode", "capturable", "master_weights", "use_decoupled_grad"):
+        assert getattr(again, name) == getattr(optimizer, name), name
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
+def test_a_parameter_in_fp32_has_no_master_weight(layout: str) -> None:
+    """Else a value that is set would be overwritten by the next step."""
+    memory = torch.ones(8, 12)
+    value = {"contiguous": memory, "transposed": memory.t(), "strided": memory[:, ::2]}[layout]
+    weight = torch.nn.Parameter(value)
+    optimizer = fused.FusedAdam([weight], 0.5, master_weights=True)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert "master_param" not in optimizer.state[weight]
+    with torch.no_grad():
+        weight.fill_(100.0)
+    optimizer.step()
+    assert float(weight.detach().min()) > 98.0

@@ -169,10 +169,6 @@ MISSING_ARGUMENTS: dict[str, tuple[str, str]] = {
     "pytorch.Float8BlockwiseQTensor": ("data_format", "a copy has one layout"),
     "pytorch.Float8BlockwiseQTensorStorage": ("data_format", "a copy has one layout"),
     "pytorch.Float8CurrentScalingQuantizer": ("scale amax", "each call makes its own"),
-    "pytorch.get_cpu_offload_context": (
-        "manual_synchronization retain_pinned_cpu_buffers offload_stream",
-        _SYNCHRONIZERS,
-    ),
     "pytorch.make_graphed_callables": (
         "sample_kwargs fp8_enabled fp8_calibrating fp8_recipe fp8_group fp8_weight_caching "
         "calibrating cache_quantized_params retain_graph_in_backward",

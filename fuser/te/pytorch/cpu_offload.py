@@ -22,6 +22,9 @@ def get_cpu_offload_context(
     offload_activations: bool = True,
     offload_weights: bool = False,
     double_buffering: bool = False,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: torch.cuda.Stream | None = None,
 ) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
     """A context for the forward of each layer, and a function for the output of each.
 
@@ -39,14 +42,22 @@ def get_cpu_offload_context(
         Must be True if ``enabled``.
     offload_weights
         Must be False if ``enabled``.
-    double_buffering
+    manual_synchronization
+        Must be False if ``enabled``: the caller starts no copies.
+    double_buffering, retain_pinned_cpu_buffers, offload_stream
         Accepted, no effect.
 
     Raises
     ------
     InputError
-        If it is enabled for weights, or for more layers than there are.
+        If it is enabled for weights, for more layers than there are, or with copies that the caller
+        starts.
     """
+    if enabled and manual_synchronization:
+        raise InputError(
+            "get_cpu_offload_context got manual_synchronization=True; a layer starts its copies "
+            "itself. Leave it out."
+        )
     if enabled and (offload_weights or not offload_activations):
         raise InputError(
             f"get_cpu_offload_context got offload_activations={offload_activations} and "

@@ -23,7 +23,10 @@ class RotaryPositionEmbedding(torch.nn.Module):
     rotary_percent
         The part of ``dim`` that is rotated.
     seq_len_interpolation_factor
-        Positions are divided by it; None for 1.
+        Positions are divided by it, if ``pretrained_max_position_embeddings`` is given too.
+    pretrained_max_position_embeddings
+        The length that a model has learned. For more than the factor times it, positions are
+        divided so that the last one lies within that length.
     rotary_base
         The base of the inverse frequencies ``base^(-2i / dim)``.
     interleaved
@@ -42,24 +45,21 @@ class RotaryPositionEmbedding(torch.nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        if pretrained_max_position_embeddings is not None:
-            raise InputError(
-                "RotaryPositionEmbedding got pretrained_max_position_embeddings="
-                f"{pretrained_max_position_embeddings}; give seq_len_interpolation_factor, by "
-                "which positions are divided."
-            )
         rotated = int(dim * rotary_percent)
-        self.factor = seq_len_interpolation_factor
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.interleaved = interleaved
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
-        self.register_buffer("inv_freq", 1.0 / rotary_base**exponents, persistent=False)
+        self.register_buffer("inv_freq", 1.0 / rotary_base**exponents)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """The angles of ``max_seq_len`` positions from ``offset`` on."""
         positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32)
         positions = positions + offset
-        if self.factor is not None:
-            positions = positions / self.factor
+        factor, learned = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        if factor is not None and learned is not None:
+            is_longer = max_seq_len > learned * factor
+            positions = positions / (max_seq_len / learned if is_longer else factor)
         angles = torch.outer(positions, self.inv_freq)
         if self.interleaved:
             angles = angles.repeat_interleave(2, dim=-1)
@@ -122,30 +122,23 @@ def apply_rotary_pos_emb(
                 "apply_rotary_pos_emb got tensor_format='thd' without cu_seqlens: give them."
             )
         tokens = torch.arange(t.shape[0], device=t.device)
-        starts = cu_seqlens.to(t.device, torch.int64)
-        places = tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]
-        angles = freqs.flatten(0, -2).to(t.device)[places][:, None, :]
+        bounds = cu_seqlens.to(t.device, torch.int64)
+        sequences = (torch.searchsorted(bounds, tokens, right=True) - 1).clamp(0, len(bounds) - 2)
+        steps = tokens - bounds[sequences]
+        if start_positions is not None:
+            steps = steps + start_positions.to(t.device)[sequences]
+        if steps.device.type == "cpu" and steps.numel():
+            _check_positions(int(steps.min()), int(steps.max()) + 1, freqs.shape[0])
+        angles = _angles_at(steps, freqs)[:, None, :]
     elif tensor_format in ("sbhd", "bshd"):
         length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
         begin, end = _ends(length, start_positions)
-        if freqs.shape[0] < end:
-            raise InputError(
-                f"apply_rotary_pos_emb got the angles of {freqs.shape[0]} positions for {end}: "
-                "give more."
-            )
-        if begin < 0:
-            raise InputError(
-                f"apply_rotary_pos_emb got start_positions with {begin}; give positions from 0 on."
-            )
-        table = freqs.flatten(0, -2).to(t.device)
+        _check_positions(begin, end, freqs.shape[0])
         if start_positions is None:
-            angles = table[:length][:, None, None, :]
+            angles = freqs.flatten(0, -2).to(t.device)[:length][:, None, None, :]
         else:
-            starts = start_positions.to(t.device)
-            steps = torch.arange(length, device=t.device)[:, None] + starts[None, :]
-            has_angle = (steps >= 0) & (steps < len(table))
-            angles = table[steps.clamp(0, len(table) - 1)]
-            angles = angles.masked_fill(~has_angle[..., None], float("nan"))[:, :, None, :]
+            steps = torch.arange(length, device=t.device)[:, None]
+            angles = _angles_at(steps + start_positions.to(t.device)[None, :], freqs)[:, :, None, :]
         if tensor_format == "bshd":
             angles = angles.transpose(0, 1)
     else:
@@ -164,6 +157,25 @@ def apply_rotary_pos_emb(
     angles = angles.float()
     out = (part * angles.cos() + turned * angles.sin()).to(t.dtype)
     return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
+
+
+def _check_positions(begin: int, end: int, count: int) -> None:
+    if count < end:
+        raise InputError(
+            f"apply_rotary_pos_emb got the angles of {count} positions for {end}: give more."
+        )
+    if begin < 0:
+        raise InputError(
+            f"apply_rotary_pos_emb got start_positions with {begin}; give positions from 0 on."
+        )
+
+
+def _angles_at(positions: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    """The angles of positions, ``[..., r]``; NaNs where there are none, which no host looks at."""
+    table = freqs.flatten(0, -2).to(positions.device)
+    has_angle = (positions >= 0) & (positions < len(table))
+    angles = table[positions.clamp(0, len(table) - 1)]
+    return angles.masked_fill(~has_angle[..., None], float("nan"))
 
 
 def _ends(length: int, start_positions: torch.Tensor | None) -> tuple[int, int]:

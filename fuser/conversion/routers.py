@@ -1,0 +1,139 @@
+"""Linears whose output chooses: a router that is rounded sends tokens to other experts."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuser.conversion.modules import OWN_FORWARD, bare, hooks_of, joint, original_class
+from fuser.conversion.trace import parameters_of
+
+CHOICES = frozenset(
+    [
+        "argmax",
+        "argmin",
+        "argsort",
+        "gumbel_softmax",
+        "kthvalue",
+        "msort",
+        "multinomial",
+        "sort",
+        "topk",
+    ]
+)
+"""The functions and methods whose results are indices of their input, or read by its order."""
+
+MOST_LAYERS = 3
+"""Linears of a child that chooses; one with more is a model whose output is ranked."""
+
+NAMED = re.compile(r"router|gating|gate_network", re.IGNORECASE)
+"""In the name of a linear, or in the class of the module that has it."""
+CLASSES = re.compile(r"Router|Gating|(MoE|TopK|Expert)\w*Gate", re.IGNORECASE)
+# A gate is a router beside experts, and the half of a gated activation elsewhere.
+GATES, EXPERTS = ("gate", "wg"), "expert"
+
+
+def routers(model: torch.nn.Module, linears: Collection[str]) -> list[str]:
+    """Those of the ``linears`` of a model, given by their paths, that choose.
+
+    By what is done with the output, as far as torch.fx can follow the forward of the module that
+    calls them: it is ranked (:data:`CHOICES`), also after a softmax or a second layer that only the
+    choice reads. Else by the name of the linear and the class that has it.
+    """
+    found: set[str] = set()
+    known: dict[object, frozenset[str]] = {}
+    inside: dict[str, list[str]] = {}
+    """By the path of a module, its linears, by their paths from there."""
+    for path in linears:
+        names = path.split(".")
+        for depth in range(len(names)):
+            inside.setdefault(".".join(names[:depth]), []).append(".".join(names[depth:]))
+    for owner, paths in inside.items():
+        module = model.get_submodule(owner)
+        children = [name for name in paths if "." not in name]
+        found.update(joint(owner, name) for name in children if _is_named(module, name))
+        if hooks_of(module) == OWN_FORWARD:
+            continue
+        kind = _kind(module)
+        if kind not in known:
+            known[kind] = frozenset(_by_use(module, paths))
+        found.update(joint(owner, name) for name in known[kind])
+    return [path for path in linears if path in found]
+
+
+def _kind(module: torch.nn.Module) -> object:
+    """What is alike in the layers of a model: classes of children, and what the forward may ask."""
+    children = tuple((path, original_class(m)) for path, m in module.named_modules())
+    plain = tuple((n, v) for n, v in module.__dict__.items() if isinstance(v, (bool, int, str)))
+    return children, plain
+
+
+def _is_named(owner: torch.nn.Module, name: str) -> bool:
+    if NAMED.search(name) or CLASSES.search(original_class(owner).__name__):
+        return True
+    beside = [*owner._modules, *owner._parameters]
+    return name in GATES and any(EXPERTS in other.lower() for other in beside)
+
+
+class _Tracer(fx.Tracer):
+    """Follows a forward as far as it goes; children are calls."""
+
+    def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        required = [
+            p.name
+            for p in parameters_of(self.root)
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        inputs = [self.create_proxy("placeholder", name, (), {}) for name in required]
+        return lambda root, *given: type(root).forward(root, *given), [self.root, *inputs]
+
+
+def _by_use(module: torch.nn.Module, paths: Sequence[str]) -> Iterator[str]:
+    """Those of a module's linears whose output its forward ranks."""
+    tracer, is_whole = _Tracer(), False
+    # A forward whose loops depend on values has been followed to the first of them.
+    with contextlib.suppress(Exception):
+        tracer.trace(bare(module))
+        is_whole = True
+    graph: fx.Graph | None = getattr(tracer, "graph", None)
+    if graph is None:
+        return
+    leading: set[fx.Node] = {node for node in graph.nodes if _chooses(node)}
+    waiting = [(node, False) for node in leading]
+    while waiting:
+        node, is_behind = waiting.pop()
+        for source in node.all_input_nodes:
+            if source in leading or source.op in ("placeholder", "get_attr"):
+                continue
+            # What a choice alone reads belongs to it; of a forward in part, nobody knows.
+            if is_behind and not (is_whole and leading.issuperset(source.users)):
+                continue
+            linears = _called(source, paths)
+            if len(linears) > MOST_LAYERS:
+                continue
+            yield from linears
+            leading.add(source)
+            waiting.append((source, is_behind or bool(linears)))
+
+
+def _chooses(node: fx.Node) -> bool:
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return node.op in ("call_method", "call_function") and name in CHOICES
+
+
+def _called(node: fx.Node, paths: Sequence[str]) -> list[str]:
+    """The linears in what a node calls."""
+    if node.op != "call_module":
+        return []
+    called = str(node.target)
+    return [path for path in paths if path == called or path.startswith(f"{called}.")]
