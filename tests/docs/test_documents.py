@@ -33,7 +33,7 @@ def test_the_files_of_a_number_format_are_those_that_contributing_counts() -> No
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_document_with_python_is_run(document: str) -> None:
-    of_libraries = ("docs/lightning.md", "docs/peft.md", "docs/torchtitan.md")
+    of_libraries = ("docs/lightning.md", "docs/peft.md", "docs/torchtitan.md", "docs/trl.md")
     others = ("CONTRIBUTING.md", "docs/extending.md", "docs/parallel.md")
     tested = (*RUN, *others, *of_libraries)
     assert not python_blocks(read(document)) or document in tested
