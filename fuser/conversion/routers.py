@@ -45,7 +45,7 @@ def routers(model: torch.nn.Module, linears: Collection[str]) -> list[str]:
     calls them: it is ranked (:data:`CHOICES`), also after a softmax or a second layer that only the
     choice reads. Else by the name of the linear and the class that has it.
     """
-    found: set[str] = set()
+    choosing: set[str] = set()
     known: dict[object, frozenset[str]] = {}
     inside: dict[str, list[str]] = {}
     """By the path of a module, its linears, by their paths from there."""
@@ -56,14 +56,14 @@ def routers(model: torch.nn.Module, linears: Collection[str]) -> list[str]:
     for owner, paths in inside.items():
         module = model.get_submodule(owner)
         children = [name for name in paths if "." not in name]
-        found.update(joint(owner, name) for name in children if _is_named(module, name))
+        choosing.update(joint(owner, name) for name in children if _is_named(module, name))
         if hooks_of(module) == OWN_FORWARD:
             continue
         kind = _kind(module)
         if kind not in known:
             known[kind] = frozenset(_by_use(module, paths))
-        found.update(joint(owner, name) for name in known[kind])
-    return [path for path in linears if path in found]
+        choosing.update(joint(owner, name) for name in known[kind])
+    return [path for path in linears if path in choosing]
 
 
 def _kind(module: torch.nn.Module) -> object:

@@ -304,10 +304,10 @@ class Pipeline:
             wide = [(*rows, width) for width in widths]
             expanded = [_expanded(t, shape) for t, shape in zip(tensors, wide, strict=True)]
         except RuntimeError:
-            found = " and ".join(str(tuple(t.shape)) for t in (x, *tensors))
+            texts = " and ".join(str(tuple(t.shape)) for t in (x, *tensors))
             raise StateError(
                 f"A converted forward of {type(owner).__name__} adds tensors of shapes "
-                f"{found}, and its pipeline makes rows of no other width of them: leave this "
+                f"{texts}, and its pipeline makes rows of no other width of them: leave this "
                 "module out with fuser.convert(..., filter=)."
             ) from None
         return _expanded(x, (*rows, x.shape[-1])), expanded

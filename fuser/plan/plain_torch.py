@@ -213,7 +213,7 @@ class _Run:
         graph, op = self.graph, self.graph.ops[index]
         dtype, keys = graph.main_specs[index + 1].dtype, graph.key.ops[index].params
         shapes = [tuple(p.shape) for p in graph.params[index]]
-        wanted = [k.requires_grad for k in keys]
+        trained = [k.requires_grad for k in keys]
         if isinstance(op, GroupedLinear):
             rows = math.prod(graph.main_specs[index].shape[:-1])
             # Of one group if the rows cannot be divided.
@@ -221,14 +221,14 @@ class _Run:
             names = [name for name, p in op._parameters.items() if p is not None]
             kinds = [name.rstrip("0123456789") for name in names]
             of_kind = {kind: kinds.index(kind) for kind in kinds}
-            wanted = [
-                any(w for w, other in zip(wanted, kinds, strict=True) if other == kind)
+            trained = [
+                any(w for w, other in zip(trained, kinds, strict=True) if other == kind)
                 for kind in of_kind
             ]
             sizes = {kind: 1 if kind.startswith("bias") else 2 for kind in of_kind}
             shapes = [(groups, *shapes[i][-sizes[kind] :]) for kind, i in of_kind.items()]
-        pairs = zip(shapes, wanted, strict=True)
-        return [self._leaf(TensorSpec(shape, dtype), is_wanted) for shape, is_wanted in pairs]
+        pairs = zip(shapes, trained, strict=True)
+        return [self._leaf(TensorSpec(shape, dtype), needs_grad) for shape, needs_grad in pairs]
 
     def _leaf(self, spec: TensorSpec, requires_grad: bool) -> torch.Tensor:
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")

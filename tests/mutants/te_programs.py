@@ -147,8 +147,8 @@ TE_PROGRAMS = (
         "positions are multiplied by the factor that is to divide them",
         "te/pytorch/rope.py",
         "RotaryPositionEmbedding.forward",
-        "positions / self.factor",
-        "positions * self.factor",
+        "positions / (max_seq_len / learned if is_longer else factor)",
+        "positions * (max_seq_len / learned if is_longer else factor)",
         "test_te_functions.py::test_a_factor_of_interpolation_divides_positions",
     ),
     Mutant(
