@@ -98,8 +98,9 @@ class Result:
 class Tree:
     """A copy of the repository, in which one mutant at a time is planted."""
 
-    # Bytecode is known by the second of its source, so no two texts of a file share one.
-    _times = itertools.count(int(time.time()) + 10, 10)
+    # Bytecode is known by the second of its source, so no two texts of a file share one: these are
+    # later than any at which a file is written.
+    _times = itertools.count(int(time.time()) + 10**6, 10)
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
