@@ -27,7 +27,7 @@ from fuser.basic_ops.linear_operands import (
 )
 from fuser.basic_ops.linear_parallel import InputGather, travels
 from fuser.basic_ops.linear_weight import LinearWeight, parallel_text
-from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
+from fuser.basic_ops.main_grad import main_grad_of_linear, stand_in_gradient
 from fuser.basic_ops.quantized_rows import note_group
 from fuser.communication import GroupArgument, check_shard, resolved, start_all_gather
 from fuser.errors import InputError
@@ -587,7 +587,7 @@ class BasicLinear(LinearWeight):
         Of quantized tensors, ``is_quantized``, the columnwise copies.
         """
         (owner,), own = ctx.main_grad_owners, self._parameters.get("weight")
-        main_grad = None if owner is None else main_grad_of(owner, own)
+        main_grad = None if owner is None else main_grad_of_linear(owner, own)
         if is_quantized:
             dtype, is_split = ctx.compute_dtype, ctx.split_accumulators[2]
             assert dtype is not None

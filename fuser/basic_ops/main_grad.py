@@ -35,6 +35,25 @@ def main_grad_of(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
     return main_grad
 
 
+def main_grad_of_linear(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
+    """:func:`main_grad_of` for the weight ``[out_features, in_features]`` of a linear.
+
+    Raises
+    ------
+    InputError
+        If the buffer has another shape; it is as it was then.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    is_sharded = hasattr(weight, "__fsdp_param__")
+    if main_grad is not None and not is_sharded and main_grad.shape != weight.shape:
+        raise InputError(
+            f"A linear adds the gradient of a weight of shape {tuple(weight.shape)} to its "
+            f"main_grad, which has the shape {tuple(main_grad.shape)}. Give a view of the "
+            "weight's shape: main_grad.view_as(weight)."
+        )
+    return main_grad_of(weight, own)
+
+
 def check_main_grad(
     name: str, owner: torch.Tensor | None, own: torch.Tensor | None, shape: torch.Size
 ) -> None:

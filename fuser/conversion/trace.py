@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
+from torch.nn import functional as F
 
 from fuser.conversion.modules import attributes_of, bare, forward_of
 
@@ -17,6 +18,10 @@ AUTOCASTS = ("cpu", "cuda")
 
 OTHER_KEYWORDS = "other_keywords"
 """The input of a graph that stands for everything that a ``**kwargs`` takes."""
+
+
+MODE = "the mode of the module"
+"""The ``training`` of a dropout in a graph, where it is the module's."""
 
 
 class Untraceable(Exception):
@@ -79,7 +84,8 @@ def traced(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> fx.G
 
     Every argument is an input of the graph, and :data:`OTHER_KEYWORDS` one more if there is a
     ``**kwargs``. The module is traced with and without its optional arguments, in training and not;
-    all these graphs must be the same.
+    all these graphs must be the same, but for a dropout with the mode as its ``training``, which is
+    :data:`MODE` in the graph.
 
     Raises
     ------
@@ -94,9 +100,10 @@ def traced(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> fx.G
     required = [p.name for p in named if p.name not in defaults]
     everything = [p.name for p in named] + [OTHER_KEYWORDS] * (len(named) < len(parameters))
     paths = {path for path, m in module.named_modules() if m in opened}
-    graphs = []
+    graphs, modes = [], []
     for inputs in (everything, required):
         for is_training in (True, False):
+            modes.append(is_training)
             tried = bare(module).train(is_training)
             before = [attributes_of(m) for m in tried.modules()]
             try:
@@ -111,10 +118,33 @@ def traced(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> fx.G
                 raise Untraceable(f"torch.fx cannot trace its forward: {sentence:.150}") from None
             if [attributes_of(m) for m in tried.modules()] != before:
                 raise Untraceable("its forward sets attributes")
-    steps, *others = (_steps(graph, defaults) for graph in graphs)
-    if any(other != steps for other in others):
-        raise Untraceable("its forward depends on its mode, or on which arguments it gets")
+    if not _are_alike(graphs, defaults):
+        for graph, is_training in zip(graphs, modes, strict=True):
+            _name_mode(graph, is_training)
+        if not _are_alike(graphs, defaults):
+            raise Untraceable("its forward depends on its mode, or on which arguments it gets")
+    _leave_out_dropouts_of_zero(graphs[0])
     return graphs[0]
+
+
+def _are_alike(graphs: Sequence[fx.Graph], defaults: Mapping[str, Any]) -> bool:
+    first, *others = (_steps(graph, defaults) for graph in graphs)
+    return all(other == first for other in others)
+
+
+def _name_mode(graph: fx.Graph, is_training: bool) -> None:
+    """Write :data:`MODE` for the ``training`` of dropouts that have this mode."""
+    for node in graph.nodes:
+        if node.target is F.dropout and node.kwargs.get("training") is is_training:
+            node.kwargs = {**node.kwargs, "training": MODE}
+
+
+def _leave_out_dropouts_of_zero(graph: fx.Graph) -> None:
+    """Read the input of a dropout in place of its output, where it drops nothing in any mode."""
+    for node in list(graph.nodes):
+        if node.target is F.dropout and node.kwargs.get("p") == 0 and not node.kwargs["inplace"]:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def _steps(graph: fx.Graph, defaults: Mapping[str, Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
+from torch.nn import functional as F
 
 from fuser import fused_ops
 from fuser.basic_ops import GroupedLinear
@@ -25,7 +26,7 @@ from fuser.conversion.modules import (
     plain_attributes,
 )
 from fuser.conversion.parts import Chain, LinearPart, ModulePart
-from fuser.conversion.trace import OTHER_KEYWORDS, parameters_of, traced
+from fuser.conversion.trace import MODE, OTHER_KEYWORDS, parameters_of, traced
 from fuser.errors import StateError
 from fuser.op import CallResult
 from fuser.plan.rebuilt import budget
@@ -243,6 +244,8 @@ class Runner:
                 values.append(pipeline(owner, args, self.unit.is_quantized))
                 continue
             keywords = {name: _filled(value, values) for name, value in step.keywords}
+            if step.target is F.dropout:  # with the mode, or it would be no step
+                keywords["training"] = owner.training
             if step.takes_others:
                 keywords.update(others)
             called = owner.get_submodule(step.target) if type(step.target) is str else step.target
@@ -389,7 +392,9 @@ def unit_of(
         elif node in taken or (not node.users and node.target is operator.getitem):
             continue
         else:
-            if node.op != "call_module" and node.target not in FUNCTIONS:
+            is_dropout = node.target is F.dropout and node.kwargs.get("training") == MODE
+            is_dropout &= not node.kwargs.get("inplace")
+            if node.op != "call_module" and node.target not in FUNCTIONS and not is_dropout:
                 return chains.stop(nodes) or NO_CHAIN
             keywords = {k: v for k, v in node.kwargs.items() if k != OTHER_KEYWORDS}
             takes_others = len(keywords) < len(node.kwargs)

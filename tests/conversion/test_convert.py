@@ -1140,7 +1140,8 @@ def test_other_arguments_and_modules_are_refused_in_a_sentence_and_nothing_chang
     model, x = seeded(PreNorm), data()
     refusals: list[tuple[Any, dict[str, Any], str]] = [
         (x, {}, said("convert-fuser-takes-module", "Tensor")),
-        (model, {"recipe": "fp8"}, said("convert-takes-recipe-none", "str")),
+        (model, {"recipe": 8}, said("convert-takes-recipe-none", "int")),
+        (model, {"recipe": "fp8"}, said("recipe-no", "'fp8'")),
         (
             model,
             {"linears": "some"},

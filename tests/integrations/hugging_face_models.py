@@ -34,6 +34,8 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma": ("Gemma", {"head_dim": 16}),
     "Gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16}),
     "Phi3": ("Phi3", {}),
+    "Starcoder2": ("Starcoder2", {"residual_dropout": 0.1}),
+    "Seed-OSS": ("SeedOss", {"head_dim": 16, "residual_dropout": 0.1}),
     "Mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Qwen2-MoE": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 48}),
     "Qwen3-MoE": ("Qwen3Moe", {**EXPERTS, "head_dim": 16}),
@@ -63,6 +65,17 @@ def gpt2() -> torch.nn.Module:
     return model
 
 
+def bloom() -> torch.nn.Module:
+    import transformers
+
+    config = transformers.BloomConfig(
+        hidden_size=64, n_layer=2, n_head=4, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2
+    )
+    torch.manual_seed(0)
+    model: torch.nn.Module = transformers.BloomForCausalLM(config)
+    return model
+
+
 def bert() -> torch.nn.Module:
     import transformers
 
@@ -87,6 +100,7 @@ def vit() -> torch.nn.Module:
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     **{name: functools.partial(causal, name) for name in CAUSAL},
     "GPT-2": gpt2,
+    "BLOOM": bloom,
     "BERT": bert,
     "ViT": vit,
 }

@@ -1290,3 +1290,28 @@ def test_a_selective_checkpoint_that_names_the_operation(recipe: Any, saves: boo
         with under(recipe):
             assert_equal(step(compiled, other, number * x), expected)
     assert sum(str(operation.default) == call for call in calls) == (2 if saves else 4)
+
+
+# -- budgets of threads ---------------------------------------------------------------------
+
+
+def in_another_thread(call: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_the_memory_budget_of_a_compiled_call_is_that_of_its_thread() -> None:
+    lossy = fuser.activation_memory_budget(1, lossy_activation_inputs=True)
+    model, x = Blocks(), rows()
+    compiled = whole(model)
+    exact = step(model, model, x)
+    assert_equal(step(compiled, model, x), exact)
+    in_another_thread(lossy.__enter__)
+    assert_equal(step(compiled, model, x), exact)
+    with fuser.activation_memory_budget(1, lossy_activation_inputs=True):
+        rounded = step(model, model, x)
+        in_another_thread(fuser.activation_memory_budget(1).__enter__)
+        assert_equal(step(compiled, model, x), rounded)
+    assert not torch.equal(rounded[1], exact[1])
+    assert_equal(step(compiled, model, x), exact)

@@ -913,6 +913,32 @@ def test_without_main_grad_the_backward_says_so_and_the_next_one_works(
 
 
 @every_backward
+@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize("shape", [(5 * N,), (N, 5), (1, 5, N), (1, N)])
+def test_a_main_grad_of_another_shape_is_refused_and_left_as_it_is(
+    wrap: Callable[..., fuser.Sequential],
+    fusion: str | None,
+    shape: tuple[int, ...],
+    overwrites: bool,
+) -> None:
+    linear = accumulating(FP32)
+    linear.weight.main_grad = torch.full(shape, 7.0)
+    linear.weight.overwrite_main_grad = overwrites
+    model = wrap(linear)
+
+    def backward() -> None:
+        outputs = model(leaf(tensor()))
+        (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()
+
+    with pytest.raises(fuser.InputError, match=said("main-grad-adds-weight-give", (5, N))):
+        backward()
+    assert bool((linear.weight.main_grad == 7).all())
+    linear.weight.main_grad = torch.zeros(5, N)
+    backward()
+    assert linear.weight.main_grad.any()
+
+
+@every_backward
 @pytest.mark.parametrize("zero_out", [False, True], ids=["any-values", "zeros"])
 def test_grad_added_to_main_grad_is_set_and_a_stand_in_gradient_fires_the_hooks(
     wrap: Callable[..., fuser.Sequential], fusion: str | None, zero_out: bool

@@ -1,0 +1,97 @@
+"""A compiled converted model computes what its modules compute now, as a plain compiled one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_convert import HIDDEN, WIDTH, data
+from torch import nn
+from torch.nn import functional as F
+
+import fuser
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.rand(HIDDEN) + 0.5), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        squares = x.pow(2).mean(-1, keepdim=True)
+        y: torch.Tensor = self.weight * (x * torch.rsqrt(squares + self.variance_epsilon))
+        return y
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(HIDDEN, WIDTH), nn.Linear(HIDDEN, WIDTH)
+        self.down, self.act, self.drop = nn.Linear(WIDTH, HIDDEN), nn.SiLU(), nn.Dropout(0.0)
+        self.rate = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.drop(self.down(self.act(self.gate(x)) * self.up(x)))
+        y: torch.Tensor = F.dropout(h, p=self.rate, training=self.training)
+        return y
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = Norm(), MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.mlp(self.norm(x))
+        return y
+
+
+def halved(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = 0.5 * self.weight * x
+    return y
+
+
+CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
+    "nothing": lambda layer, patch: None,
+    "eps": lambda layer, patch: setattr(layer.norm, "variance_epsilon", 0.5),
+    "p of a dropout": lambda layer, patch: setattr(layer.mlp.drop, "p", 0.5),
+    "p of the function": lambda layer, patch: setattr(layer.mlp, "rate", 0.5),
+    "the forward of a class": lambda layer, patch: patch.setattr(Norm, "forward", halved),
+    "the activation": lambda layer, patch: setattr(layer.mlp, "act", nn.Tanh()),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def seeded(call: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(1)
+    y: torch.Tensor = call(x)
+    return y
+
+
+@pytest.mark.parametrize("when", ["before compile", "after a compiled call"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_counts(change: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(), Layer())
+    plain, x = copy.deepcopy(model), data().detach()
+    assert fuser.convert(model).converted
+    compiled = torch.compile(model, backend="aot_eager")
+    before = seeded(plain, x)
+    if when == "after a compiled call":
+        torch.testing.assert_close(seeded(compiled, x), before, rtol=1e-5, atol=1e-5)
+    for layers in (model, plain):
+        for layer in layers:
+            CHANGES[change](layer, monkeypatch)
+    expected = seeded(torch.compile(plain, backend="aot_eager"), x)
+    for call in (compiled, compiled, model):
+        torch.testing.assert_close(seeded(call, x), expected, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(expected, before, atol=1e-4) == (change == "nothing")
