@@ -37,7 +37,9 @@ def initial_values_are_kept_by_shards(name: str) -> None:
     sharded(layers)
     for layer, values in zip(linears(layers), kept, strict=True):
         local = layer.weight.to_local()
-        assert torch.equal(local.get_high_precision_init_val(), values.chunk(ranks())[rank()])
+        own = local.get_high_precision_init_val()
+        assert torch.equal(own, values.chunk(ranks())[rank()])
+        assert own.untyped_storage().nbytes() == own.nbytes  # not a view of the whole parameter's
         local.clear_high_precision_init_val()
         assert layer.weight.to_local().get_high_precision_init_val() is None
 

@@ -852,3 +852,17 @@ def test_the_gate_is_the_first_half_and_the_docstring_says_so(op: Any) -> None:
 def test_every_gated_op_was_asked_for_its_gate() -> None:
     names = {op.__name__ for op in GATED}
     assert {"GLU", "GEGLU", "SwiGLU", "ClampedSwiGLU", "ScaledSwiGLU", "ScaledSiTUGLU"} <= names
+
+
+@pytest.mark.parametrize("is_added", [True, False])
+def test_a_bias_that_another_rank_adds_is_zeros_in_the_dtype_of_autocast(is_added: bool) -> None:
+    """As of a row parallel linear, whose first rank adds it."""
+    op = fuser.Bias(8)
+    op.is_added = is_added
+    with torch.no_grad():
+        op.bias.fill_(1.0)
+    x = torch.ones(4, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = fuser.Sequential(op)(x)
+    assert y.dtype is torch.bfloat16
+    assert torch.equal(y, x + is_added)
