@@ -1,4 +1,4 @@
-"""Names and arguments of Transformer Engine that fuser does not have, for the errors about them."""
+"""Names and arguments of other libraries that fuser does not have, for the errors about them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,26 @@ _NOT_HERE = {
         ("FusedAdam", "FusedSGD"),
         "it is in fuser.te.pytorch.optimizers; torch.optim takes this library's parameters too",
     ),
+    # torchao, Liger Kernel, and short names of formats: docs/migrate.md.
+    **dict.fromkeys(
+        ("convert_to_float8_training", "quantize_", "apply_fp8_autowrap", "fp8_autowrap"),
+        "it is fuser.convert(model, recipe=fuser.recipe.Float8CurrentScaling())",
+    ),
+    "Float8LinearConfig": "a recipe of fuser.recipe says it, in fuser.convert(model, recipe=...)",
+    **dict.fromkeys(
+        ("apply_to_llama", "apply_liger_kernel_to_llama", "AutoLigerKernelForCausalLM"),
+        "fuser.convert(model) finds what it can run, in models of any family",
+    ),
+    "FP8": "it is fuser.recipe.Float8CurrentScaling",
+    "MXFP8": "it is fuser.recipe.MXFP8BlockScaling",
+    "NVFP4": "it is fuser.recipe.NVFP4BlockScaling",
     "FusedLayerNorm": "it is fuser.LayerNorm",
     "FusedRMSNorm": "it is fuser.RMSNorm",
 }
 
 
 def instead_of(name: str) -> str:
-    """What is here instead of a name of Transformer Engine; empty if ``name`` is none."""
+    """What is here instead of a name of another library; empty if ``name`` is none."""
     return _NOT_HERE.get(name, "").format(name=name)
 
 

@@ -1611,6 +1611,12 @@ def test_names_of_te_that_are_elsewhere_or_absent_say_so() -> None:
         "fuser.MoeDispatch.",
         "Colwise": "'Colwise': it is fuser.distributed.Colwise.",
         "MXFP8BlockScaling": "'MXFP8BlockScaling': it is fuser.recipe.MXFP8BlockScaling.",
+        "convert_to_float8_training": "'convert_to_float8_training': it is fuser.convert(model, "
+        "recipe=fuser.recipe.Float8CurrentScaling()).",
+        "apply_to_llama": "'apply_to_llama': fuser.convert(model) finds what it can run, in models "
+        "of any family.",
+        "Float8LinearConfig": "'Float8LinearConfig': a recipe of fuser.recipe says it, in "
+        "fuser.convert(model, recipe=...).",
         "math": "'math'",  # which a module of this library imports
         "__wrapped__": "'__wrapped__'",
         "Anything": "'Anything'",
@@ -1621,6 +1627,8 @@ def test_names_of_te_that_are_elsewhere_or_absent_say_so() -> None:
     for module, name, words in (
         (fuser.recipe, "DelayedScalng", ". Did you mean fuser.recipe.DelayedScaling?"),
         (fuser.recipe, "autocast", ": it is fuser.autocast."),
+        (fuser.recipe, "MXFP8", ": it is fuser.recipe.MXFP8BlockScaling."),
+        (fuser.recipe, "NVFP4", ": it is fuser.recipe.NVFP4BlockScaling."),
         (fuser.recipe, "dataclas", ""),  # not a name of this library
         (fuser.modules, "LayerNormMlp", ". Did you mean fuser.modules.LayerNormMLP?"),
         (fuser.modules, "RMSNorm", ": it is fuser.RMSNorm."),

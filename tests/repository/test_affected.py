@@ -102,8 +102,19 @@ def test_a_file_counts_as_changed_if_it_differs_from_main_or_is_new(root: Path) 
     assert changed_files("HEAD", root) == edited
 
 
-def test_the_imports_of_this_repository_are_found(capsys: pytest.CaptureFixture[str]) -> None:
-    imports = Imports()
+@pytest.fixture(scope="module")
+def of_this_repository() -> Imports:
+    """Reading all files takes seconds."""
+    return Imports()
+
+
+def test_the_imports_of_this_repository_are_found(
+    of_this_repository: Imports,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    imports = of_this_repository
+    monkeypatch.setattr(affected, "Imports", lambda: imports)
     assert imports.imported_by("quantize_cases") >= {"emulator.backend", "fuser.formats"}
     near = imports.tests(["fuser/cuda/kernels/mxfp8.cu"])
     assert "tests/kernels/test_cuda_mxfp8.py" in near
@@ -122,8 +133,10 @@ def test_the_nearest_files_are_chosen_then_the_quickest_until_the_time_is_used()
     assert affected.within(near, 0, {}) == sorted(near)
 
 
-def test_a_change_of_any_op_runs_in_its_time_with_what_was_measured() -> None:
-    imports, known = Imports(), affected.known_seconds()
+def test_a_change_of_any_op_runs_in_its_time_with_what_was_measured(
+    of_this_repository: Imports,
+) -> None:
+    imports, known = of_this_repository, affected.known_seconds()
     for file in ("bias.py", "normalization.py", "grouped_linear.py"):
         near = imports.nearest([f"fuser/basic_ops/{file}"])
         chosen = affected.within(near, affected.SECONDS, known)
