@@ -832,3 +832,26 @@ def test_wrong_shapes_are_named_by_their_op() -> None:
 def test_the_sums_of_groups_without_rows_are_zeros() -> None:
     sums = reference.sum_groups(torch.zeros(0, 8), torch.zeros(0, 4, dtype=torch.int32), 3)
     assert torch.equal(sums, torch.zeros(3, 8))
+
+
+@pytest.mark.usefixtures("groups_at_once")
+@pytest.mark.parametrize("budget", [1, None])
+@pytest.mark.parametrize("recipe", [None, recipes.Float8CurrentScaling()], ids=["none", "current"])
+def test_the_second_linear_alone_may_be_trained(recipe: Any, budget: int | None) -> None:
+    """Its input is computed again from that of the activation, of which nobody wants a gradient."""
+    found = []
+    for fusions in (fuser.FUSIONS, ()):
+        model = mlp(fusions=fusions)
+        model[0].requires_grad_(False)
+        given, sizes = tensors(BF16), torch.tensor(SPLITS)
+        with (
+            fuser.activation_memory_budget(budget),
+            fuser.autocast(enabled=recipe is not None, recipe=recipe),
+        ):
+            y = model(given["x"], sizes, given["scales"], sizes)
+        y.backward(given["dy"])
+        found.append([y.detach(), *(p.grad for p in model[2].parameters())])
+        assert all(p.grad is None for p in model[0].parameters())
+    for one, other in zip(*found, strict=True):
+        rows = slice(sum(SPLITS)) if one.shape[0] == T else slice(None)
+        torch.testing.assert_close(one[rows], other[rows], rtol=2**-6, atol=2**-6)
