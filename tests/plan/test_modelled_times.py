@@ -510,10 +510,10 @@ def test_pipelines_with_ops_of_users_have_no_baseline() -> None:
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_the_weight_gradients_of_groups_count_if_any_weight_is_trained(frozen: int) -> None:
     def backward_of(*names: str) -> float:
-        op = fuser.GroupedLinear(2, 256, 256, bias=False, device="meta", dtype=torch.bfloat16)
+        op = fuser.GroupedLinear(2, 4096, 4096, bias=False, device="meta", dtype=torch.bfloat16)
         for name in names:
             getattr(op, name).requires_grad_(False)
-        x = torch.empty(512, 256, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        x = torch.empty(8192, 4096, device="meta", dtype=torch.bfloat16, requires_grad=True)
         sizes = torch.empty(2, dtype=torch.int64, device="meta")
         plan = fuser.Sequential(op).plan(x, sizes, device="h200")
         return sum(step.microseconds for step in plan.backward)
