@@ -306,4 +306,20 @@ SHARDING = (
         "test_sharded_parameters.py::test_on_two_ranks",
         select="one_by_one",
     ),
+    Mutant(
+        "a frozen weight that is gathered quantized is trained",
+        "distributed/gather_quantized.py",
+        "_master",
+        "return torch.nn.Parameter(master, requires_grad=weight.requires_grad)",
+        "return torch.nn.Parameter(master)",
+        "test_modules.py::test_gather_quantized_leaves_frozen_weights_frozen",
+    ),
+    Mutant(
+        "a copy of a shard shares what backward reads",
+        "tensors/sharding.py",
+        "Sharding.__deepcopy__",
+        "return replace(self, backward_reads=set())",
+        "return replace(self)",
+        "test_shards.py",
+    ),
 )

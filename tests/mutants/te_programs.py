@@ -306,4 +306,29 @@ TE_PROGRAMS = (
         "return dx, None, None",
         "test_te_losses_and_rows.py::test_rows_of_no_token_give_and_get_nothing",
     ),
+    Mutant(
+        "a pickled optimizer reads other gradients",
+        "te/pytorch/optimizers.py",
+        "_Fused.__getstate__",
+        'own = ("adam_w_mode", "capturable", "master_weights", "use_decoupled_grad")',
+        'own = ("adam_w_mode", "capturable", "master_weights")',
+        "test_te_optimizers.py::test_a_pickled_optimizer_has_its_options",
+    ),
+    Mutant(
+        "a strided parameter in fp32 has a master weight",
+        "te/pytorch/optimizers.py",
+        "_Fused._values",
+        "if self.master_weights and ("
+        "parameter.dtype is not torch.float32 or quantized is not None):",
+        "if self.master_weights:",
+        "test_te_optimizers.py::test_a_parameter_in_fp32_has_no_master_weight",
+    ),
+    Mutant(
+        "packed sequences begin at 0 whatever their positions",
+        "te/pytorch/rope.py",
+        "apply_rotary_pos_emb",
+        "steps = steps + start_positions.to(t.device)[sequences]",
+        "pass",
+        "test_te_functions.py::test_each_packed_sequence_begins_at_its_position",
+    ),
 )

@@ -769,4 +769,28 @@ STATE = (
         "test_quantized_parameters.py test_quantized_tensors.py",
         select="duplicates or copied_model or keeps_what_was_set or shared_memory",
     ),
+    Mutant(
+        "a step of an optimizer is no write",
+        "op/optimizer_steps.py",
+        "_count",
+        "torch.autograd.graph.increment_version(parameter)",
+        "pass",
+        "test_steps_between.py::test_a_step_before_the_backward_is_refused",
+    ),
+    Mutant(
+        "the copy of a grouped linear calls the hooks of the original",
+        "basic_ops/grouped_wgrad.py",
+        "GroupedWeightGradients.__getstate__",
+        '{**super().__getstate__(), "_delayed_wgrads": deque(), "_wgrad_hooks": []}',
+        '{**super().__getstate__(), "_delayed_wgrads": deque()}',
+        "test_grouped_linear.py::test_a_copy_calls_no_hooks_of_the_original",
+    ),
+    Mutant(
+        "what inference mode keeps is of inference mode",
+        "basic_ops/kept_weight.py",
+        "KeepsWeights.kept_weights",
+        "with torch.inference_mode(False), torch.no_grad():\n    made = make()",
+        "made = make()",
+        "test_kept_weight.py::test_what_inference_mode_kept_serves_training",
+    ),
 )
