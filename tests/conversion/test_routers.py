@@ -175,3 +175,16 @@ def test_the_first_and_the_last_linear_are_those_that_would_be_quantized() -> No
     quantized = [row.path for row in report.converted if "never quantized" not in row.text]
     assert quantized == ["middle"]
     assert {row.path for row in report.converted} == {"first", "middle", "head"}
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_a_router_that_is_a_chain_is_not_quantized() -> None:
+    torch.manual_seed(0)
+    model: Any = Choosing(lambda m, x: m.scorer(x).topk(2)[1][:, 0])
+    model.scorer = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, COUNT))
+    x = torch.randn(32, HIDDEN)
+    expected = model.scorer(x)
+    report = fuser.convert(model, recipe=CURRENT, keep=())
+    (row,) = (row for row in report.converted if row.path == "scorer")
+    assert row.text.endswith("never quantized")
+    torch.testing.assert_close(model.scorer(x), expected, rtol=1e-5, atol=1e-5)
