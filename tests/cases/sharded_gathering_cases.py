@@ -129,7 +129,8 @@ def nothing_remains_in_memory_after_a_step(name: str) -> None:
         assert len(buffers) == len(linears(layers)) * (4 if name == "mxfp8" else 3)
         assert not any(memory.untyped_storage().size() for memory in buffers), step
         counts.append(sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor)))
-    assert counts[-1] == counts[-2]
+    # What other cases have left may go in between; what a step leaves would add up.
+    assert counts[-1] <= counts[-2]
 
 
 def gathered_memory(layers: Any) -> list[torch.Tensor]:
