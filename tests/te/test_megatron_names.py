@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import pickle
 from typing import Any
 
@@ -120,30 +119,6 @@ def test_a_state_of_experts_has_the_keys_that_programs_take_apart() -> None:
     assert content["amax_history_fwd"].view(4, 3, 3)[1:, :2].amax(0).gt(0).all()
     assert content["scale_bwd"].view(2, 3)[0].ne(1).all()
     assert content["amax_history_bwd"].shape == (4, 6)
-
-
-class _OfTorch(pickle.Unpickler):
-    """As readers that take no class but those of torch and Python."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        assert module.split(".")[0] in ("torch", "collections", "builtins"), (module, name)
-        return super().find_class(module, name)
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_state_of_experts_has_classes_of_torch_alone(steps: int) -> None:
-    state = grouped(steps=steps).get_extra_state().numpy().tobytes()
-    content = _OfTorch(io.BytesIO(state)).load()
-    assert content["recipe"] == {"amax_history_len": 4}
-
-
-def test_a_state_that_was_saved_with_a_recipe_is_loaded() -> None:
-    layer, again = grouped(), grouped(steps=1)
-    content = pickle.loads(layer.get_extra_state().numpy().tobytes())
-    content["recipe"] = recipe.DelayedScaling(amax_history_len=4)
-    again.set_extra_state(torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8))
-    assert torch.equal(numbers(again), numbers(layer))
-    assert again.fp8_meta["recipe"].amax_history_len == 4
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

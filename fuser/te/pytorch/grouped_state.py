@@ -2,10 +2,10 @@
 
 Programs that give each expert a file of its own, as Megatron-LM's distributed checkpoints do, take
 such a state apart and put it together again. They expect pickled bytes of a dict of ``recipe``,
-which is a dict here, ``extra_fp8_variables``, ``scale_fwd`` [3 x groups], ``amax_history_fwd``
-[length, 3 x groups], ``scale_bwd`` [2 x groups] and ``amax_history_bwd``: first all inputs, then
-all weights, then all outputs; all gradients of outputs, then of inputs. Outputs and gradients of
-inputs are not quantized here: their scales are 1.
+``extra_fp8_variables``, ``scale_fwd`` [3 x groups], ``amax_history_fwd`` [length, 3 x groups],
+``scale_bwd`` [2 x groups] and ``amax_history_bwd``: first all inputs, then all weights, then all
+outputs; all gradients of outputs, then of inputs. Outputs and gradients of inputs are not quantized
+here: their scales are 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["pickled_state", "plain_state", "recipe_of"]
 QUANTIZED = {"forward": 2, "backward": 1}
 """The tensors of a group that are quantized here."""
 CLASSES: tuple[type, ...] = (DelayedScaling, Format, FormatRange)
-"""The classes in a state that was saved before its recipe was plain."""
+"""The classes in such a state."""
 UNREADABLE = (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, ValueError)
 """What reading the bytes of another library raises."""
 KEYS = {"forward": ("fwd", 3), "backward": ("bwd", 2)}
@@ -48,8 +48,8 @@ def pickled_state(state: torch.Tensor, groups: int) -> torch.Tensor:
     for key, count in KEYS.values():  # a mode that has not been used has no history yet
         if not len(content[f"amax_history_{key}"]):
             content[f"amax_history_{key}"] = torch.zeros(max(lengths), count * groups)
-    # No object: readers such as Megatron-LM's take no class that they do not know.
-    content["recipe"] = {"amax_history_len": max(lengths)}
+    # Megatron-LM reads scales only beside a recipe of this class.
+    content["recipe"] = DelayedScaling(amax_history_len=max(lengths))
     return torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
 
 
