@@ -145,7 +145,7 @@ NEVER = ", never quantized"
 
 
 def _without_never(row: ConversionRow) -> ConversionRow:
-    """A row for who has asked for no recipe."""
+    """A row of a conversion without a recipe, under which nothing could be quantized."""
     return replace(row, text=row.text.removesuffix(NEVER))
 
 
@@ -219,8 +219,8 @@ def convert(
         If ``model`` is no module or ``recipe`` no recipe.
     InputError
         On another value of ``linears``, ``norms`` or ``rounding``, or the name of no recipe; if
-        ``keep`` matches nothing;
-        with ``strict`` if a module was refused. The model is then as it was.
+        ``keep`` matches nothing; with ``strict`` if a module was refused. The model is then as it
+        was.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     _check(model, recipe, linears=linears, norms=norms, rounding=rounding)
@@ -548,7 +548,7 @@ def _kept(
         raise InputTypeError(f"keep is a sequence of patterns; got the string {keep!r}.")
     linears = list(shapes)
     large = [p for p, shape in shapes.items() if min(shape) >= SMALLEST_LINEAR]
-    # A clock before the first layer, or a value head behind the last, is not what is meant.
+    # A small linear, such as a value head behind the last layer, counts as neither.
     ordered = [path for path in large if path not in routers] or linears
     kept = set(routers)
     for pattern in keep:

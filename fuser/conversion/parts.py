@@ -320,17 +320,20 @@ class Chain:
         """The present parameters, in the order of their places in the ops."""
         return [value for part in self.parts for value in part.values(owner)]
 
-    def widths_of_sums(self, features: int) -> list[int]:
-        """The row width of each sum with another input; ``features`` is that of the main one."""
-        widths = []
+    def sums(self, features: int) -> list[tuple[int, bool]]:
+        """The row width of each sum with another input, and whether a product came before it.
+
+        ``features`` is the width of the main input.
+        """
+        found, is_of_product = [], False
         for part in self.parts:
             if isinstance(part, LinearPart):
-                features = part.shape[0]
+                features, is_of_product = part.shape[0], True
             elif isinstance(part, ActivationPart):
                 features //= 1 + (part.op in GATED)
             elif isinstance(part, AddPart) and part.channel is None:
-                widths.append(features)
-        return widths
+                found.append((features, is_of_product))
+        return found
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
         """Why the owner is no longer what was converted; None if it is."""

@@ -115,7 +115,8 @@ def _by_use(module: torch.nn.Module, paths: Sequence[str]) -> Iterator[str]:
         for source in node.all_input_nodes:
             if source in leading or source.op in ("placeholder", "get_attr"):
                 continue
-            # What a choice alone reads belongs to it; of a forward in part, nobody knows.
+            # What a choice alone reads belongs to it. The rest of a forward that was followed in
+            # part may read it too.
             if is_behind and not (is_whole and leading.issuperset(source.users)):
                 continue
             linears = _called(source, paths)

@@ -28,7 +28,7 @@ from fuser.conversion.modules import (
 from fuser.conversion.parts import Chain, LinearPart, ModulePart
 from fuser.conversion.trace import MODE, OTHER_KEYWORDS, parameters_of, traced
 from fuser.errors import StateError
-from fuser.op import CallResult
+from fuser.op import CallResult, autocast_dtype
 from fuser.plan.rebuilt import budget
 from fuser.precision.contexts import autocast
 from fuser.runtime.given_parameters import GivenParameters, ParameterPlaces
@@ -293,14 +293,18 @@ class Pipeline:
         self, owner: torch.nn.Module, x: torch.Tensor, others: Sequence[Any]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Inputs in the shapes of the sums that they are in, as torch's addition takes them."""
-        widths = self.chain.widths_of_sums(x.shape[-1])
-        if len(widths) != len(others):
+        sums = self.chain.sums(x.shape[-1])
+        if len(sums) != len(others):
             return x, list(others)
+        widths = [width for width, _ in sums]
         tensors: list[torch.Tensor] = []
-        for other in others:
-            is_tensor = isinstance(other, torch.Tensor)
-            given = other if is_tensor else torch.tensor(other, dtype=x.dtype, device=x.device)
-            tensors.append(given if given.is_floating_point() else given.to(x.dtype))
+        for other, (_, is_of_product) in zip(others, sums, strict=True):
+            given = other if isinstance(other, torch.Tensor) else torch.tensor(other)
+            # Numbers, tensors without dimensions and integers take the dtype of the rows.
+            if not given.is_complex() and (given.dim() == 0 or not given.is_floating_point()):
+                dtype = autocast_dtype(x.device.type) if is_of_product else None
+                given = given.to(x.device, dtype or x.dtype)
+            tensors.append(given)
         try:
             shapes = [x.shape[:-1], *(t.shape[:-1] for t in tensors)]
             rows = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]

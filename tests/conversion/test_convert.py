@@ -1500,3 +1500,25 @@ def test_a_sum_that_widens_rows_is_refused_with_the_shapes() -> None:
     with pytest.raises(fuser.StateError, match=said("unit-converted-adds-tensors", "Summed")):
         model(data(), torch.randn(2, 5, 7))
     assert model(data(), 0.0).shape == (2, 5, 48)
+
+
+@pytest.mark.parametrize("is_after", [True, False], ids=["after", "before"])
+@pytest.mark.parametrize(
+    "other",
+    [0.3, True, torch.tensor(0.3), torch.tensor(0.3, dtype=torch.float64), torch.arange(48) % 3],
+    ids=["a number", "a bool", "a scalar", "a scalar in fp64", "integers"],
+)
+@pytest.mark.parametrize("way", ["bf16", "autocast"])
+def test_a_number_in_a_sum_does_not_widen_its_dtype(way: str, other: Any, is_after: bool) -> None:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if way == "bf16" else torch.float32
+    model, plain = Summed(is_after).to(dtype), Summed(is_after).to(dtype)
+    plain.load_state_dict(model.state_dict())
+    if isinstance(other, torch.Tensor) and other.dim() and not is_after:
+        other = other.repeat(2)[:HIDDEN]
+    fuser.convert(model)
+    x = data().detach().to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"), torch.no_grad():
+        found, expected = model(x, other), plain(x, other)
+    assert found.dtype is expected.dtype is torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)

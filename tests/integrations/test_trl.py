@@ -55,20 +55,24 @@ def data() -> Any:
     return datasets.Dataset.from_dict({"input_ids": rows})
 
 
+def options(folder: Path, **others: Any) -> dict[str, Any]:
+    """What the configurations of trainers have in common."""
+    return {
+        "output_dir": str(folder),
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        **others,
+    }
+
+
 def trainer_of(model: Any, folder: Path, *, lora: bool = False, checkpointing: bool = False) -> Any:
-    arguments = trl.SFTConfig(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=4,
-        learning_rate=1e-3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=checkpointing,
-        disable_tqdm=True,
-    )
+    sizes = {"max_steps": STEPS, "per_device_train_batch_size": 4}
+    arguments = trl.SFTConfig(**options(folder, gradient_checkpointing=checkpointing, **sizes))
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None
     return trl.SFTTrainer(
         model=model,
@@ -132,19 +136,9 @@ def test_preferences_are_learned_by_a_quantized_model(tmp_path: Path) -> None:
         model = language_model()
         if is_converted:
             fuser.convert(model, recipe=CURRENT)
-        arguments = trl.DPOConfig(
-            output_dir=str(tmp_path / str(is_converted)),
-            max_steps=2,
-            per_device_train_batch_size=2,
-            learning_rate=1e-3,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            disable_tqdm=True,
-        )
+        sizes = {"max_steps": 2, "per_device_train_batch_size": 2}
+        folder = tmp_path / str(is_converted)
+        arguments = trl.DPOConfig(**options(folder, gradient_checkpointing=False, **sizes))
         trainer = trl.DPOTrainer(
             model=model,
             ref_model=copy.deepcopy(language_model()),
