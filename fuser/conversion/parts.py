@@ -325,15 +325,15 @@ class Chain:
 
         ``features`` is the width of the main input.
         """
-        found, is_of_product = [], False
+        sums, is_of_product = [], False
         for part in self.parts:
             if isinstance(part, LinearPart):
                 features, is_of_product = part.shape[0], True
             elif isinstance(part, ActivationPart):
                 features //= 1 + (part.op in GATED)
             elif isinstance(part, AddPart) and part.channel is None:
-                found.append((features, is_of_product))
-        return found
+                sums.append((features, is_of_product))
+        return sums
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
         """Why the owner is no longer what was converted; None if it is."""
