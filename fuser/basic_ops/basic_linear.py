@@ -537,9 +537,11 @@ class BasicLinear(LinearWeight):
 
         Each is None if it is not wanted; the weight's also if it went into ``main_grad``.
         """
-        if self._parallel is not None:
-            return linear_parallel.backward(self, ctx, grad_output, scale, addend)
         x, weight = self.saved_operands(ctx)
+        if x is None and weight is None and ctx.is_partial and not ctx.defers_wgrad:
+            return None, (None,)
+        if self._parallel is not None:
+            return linear_parallel.backward(self, ctx, grad_output, x, weight, scale, addend)
         if ctx.defers_wgrad:
             x = None  # not yet computed again
         # A user's fused op may have run the forward, and saved unquantized operands.
@@ -565,6 +567,11 @@ class BasicLinear(LinearWeight):
     def saved_operands(self, ctx: OperationContext) -> tuple[Any, Any]:
         """Input and weight as backward reads them; None for those that it does not."""
         x, weight, kept = LinearSaved(*ctx.saved_tensors)
+        if ctx.is_partial:
+            if not ctx.params_require_grad[0]:
+                x, ctx.defers_wgrad = None, False
+            weight = weight if ctx.input_requires_grad else None
+            ctx.saved_tensors = LinearSaved(x, weight, kept)
         if ctx.keeps_weight or weight is None or isinstance(weight, QuantizedTensor):
             return x, weight
         assert ctx.compute_dtype is not None
@@ -645,6 +652,8 @@ class BasicLinear(LinearWeight):
         """The gradients that :meth:`op_backward` left until the input was computed again."""
         x, *_ = ctx.saved_tensors
         dy, ctx.deferred = ctx.deferred, None
+        if dy is None:  # the running backward does not need it
+            return (None,)
         is_quantized = isinstance(x, QuantizedTensor)
         if observing.now is not None and is_quantized:
             note_operands(self, input=x, only_new=True)

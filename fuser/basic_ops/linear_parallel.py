@@ -197,16 +197,17 @@ def backward(
     op: Any,
     ctx: OperationContext,
     grad_output: torch.Tensor,
+    x: Any,
+    weight: Any,
     scale: float,
     addend: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, Grads]:
-    """``BasicLinear.op_backward`` of a parallel linear.
+    """``BasicLinear.op_backward`` of a parallel linear, of its saved operands ``x`` and ``weight``.
 
     The input is gathered during dgrad, and dgrad's result is added over ranks during wgrad.
     """
     parallel: Parallelism = op._parallel
     group = group_of(ctx, "BasicLinear", op.tensor_parallel_group)
-    x, weight = op.saved_operands(ctx)
     is_recipes = ctx.has_recipe and ctx.compute_dtype is not None
     is_quantized = is_recipes and ctx.backward_override is None
     gathering = None

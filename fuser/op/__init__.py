@@ -2,7 +2,7 @@
 
 from fuser.op.arguments import QUANTIZER_ARGUMENTS, is_plain, keyword_names, pipeline_arguments
 from fuser.op.basic import MAX_RECIPES, BasicOperation
-from fuser.op.context import OperationContext, autocast_dtype
+from fuser.op.context import OperationContext, autocast_dtype, context_of
 from fuser.op.fused import FusedOperation
 from fuser.op.fusible import COMPUTE_METHODS, METHODS, CallResult, FusibleOperation
 from fuser.op.output import cast, quantizes_values, write_grad_input, write_output
@@ -41,6 +41,7 @@ __all__ = [
     "StepOutputs",
     "Tensors",
     "autocast_dtype",
+    "context_of",
     "cast",
     "check_parallel_mode",
     "check_sizes",

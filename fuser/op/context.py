@@ -32,6 +32,9 @@ class OperationContext:
     """Whether backward must return the gradient of the op's main input."""
     params_require_grad: tuple[bool, ...] = ()
     """Whether backward must return the gradient of each of the op's parameters."""
+    is_partial: bool = False
+    """Whether the running backward needs fewer gradients than the forward prepared. Those of
+    the input and of parameters that it does not need are false in the two attributes above."""
     extra_inputs_require_grad: tuple[bool, ...] = ()
     """Whether backward must return the gradient of each extra input, channels included."""
     autocast_dtype: torch.dtype | None = None
@@ -100,3 +103,11 @@ class OperationContext:
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         """Keep ``tensors`` for the backward. The forward calls this."""
         self.to_save = tensors
+
+
+def context_of(kind: type[OperationContext], attributes: dict[str, Any]) -> OperationContext:
+    """A context of a class with these attributes, for a backward."""
+    context = kind()
+    context.to_save = context.saved_tensors = None
+    context.__dict__.update(attributes)
+    return context

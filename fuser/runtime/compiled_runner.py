@@ -20,7 +20,7 @@ from fuser.communication import group_with_number, start_all_reduce
 from fuser.cuda.launch import dry_run
 from fuser.errors import StateError
 from fuser.gemm.matmul import architecture
-from fuser.op import BasicOperation
+from fuser.op import BasicOperation, context_of
 from fuser.plan.planner import make_plan
 from fuser.plan.rebuilt import Limit
 from fuser.precision.amax_reduction import forget_op
@@ -48,7 +48,7 @@ from fuser.runtime.compiled_values import (
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import KnownParameters, ParameterLayout, tensor_guard
 from fuser.runtime.pipeline import OperationFuser, registered_fusions
-from fuser.runtime.recorded import Part, RecordedForward, context_of, put_together, taken_apart
+from fuser.runtime.recorded import Part, RecordedForward, put_together, taken_apart
 from fuser.tensors import QuantizedTensor
 from fuser.torch_private import (
     is_any_autocast_enabled,

@@ -36,7 +36,13 @@ from fuser.runtime.diagnose import (
     refuse_second_derivative,
     refuse_transform,
 )
-from fuser.runtime.gradient_paths import accumulating_leaf, of_reached, readers
+from fuser.runtime.gradient_paths import (
+    accumulating_leaf,
+    needing,
+    of_reached,
+    readers,
+    wanted_gradients,
+)
 from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.recorded import RecordedPasses, is_recordable, put_together, taken_apart
 from fuser.source import compiled
@@ -381,10 +387,12 @@ class _PipelineFunction(torch.autograd.Function):
             saved = put_together(parts, saved)
         if kept is not None and (kinds := _kinds(saved)) != kept:
             refuse_other_kinds(run.ops, run.saving, ends, kept, kinds)
+        edges = ctx.next_functions
         owners = {
-            i: tuple([p and accumulating_leaf(ctx.next_functions[p]) for p in positions])
+            i: tuple([p and accumulating_leaf(edges[p]) for p in positions])
             for i, positions in run.accumulating
         }
+        wanted = wanted_gradients(edges)
         # From here on only the generated code holds them, unless the graph is retained.
         held = [saved] if ends is not None else list(saved)
         del saved
@@ -402,11 +410,14 @@ class _PipelineFunction(torch.autograd.Function):
                     grad_outputs[0].contiguous(),
                     grad_extras,
                     owners,
+                    wanted,
                 )
             else:
                 backward = run.in_ranges[1] if is_profiler_enabled() else run.backward
                 for i, weights in owners.items():
                     op_ctxs[i].main_grad_owners = weights
+                if wanted is not None:
+                    op_ctxs = needing(op_ctxs, wanted)
                 if conditions.inspected is not None:
                     backward = observed(backward, conditions.inspected)
                 result = backward(

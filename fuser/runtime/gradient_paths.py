@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd.graph import Node
 
+from fuser.op import OperationContext, context_of
 from fuser.plan.graph import Source
 from fuser.precision.delayed_scaling import holds_steps
 from fuser.torch_private import will_run_node
@@ -47,6 +49,46 @@ def of_reached(
     last = max(reached)
     kept = (grad if op <= last else None for op, grad in zip(readers, grads, strict=True))
     return (first, *kept)
+
+
+Edges = Sequence[tuple[Node | None, int]]
+Wanted = tuple[bool, ...]
+
+
+def wanted_gradients(edges: Edges) -> Wanted | None:
+    """Which gradients of a node, of the input and the parameters, its backward needs; None for all.
+
+    ``backward()`` needs all; ``torch.autograd.grad`` and ``backward(inputs=...)`` some, as pipeline
+    schedules without bubbles do: first those of the input, later those of the parameters. Only the
+    first two edges are asked about before it is known that some are not needed: each costs 0.4 us.
+    """
+    if all(node is None or _is_wanted(node) for node, _ in edges[:2]):
+        return None
+    return tuple([node is not None and _is_wanted(node) for node, _ in edges])
+
+
+def needing(contexts: Sequence[OperationContext], wanted: Wanted) -> list[OperationContext]:
+    """Copies of the contexts of a node's ops, for a backward that needs the ``wanted`` gradients.
+
+    The node's own contexts stay, for another backward through it.
+    """
+    partial, place = [], 1
+    for i, context in enumerate(contexts):
+        of_params = context.params_require_grad
+        own, place = wanted[place : place + len(of_params)], place + len(of_params)
+        copy = context_of(type(context), context.__dict__)
+        copy.is_partial = True
+        copy.params_require_grad = tuple(map(operator.and_, of_params, own))
+        copy.input_requires_grad = context.input_requires_grad and (i > 0 or wanted[0])
+        partial.append(copy)
+    return partial
+
+
+def _is_wanted(node: Node) -> bool:
+    try:
+        return will_run_node(node)
+    except RuntimeError:  # a leaf that torch.autograd.grad was given
+        return True
 
 
 def accumulating_leaf(edge: tuple[Node | None, int]) -> torch.Tensor | None:

@@ -26,7 +26,13 @@ from fuser.cuda import launch
 from fuser.cuda.sequence import PLAIN, LaunchSequence, record
 from fuser.errors import InputError, StateError
 from fuser.functional.lazy import LazyTensor
-from fuser.op import BasicOperation, FusibleOperation, OperationContext, autocast_dtype
+from fuser.op import (
+    BasicOperation,
+    FusibleOperation,
+    OperationContext,
+    autocast_dtype,
+    context_of,
+)
 from fuser.precision.contexts import current_state
 from fuser.precision.delayed_scaling import (
     DelayedScales,
@@ -37,6 +43,7 @@ from fuser.precision.delayed_scaling import (
 )
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.recipe import DelayedScaling
+from fuser.runtime.gradient_paths import Wanted, needing
 from fuser.runtime.known_parameters import MOST_LAYOUTS, ParameterLayout
 from fuser.source import SourceCode
 from fuser.tensors import Float8Quantizer, QuantizedTensor
@@ -489,6 +496,7 @@ class RecordedForward:
         dx: torch.Tensor,
         grad_extras: list[torch.Tensor | None] | None,
         owners: Owners,
+        wanted: Wanted | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients that ``backward`` computes from the saved tensors; empties ``saved``.
 
@@ -504,6 +512,8 @@ class RecordedForward:
             The gradients of the output and of the extra outputs.
         owners
             By op, the weights whose ``main_grad`` it adds their gradients to.
+        wanted
+            Which gradients are needed; None for all.
         """
         grads: list[Any] = [dx]
         others: tuple[Any, ...] = ()
@@ -520,7 +530,7 @@ class RecordedForward:
             del tensors
         if layout is not None:
             autocast = is_any_autocast_enabled() and autocast_dtype(dx.device.type)
-            layout = (layout, autocast, others)
+            layout = (layout, autocast, others, wanted)
             call = next(self._backwards.calls)
             found = self._backwards.get(layout)
         if found is not None and found.is_complete:
@@ -541,6 +551,8 @@ class RecordedForward:
             contexts[i].versions = each
         for i, weights in owners.items():
             contexts[i].main_grad_owners = weights
+        if wanted is not None:
+            contexts = needing(contexts, wanted)
         inputs = [*saved, *grads]
         held = [put_together(recording.saved, saved)]
         saved.clear()
@@ -664,13 +676,6 @@ def _index(tensor: torch.Tensor, held: list[torch.Tensor]) -> int:
             return place
     held.append(tensor)
     return len(held) - 1
-
-
-def context_of(kind: type[OperationContext], attributes: dict[str, Any]) -> OperationContext:
-    context = kind()
-    context.to_save = context.saved_tensors = None
-    context.__dict__.update(attributes)
-    return context
 
 
 def _holds_tensors(value: Any) -> bool:

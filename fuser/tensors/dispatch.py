@@ -8,17 +8,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fuser.errors import FuserWarning, StateError
+from fuser.errors import StateError
 from fuser.formats import GROUP_TILE, ceil_div, round_up
 from fuser.tensors.base import QuantizedTensor, RowsOf, geometry
 from fuser.tensors.dequantized_view import DequantizedView, Step, follow
+from fuser.tensors.loading import note_chunk, takes_chunk, warn_of_other_format
 from fuser.tensors.sharding import USAGES, zeros_of_shard
 from fuser.tensors.writes import blocks_around, quantize_all
 from fuser.torch_private import STAGER, is_called_from, is_module_conversion, pytree, schema_of
@@ -343,35 +343,22 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
     )
     missing = [u for u in USAGES if exchanges_bytes and target._has(u) and not source._has(u)]
     exchanges_bytes = exchanges_bytes and (not missing or source.derives_columnwise)
-    if exchanges_bytes and target._can_be_written_alone():
+    is_chunk = exchanges_bytes and not target._can_be_written_alone()
+    if exchanges_bytes and (not is_chunk or takes_chunk(target, source)):
         if target._sharding is not None:
             target._sharding.has_new_bytes = True
         if missing:  # a shard has one of two copies that are each other's transpose
             source = source.compact()._alias()
             source._make_copy(*missing)
         target._write(source, non_blocking)
-        target._took_bytes()
+        if is_chunk:
+            note_chunk(target)
+        else:
+            target._took_bytes()
         return target
     if isinstance(source, WrapperTensor):
-        _warn_of_loading(target, _place(source)[0])
+        warn_of_other_format(target, _place(source)[0])
     return target.quantize_(_plain(source))
-
-
-def _warn_of_loading(target: QuantizedTensor, source: QuantizedTensor) -> None:
-    """Warn if ``source`` is of a checkpoint, in another format than ``target``."""
-    one, other = ((type(t), t._usage().encoding()) for t in (source, target))
-    if one == other:
-        return
-    if is_called_from("torch.distributed.checkpoint") or is_called_from(
-        "torch.nn.modules.module", "_load_from_state_dict"
-    ):
-        formats = (f"{type(t).__name__} ({t._quantizer.unbound()})" for t in (source, target))
-        warnings.warn(
-            "A checkpoint of another recipe is loaded: its values, rounded in {}, are rounded "
-            "again in {}. Load a checkpoint of unquantized values to round once.".format(*formats),
-            FuserWarning,
-            stacklevel=2,
-        )
 
 
 def _new_zeros(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any) -> Any:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import sharded_models as cases
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import device_type
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fuser
 from fuser.errors import InputError
@@ -75,6 +79,50 @@ def resharding_to_another_mesh_is_refused(name: str) -> None:
     assert "MXFP8Tensor of shape (128, 64) to 2 ranks after forward" in sentence
 
 
+def checkpoints_are_loaded_with_their_bytes_on_other_numbers_of_ranks(name: str) -> None:
+    """From four to three, to two and to one, and from each of them to four. NVFP4's not to three,
+    whose rows cut blocks."""
+    recipe, folder = cases.RECIPES[name](), cases.shared_folder()
+    layers = cases.sharded(cases.model(name))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)
+    for seed in range(3):  # delayed scaling has a scale of its own then
+        cases.loss_of(layers, cases.inputs(layers, seed), recipe).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save(layers.state_dict(), checkpoint_id=f"{folder}/4")
+    expected = [weight.detach().clone() for weight in cases.unsharded(layers)]
+    cases.resharded(layers)
+
+    def loaded(source: str, ranks: int) -> list[Any]:
+        """The weights after a load on so many ranks into other values; saved, if others saved."""
+        if cases.rank() >= ranks:
+            return []
+        other = cases.changed(cases.model(name))
+        if name == "delayed":
+            fuser.distributed.init_delayed_scaling(other, recipe)
+        group = None
+        if ranks > 1:
+            mesh = DeviceMesh(device_type(), list(range(ranks)))
+            group = mesh.get_group()
+            cases.sharded(other, mesh=mesh)
+        how = {"no_dist": True} if ranks == 1 else {"process_group": group}
+        state = other.state_dict()
+        dcp.load(state, checkpoint_id=f"{folder}/{source}", **how)
+        other.load_state_dict(state)
+        if ranks < 4:
+            dcp.save(other.state_dict(), checkpoint_id=f"{folder}/{ranks}", **how)
+        weights = cases.unsharded(other) if ranks > 1 else [x.weight for x in cases.linears(other)]
+        return [weight.detach().clone() for weight in weights]
+
+    weights = []
+    for ranks in (2, 1) if name == "nvfp4" else (3, 2, 1):
+        weights += loaded("4", ranks)
+        dist.barrier()
+        weights += loaded(str(ranks), 4)
+    for found, own in zip(weights, itertools.cycle(expected), strict=False):
+        cases.assert_same_bytes(found, own)
+
+
 CASES: dict[str, Callable[[], None]] = {
     f"{function.__name__} [{name}]": functools.partial(function, name)
     for function, names in (
@@ -83,6 +131,10 @@ CASES: dict[str, Callable[[], None]] = {
             ("current", "mxfp8", "nvfp4"),
         ),
         (resharding_to_another_mesh_is_refused, ("mxfp8",)),
+        (
+            checkpoints_are_loaded_with_their_bytes_on_other_numbers_of_ranks,
+            ("current", "delayed", "nvfp4"),
+        ),
         (some_ranks_have_no_rows, tuple(cases.RECIPES)),
         (rows_that_do_not_divide_on_a_mesh_of_replicas, ("current",)),
     )

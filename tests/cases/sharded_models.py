@@ -99,6 +99,14 @@ def linear(recipe: recipes.Recipe, inner: int, outer: int, **options: Any) -> fu
         return fuser.Sequential(fuser.Linear(inner, outer))
 
 
+def changed(layers: fuser.Sequential) -> fuser.Sequential:
+    """The model with other values."""
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.mul_(1.5).add_(0.25)
+    return layers
+
+
 def linears(layers: Iterable[Any]) -> list[Any]:
     return [layer for layer in layers if isinstance(layer, fuser.Linear)]
 

@@ -322,4 +322,13 @@ SHARDING = (
         "return replace(self)",
         "test_shards.py",
     ),
+    Mutant(
+        "chunks of a checkpoint keep the scale of the tensor that they are loaded into",
+        "tensors/loading.py",
+        "takes_chunk",
+        "if not _rows_loaded(root):",
+        "if False:",
+        "test_sharded_parameters.py::test_on_two_ranks",
+        select="checkpoints_of_shards and current",
+    ),
 )

@@ -7,14 +7,20 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import every_format as formats
+import models
 import oracles
 import pytest
 import torch
 from pipeline_kernels import on_kernels
 from test_random_pipelines import Blend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuser
 from fuser.plan import cuts
+from fuser.recipe import Float8CurrentScaling, MXFP8BlockScaling, Recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
 WIDTH, ROWS = 32, 64
 WAYS = ("one node", "cut", "recorded", "recorded and cut")
@@ -30,7 +36,7 @@ def small_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 def running(way: str, model: torch.nn.Module) -> Iterator[int]:
     """The number of steps after which the model runs in that way."""
     if "cut" in way:
-        for parameter in model.parameters():
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(lambda parameter: None)
     if "recorded" in way:
         with on_kernels():
@@ -212,3 +218,92 @@ def test_a_backward_inside_autocast_has_the_bits_of_one_outside(
         outside = gradients(model, torch.float32, torch.bfloat16, None)
         for gradient, other in zip(found, outside, strict=True):
             assert torch.equal(gradient, other)
+
+
+# -- some of the gradients ------------------------------------------------------------------
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        self.count += any(kind in name for kind in ("::mm", "::addmm", "::bmm", "::_scaled_mm"))
+        return func(*args, **(kwargs or {}))
+
+
+def experts() -> fuser.Sequential:
+    return fuser.Sequential(
+        fuser.GroupedLinear(3, WIDTH, 2 * WIDTH),
+        fuser.SwiGLU(),
+        fuser.GroupedLinear(3, WIDTH, WIDTH, bias=True),
+    )
+
+
+def adapters() -> fuser.Sequential:
+    linear = functools.partial(fuser.LoRALinear, WIDTH, WIDTH, rank=4)
+    return fuser.Sequential(fuser.LayerNorm(WIDTH), linear(), fuser.GELU(), linear())
+
+
+SOME_OF = {
+    "linears": lambda: models.mlp(WIDTH, WIDTH),
+    "residual": lambda: models.residual_block(WIDTH, WIDTH),
+    "channels": with_residuals,
+    "experts": experts,
+    "adapters": adapters,
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("recipe_name", ["none", *formats.STATELESS])
+@pytest.mark.parametrize("override", [None, "dequantized", "high_precision"])
+@pytest.mark.parametrize("budget", [0, 1])
+@pytest.mark.parametrize("name", SOME_OF)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_that_are_asked_for_apart_have_the_bits_of_all(
+    way: str, name: str, budget: int, override: str | None, recipe_name: str
+) -> None:
+    """Of the input first and of the parameters then, as schedules of pipelines ask; the other way
+    round; of one parameter; and of all again, through the same node."""
+    recipe = None
+    if recipe_name != "none":
+        given = formats.STATELESS[recipe_name]
+        recipe = formats.deterministic(given, backward_override=override)
+    model = SOME_OF[name]()
+    splits = [torch.tensor([16, 0, 48])] * 2 if name == "experts" else []
+    weights = [p for p in model.parameters() if p.requires_grad]
+    x = oracles.random_tensor((ROWS, WIDTH), torch.float32, 1).requires_grad_()
+    dy = oracles.random_tensor((ROWS, WIDTH), torch.float32, 2)
+    with running(way, model) as steps, fuser.activation_memory_budget(budget):
+        for _ in range(steps):
+            with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+                y = model(x, *splits)
+                y = y[0] if isinstance(y, tuple) else y
+            grad = functools.partial(torch.autograd.grad, y, grad_outputs=dy, retain_graph=True)
+            inputs = [x, *weights]
+            asked = ([x], weights, weights[1:2], [x, *weights[-1:]], inputs)
+            found = [grad(some) for some in asked]
+            expected = {id(t): g for t, g in zip(inputs, grad(inputs), strict=True)}
+            for some, gradients_of in zip(asked, found, strict=True):
+                for tensor, gradient in zip(some, gradients_of, strict=True):
+                    assert torch.equal(gradient, expected[id(tensor)])
+            del y
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), MXFP8BlockScaling()])
+def test_products_of_gradients_that_nobody_asks_for_do_not_run(recipe: Recipe | None) -> None:
+    model = models.mlp(WIDTH, WIDTH)
+    weights = [model[0].weight, model[2].weight]
+    x = oracles.random_tensor((ROWS, WIDTH), torch.float32, 1).requires_grad_()
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        y = model(x)
+    asked = {"all": [x, *weights], "x": [x], "weights": weights, "last": weights[1:]}
+    counts = {}
+    for name, tensors in asked.items():
+        with Products() as products:
+            torch.autograd.grad(y, tensors, torch.ones_like(y), retain_graph=True)
+        counts[name] = products.count
+    # A gradient of the first weight needs one of the last linear's input; so the last has both.
+    assert counts == {"all": 4, "x": 2, "weights": 3, "last": 2}
