@@ -95,6 +95,7 @@ def checkpoints_are_loaded_with_their_bytes_on_other_numbers_of_ranks(name: str)
 
     def loaded(source: str, ranks: int) -> list[Any]:
         """The weights after a load on so many ranks into other values; saved, if others saved."""
+        mesh = DeviceMesh(device_type(), list(range(ranks)))  # all ranks make it
         if cases.rank() >= ranks:
             return []
         other = cases.changed(cases.model(name))
@@ -102,7 +103,6 @@ def checkpoints_are_loaded_with_their_bytes_on_other_numbers_of_ranks(name: str)
             fuser.distributed.init_delayed_scaling(other, recipe)
         group = None
         if ranks > 1:
-            mesh = DeviceMesh(device_type(), list(range(ranks)))
             group = mesh.get_group()
             cases.sharded(other, mesh=mesh)
         how = {"no_dist": True} if ranks == 1 else {"process_group": group}
