@@ -52,39 +52,39 @@ def of_reached(
 
 
 Edges = Sequence[tuple[Node | None, int]]
-Wanted = tuple[bool, ...]
+Needed = tuple[bool, ...]
 
 
-def wanted_gradients(edges: Edges) -> Wanted | None:
+def needed_gradients(edges: Edges) -> Needed | None:
     """Which gradients of a node, of the input and the parameters, its backward needs; None for all.
 
     ``backward()`` needs all; ``torch.autograd.grad`` and ``backward(inputs=...)`` some, as pipeline
-    schedules without bubbles do: first those of the input, later those of the parameters. Only the
-    first two edges are asked about before it is known that some are not needed: each costs 0.4 us.
+    schedules without bubbles do: first those of the input, later those of the parameters.
     """
-    if all(node is None or _is_wanted(node) for node, _ in edges[:2]):
-        return None
-    return tuple([node is not None and _is_wanted(node) for node, _ in edges])
+    needed = tuple([node is not None and _is_needed(node) for node, _ in edges])
+    is_all = all(is_one or node is None for is_one, (node, _) in zip(needed, edges, strict=True))
+    return None if is_all else needed
 
 
-def needing(contexts: Sequence[OperationContext], wanted: Wanted) -> list[OperationContext]:
-    """Copies of the contexts of a node's ops, for a backward that needs the ``wanted`` gradients.
+def needing(contexts: Sequence[OperationContext], needed: Needed) -> list[OperationContext]:
+    """Copies of the contexts of a node's ops, for a backward that needs the ``needed`` gradients.
 
     The node's own contexts stay, for another backward through it.
     """
     partial, place = [], 1
     for i, context in enumerate(contexts):
         of_params = context.params_require_grad
-        own, place = wanted[place : place + len(of_params)], place + len(of_params)
+        after = place + len(of_params)
         copy = context_of(type(context), context.__dict__)
         copy.is_partial = True
-        copy.params_require_grad = tuple(map(operator.and_, of_params, own))
-        copy.input_requires_grad = context.input_requires_grad and (i > 0 or wanted[0])
+        copy.params_require_grad = tuple(map(operator.and_, of_params, needed[place:after]))
+        copy.input_requires_grad = context.input_requires_grad and (i > 0 or needed[0])
         partial.append(copy)
+        place = after
     return partial
 
 
-def _is_wanted(node: Node) -> bool:
+def _is_needed(node: Node) -> bool:
     try:
         return will_run_node(node)
     except RuntimeError:  # a leaf that torch.autograd.grad was given

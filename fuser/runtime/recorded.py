@@ -43,7 +43,7 @@ from fuser.precision.delayed_scaling import (
 )
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.recipe import DelayedScaling
-from fuser.runtime.gradient_paths import Wanted, needing
+from fuser.runtime.gradient_paths import Needed, needing
 from fuser.runtime.known_parameters import MOST_LAYOUTS, ParameterLayout
 from fuser.source import SourceCode
 from fuser.tensors import Float8Quantizer, QuantizedTensor
@@ -496,7 +496,7 @@ class RecordedForward:
         dx: torch.Tensor,
         grad_extras: list[torch.Tensor | None] | None,
         owners: Owners,
-        wanted: Wanted | None = None,
+        needed: Needed | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients that ``backward`` computes from the saved tensors; empties ``saved``.
 
@@ -512,7 +512,7 @@ class RecordedForward:
             The gradients of the output and of the extra outputs.
         owners
             By op, the weights whose ``main_grad`` it adds their gradients to.
-        wanted
+        needed
             Which gradients are needed; None for all.
         """
         grads: list[Any] = [dx]
@@ -530,7 +530,7 @@ class RecordedForward:
             del tensors
         if layout is not None:
             autocast = is_any_autocast_enabled() and autocast_dtype(dx.device.type)
-            layout = (layout, autocast, others, wanted)
+            layout = (layout, autocast, others, needed)
             call = next(self._backwards.calls)
             found = self._backwards.get(layout)
         if found is not None and found.is_complete:
@@ -551,8 +551,8 @@ class RecordedForward:
             contexts[i].versions = each
         for i, weights in owners.items():
             contexts[i].main_grad_owners = weights
-        if wanted is not None:
-            contexts = needing(contexts, wanted)
+        if needed is not None:
+            contexts = needing(contexts, needed)
         inputs = [*saved, *grads]
         held = [put_together(recording.saved, saved)]
         saved.clear()

@@ -9,7 +9,7 @@ the same scale. No rank waits for another, as ranks may load different numbers o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ class _Loaded(NamedTuple):
 
 
 # By the first buffer of a tensor that is partly loaded.
-_partly = WeakTensorKeyDictionary()
+_partly: MutableMapping[torch.Tensor, _Loaded] = WeakTensorKeyDictionary()
 
 
 def takes_chunk(target: QuantizedTensor, source: QuantizedTensor) -> bool:

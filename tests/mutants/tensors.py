@@ -7,8 +7,8 @@ QUANTIZED_TENSORS = (
         "bytes are copied into a view whose blocks reach beyond it",
         "tensors/dispatch.py",
         "_copy_",
-        "if exchanges_bytes and target._can_be_written_alone():",
-        "if exchanges_bytes:",
+        "is_chunk = exchanges_bytes and not target._can_be_written_alone()",
+        "is_chunk = False",
         "test_quantized_views.py::test_quantized_rows_are_copied_byte_by_byte_where_blocks_allow",
     ),
     Mutant(

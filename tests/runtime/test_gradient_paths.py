@@ -273,7 +273,7 @@ def test_gradients_that_are_asked_for_apart_have_the_bits_of_all(
         recipe = formats.deterministic(given, backward_override=override)
     model = SOME_OF[name]()
     splits = [torch.tensor([16, 0, 48])] * 2 if name == "experts" else []
-    weights = [p for p in model.parameters() if p.requires_grad]
+    weights: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
     x = oracles.random_tensor((ROWS, WIDTH), torch.float32, 1).requires_grad_()
     dy = oracles.random_tensor((ROWS, WIDTH), torch.float32, 2)
     with running(way, model) as steps, fuser.activation_memory_budget(budget):
@@ -283,7 +283,13 @@ def test_gradients_that_are_asked_for_apart_have_the_bits_of_all(
                 y = y[0] if isinstance(y, tuple) else y
             grad = functools.partial(torch.autograd.grad, y, grad_outputs=dy, retain_graph=True)
             inputs = [x, *weights]
-            asked = ([x], weights, weights[1:2], [x, *weights[-1:]], inputs)
+            asked: list[list[torch.Tensor]] = [
+                [x],
+                weights,
+                weights[1:2],
+                [x, *weights[-1:]],
+                inputs,
+            ]
             found = [grad(some) for some in asked]
             expected = {id(t): g for t, g in zip(inputs, grad(inputs), strict=True)}
             for some, gradients_of in zip(asked, found, strict=True):
