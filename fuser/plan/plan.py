@@ -278,7 +278,7 @@ class FusionPlan:
 
     def side_lines(self, side: str) -> list[str]:
         """The steps of a side as a table, and their totals."""
-        steps, unfused = self.steps(side), self.steps(side, fused=False)
+        steps = self.steps(side)
         if not steps:
             return [f"{side}: nothing needs a gradient"]
         emits = any(step.emits for step in steps)
@@ -300,10 +300,9 @@ class FusionPlan:
         quantization = ("emits",) if emits else ()
         numbers = ("FLOP/token", "bytes/token", "GEMMs", "modelled")
         heading = (side, "runs as", "columns", "kernels", *quantization, *numbers)
-        ratio = _time(unfused) / _time(steps) if _time(steps) else 1.0
         return [
             *columns([heading, *rows], left=len(heading) - len(numbers)),
-            f"  {_total(steps)}; unfused {_total(unfused)} ({ratio:.2f}x the time)",
+            f"  {_total(steps)}",
         ]
 
     def shape_of(self, step: Step, side: str) -> str:

@@ -35,6 +35,9 @@ from fuser.report.picture import (
 )
 from fuser.report.text import format_bytes, format_time, span
 
+COMPILED = "torch.compile"
+"""The baseline of the bars."""
+
 PASSING = {"AddExtraInput", "Identity", "MakeExtraOutput", "Quantize", "Reshape"}
 
 HEADER = 17.0  # height of a fused window's name
@@ -114,28 +117,32 @@ class _Layout(Columns):
         for sentence in self.plan["sentences"]["nodes"]:
             y = self._note(y, sentence, 9.0)
         y += 8
-        longest = max(_totals(self.plan[f"unfused_{side}"])[1] for side in self.sides)
+        compiled = {one["name"]: one for one in self.plan["baselines"]}.get(COMPILED)
+        longest = max(
+            max(_totals(self.plan[side])[1], compiled[side] if compiled else 0.0)
+            for side in self.sides
+        )
         for side in ("forward", "backward"):
             y += 16
             self._text(MARGIN, y, side, size=8.5, bold=True)
             if side not in self.sides:
                 self._text(MARGIN + 62, y, "nothing needs a gradient", size=8.5, color="muted")
                 continue
-            words, times = [], []
-            for name, color in ((f"unfused_{side}", "faint"), (side, "GEMM edge")):
-                steps = self.plan[name]
-                moved, time = _totals(steps)
-                times.append(time)
-                count = count_of(len(steps), "step")
-                words.append(f"{count}, {format_bytes(moved)}/token, {format_time(time)}")
-                length = max(110 * time / longest, 1.0) if longest else 1.0
-                self._box(MARGIN + 62, y - 7, length, 8, color, color, 1.0)
-            text = f"{words[1]};  unfused {words[0]};  "
+            steps = self.plan[side]
+            moved, time = _totals(steps)
+            bars = [(compiled[side], "faint")] if compiled else []
+            for length, color in (*bars, (time, "GEMM edge")):
+                width = max(110 * length / longest, 1.0) if longest else 1.0
+                self._box(MARGIN + 62, y - 7, width, 8, color, color, 1.0)
+            text = f"{count_of(len(steps), 'step')}, {format_bytes(moved)}/token, "
+            text += format_time(time)
+            text += f";  {COMPILED} {format_time(compiled[side])};  " if compiled else ""
             end = self._text(MARGIN + 182, y, text, size=8.5).bounds[2]
-            ratio = times[0] / times[1] if times[1] else 1.0
-            gains = f"{ratio:.2f}" != "1.00"
-            color = "ink" if gains else "muted"
-            self._text(end, y, f"{ratio:.2f}x", size=8.5, bold=gains, color=color)
+            if compiled:
+                ratio = compiled[side] / time if time else 1.0
+                gains = ratio > 1.005
+                color = "ink" if gains else "muted"
+                self._text(end, y, f"{ratio:.2f}x", size=8.5, bold=gains, color=color)
         for sentence in self.plan["sentences"]["baselines"]:
             y += 14
             self._text(MARGIN + 62, y, sentence, size=8.5, color="muted")
@@ -186,8 +193,8 @@ class _Layout(Columns):
             f"{plan['nominal_tokens']} tokens; of matrix products also the operations a token. In "
             "an op: the columns of its input and output."
         )
-        if any(_totals(plan[s]) != _totals(plan[f"unfused_{s}"]) for s in self.sides):
-            note += " The bars at the top: modelled time; in grey what more it would be unfused."
+        if plan["baselines"]:
+            note += f" The bars at the top: modelled time; in grey what more {COMPILED} takes."
         return self._note(y + 3, note, 8.0)
 
     # one side of one row

@@ -35,7 +35,6 @@ TRAINED = {
     ("docs/experts.md", 2): "spread",
     ("docs/low_precision.md", 0): "block",
     ("docs/sharded.md", 0): "model",
-    ("README.md", 1): "model",
 }
 
 

@@ -548,10 +548,14 @@ def test_without_matplotlib_a_sentence_says_what_to_install(
 
 
 def test_the_grey_of_the_bars_is_explained_where_there_is_any(tmp_path: Path) -> None:
-    note = "in grey what more it would be unfused"
-    for number, (plan, is_fused) in enumerate(((mlp_plan(), True), (one_op_plan(), False))):
+    note = "in grey what more torch.compile takes"
+    model = fuser.Sequential(fuser.RMSNorm(64), fuser.Linear(64, 64))
+    x = torch.empty(32, 64, requires_grad=True)
+    of_gpu = fuser.plan(model, x, device="h200").parts[0].content
+    for number, (plan, is_compared) in enumerate(((of_gpu, True), (model.plan(x), False))):
         text = " ".join(svg_texts(plan.draw(tmp_path / f"{number}.svg")))
-        assert (note in text) == is_fused
+        assert (note in text) == is_compared
+        assert ("torch.compile " in text) == is_compared
 
 
 def test_importing_does_not_import_matplotlib() -> None:
