@@ -113,7 +113,9 @@ class _ModelLayout:
                 tip = f"{name} {shape}".strip()
                 self._box(x, top, width, BOX - 8, kind, f"{kind} edge", 4.0, tip)
                 self._text(x + width / 2, top + 9.5, name, size=SMALL, align="center", tip=tip)
-                self._text(x + width / 2, top + 18, shape, size=SMALL, color="muted", align="center")
+                self._text(
+                    x + width / 2, top + 18, shape, size=SMALL, color="muted", align="center"
+                )
                 x += width + OP_GAP
         own, plain = self._time(part), part["baselines"][PLAIN]
         for offset, time, color in ((0, own, "GEMM edge"), (9, plain, "faint")):

@@ -153,6 +153,11 @@ class _Distribution(importlib.metadata.Distribution):
         raise FileNotFoundError(f"{path}: {ROOT} is fuser here, without files. Use those of fuser.")
 
 
+def is_installed() -> bool:
+    """Whether programs that import Transformer Engine find this library."""
+    return isinstance(sys.modules.get(ROOT), _ImportPath)
+
+
 def install(version: str = VERSION) -> None:
     """Let ``import transformer_engine`` and its submodules find this library.
 
@@ -199,6 +204,9 @@ def install(version: str = VERSION) -> None:
     sys.modules.update((module.__name__, module) for module in paths.values())
     sys.modules[EXTENSION] = _ImportPath(EXTENSION, (f"{_HERE}.element_types",))
     sys.meta_path.insert(0, _Paths(version))
+    recipes = sys.modules.get(f"{_HERE}.recipes")
+    if recipes is not None:
+        recipes.take_name()
 
 
 def is_installed() -> bool:

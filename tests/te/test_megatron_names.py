@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import pickle
+import pickletools
+import sys
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from fuser.te.pytorch import (
     cpu_offload,
     cross_entropy,
     distributed,
+    grouped_state,
     layers,
     master_weights,
     permutation,
@@ -105,10 +108,41 @@ def numbers(layer: layers.GroupedLinear) -> torch.Tensor:
     return modules.GroupedLinear.get_extra_state(layer)
 
 
+@pytest.fixture
+def recipes_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after ``fuser.te.install()``."""
+    for name in ("transformer_engine", "transformer_engine.common", grouped_state.NAME):
+        monkeypatch.setitem(sys.modules, name, recipe)
+
+
+def test_a_state_of_experts_names_no_class_but_that_of_its_recipe() -> None:
+    """Programs read such states with a list of the classes that they may have."""
+    written = grouped().get_extra_state().numpy().tobytes()
+    opcodes = [(opcode.name, argument) for opcode, argument, _ in pickletools.genops(written)]
+    assert not any("STACK_GLOBAL" in name for name, _ in opcodes)
+    named = {str(argument).replace(" ", ".") for name, argument in opcodes if name == "GLOBAL"}
+    assert "transformer_engine.common.recipe.DelayedScaling" in named
+    others = {name for name in named if not name.startswith("transformer_engine.common.recipe.")}
+    assert all(name.startswith(("torch.", "collections.")) for name in others)
+
+
+@pytest.mark.usefixtures("recipes_by_their_name")
+def test_a_state_of_experts_with_classes_of_fuser_is_loaded() -> None:
+    """As it was written before."""
+    layer, again = grouped(), grouped(steps=1)
+    content = pickle.loads(layer.get_extra_state().numpy().tobytes())
+    written = bytearray(pickle.dumps(content))
+    assert b"fuser.recipe" in written
+    again.set_extra_state(torch.frombuffer(written, dtype=torch.uint8))
+    assert torch.equal(numbers(again), numbers(layer))
+
+
+@pytest.mark.usefixtures("recipes_by_their_name")
 def test_a_state_of_experts_has_the_keys_that_programs_take_apart() -> None:
     layer = grouped()
     (op,) = layer.ops
     content = pickle.loads(layer.get_extra_state().numpy().tobytes())
+    assert content["recipe"] == recipe.DelayedScaling(amax_history_len=4)
     assert layer.fp8_meta["fp8_checkpoint"]
     assert layer.fp8_meta["recipe"].amax_history_len == 4
     forward = op.get_extra_state()[2:8].view(3, 2)
@@ -136,6 +170,7 @@ def test_a_state_of_experts_is_saved_and_loaded(steps: int) -> None:
     assert torch.equal(numbers(plain), numbers(layer))
 
 
+@pytest.mark.usefixtures("recipes_by_their_name")
 def test_a_state_of_experts_in_evaluation_has_no_amaxes_of_gradients() -> None:
     layer = layers.GroupedLinear(2, 16, 32)
     with fuser.autocast(recipe=recipe.DelayedScaling(amax_history_len=4)):

@@ -5,7 +5,8 @@ such a state apart and put it together again. They expect pickled bytes of a dic
 ``extra_fp8_variables``, ``scale_fwd`` [3 x groups], ``amax_history_fwd`` [length, 3 x groups],
 ``scale_bwd`` [2 x groups] and ``amax_history_bwd``: first all inputs, then all weights, then all
 outputs; all gradients of outputs, then of inputs. Outputs and gradients of inputs are not quantized
-here: their scales are 1.
+here: their scales are 1. The recipe is named as Transformer Engine's, the only one of its classes
+that readers with a list of classes take.
 """
 
 from __future__ import annotations
@@ -18,14 +19,21 @@ import torch
 from fuser.errors import InputError
 from fuser.precision.delayed_scaling import DelayedScales
 from fuser.recipe import DelayedScaling, Format, FormatRange
+from fuser.te.pytorch import recipes
 from fuser.torch_private import unpickled
 
 __all__ = ["pickled_state", "plain_state", "recipe_of"]
 
 QUANTIZED = {"forward": 2, "backward": 1}
 """The tensors of a group that are quantized here."""
-CLASSES: tuple[type, ...] = (DelayedScaling, Format, FormatRange)
-"""The classes in such a state."""
+NAME = "transformer_engine.common.recipe"
+"""The module of the recipe in such a state."""
+CLASSES: dict[str, type] = {
+    f"{NAME}.DelayedScaling": recipes.DelayedScaling,
+    # States that fuser wrote until 2026-11-28.
+    **{f"fuser.recipe.{each.__name__}": each for each in (DelayedScaling, Format, FormatRange)},
+}
+"""The classes in such a state, by their names there."""
 UNREADABLE = (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, ValueError)
 """What reading the bytes of another library raises."""
 KEYS = {"forward": ("fwd", 3), "backward": ("bwd", 2)}
@@ -49,8 +57,14 @@ def pickled_state(state: torch.Tensor, groups: int) -> torch.Tensor:
         if not len(content[f"amax_history_{key}"]):
             content[f"amax_history_{key}"] = torch.zeros(max(lengths), count * groups)
     # Megatron-LM reads scales only beside a recipe of this class.
-    content["recipe"] = DelayedScaling(amax_history_len=max(lengths))
-    return torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
+    content["recipe"] = recipes.DelayedScaling(amax_history_len=max(lengths))
+    return torch.frombuffer(bytearray(_pickled(content)), dtype=torch.uint8)
+
+
+def _pickled(content: dict[str, Any]) -> bytes:
+    own = f"c{recipes.DelayedScaling.__module__}\nDelayedScaling\n"  # of this protocol
+    named = f"c{NAME}\nDelayedScaling\n"
+    return pickle.dumps(content, protocol=3).replace(own.encode(), named.encode())
 
 
 def plain_state(state: torch.Tensor, groups: int) -> torch.Tensor | None:
@@ -90,9 +104,8 @@ def recipe_of(state: torch.Tensor) -> DelayedScaling | None:
 
 def _content(state: torch.Tensor) -> dict[str, Any] | None:
     """The dict that the bytes are; None for those of another library, whose classes are others."""
-    classes = {f"fuser.recipe.{each.__name__}": each for each in CLASSES}
     try:
-        content = unpickled(state.detach().cpu().numpy().tobytes(), classes)
+        content = unpickled(state.detach().cpu().numpy().tobytes(), CLASSES)
     except UNREADABLE:
         return None
     return content if isinstance(content, dict) else None

@@ -3,6 +3,7 @@ Engine's, whose classes ignore some arguments and take defaults from the environ
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 from fuser import recipe
 from fuser.recipe import made_by_new
+from fuser.te.import_paths import ROOT, is_installed
 
 __all__ = ["DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "NVFP4BlockScaling"]
 
@@ -71,6 +73,16 @@ class DelayedScaling(recipe.DelayedScaling, metaclass=_CountsRecipes):
             options.pop(name, None)
         super().__init__(*args, **options)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Only the fields that are not defaults: readers of checkpoints take few classes."""
+        plain = recipe.DelayedScaling()
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(plain, field.name)
+        }
+        return type(self), (), changed
+
 
 class Float8CurrentScaling(_FromEnvironment, recipe.Float8CurrentScaling):
     """:class:`fuser.recipe.Float8CurrentScaling` with defaults of the environment."""
@@ -82,3 +94,13 @@ class Float8BlockScaling(_FromEnvironment, recipe.Float8BlockScaling):
 
 class NVFP4BlockScaling(_FromEnvironment, recipe.NVFP4BlockScaling):
     """:class:`fuser.recipe.NVFP4BlockScaling` with defaults of the environment."""
+
+
+def take_name() -> None:
+    """Pickles of these recipes name them as programs import them, which their readers know."""
+    for name in __all__:
+        globals()[name].__module__ = f"{ROOT}.common.recipe"
+
+
+if is_installed():
+    take_name()
