@@ -153,11 +153,6 @@ class _Distribution(importlib.metadata.Distribution):
         raise FileNotFoundError(f"{path}: {ROOT} is fuser here, without files. Use those of fuser.")
 
 
-def is_installed() -> bool:
-    """Whether programs that import Transformer Engine find this library."""
-    return isinstance(sys.modules.get(ROOT), _ImportPath)
-
-
 def install(version: str = VERSION) -> None:
     """Let ``import transformer_engine`` and its submodules find this library.
 
