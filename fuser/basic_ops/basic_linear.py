@@ -152,6 +152,8 @@ class BasicLinear(LinearWeight):
         return quantizes_weight_again(self, key)
 
     def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
+        if ctx.is_partial and not ctx.params_require_grad[0]:
+            return
         kept, *weight = LinearSaved(*ctx.saved_tensors)
         dtype: torch.dtype = ctx.compute_dtype or ctx.dtype
         x: torch.Tensor

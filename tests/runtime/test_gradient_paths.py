@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuser
 from fuser.plan import cuts
-from fuser.recipe import Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
@@ -296,6 +296,30 @@ def test_gradients_that_are_asked_for_apart_have_the_bits_of_all(
                 for tensor, gradient in zip(some, gradients_of, strict=True):
                     assert torch.equal(gradient, expected[id(tensor)])
             del y
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+@pytest.mark.parametrize("name", ["linears", "residual", "experts"])
+@pytest.mark.parametrize("way", WAYS)
+def test_delayed_scaling_has_gradients_that_are_asked_for_apart(
+    way: str, name: str, budget: int
+) -> None:
+    """Near those of all: each backward ends a step, so that scales differ."""
+    recipe = DelayedScaling(amax_history_len=3)
+    model = SOME_OF[name]()
+    splits = [torch.tensor([16, 0, 48])] * 2 if name == "experts" else []
+    weights: list[torch.Tensor] = list(model.parameters())
+    x = oracles.random_tensor((ROWS, WIDTH), torch.float32, 1).requires_grad_()
+    dy = oracles.random_tensor((ROWS, WIDTH), torch.float32, 2)
+    with running(way, model) as steps, fuser.activation_memory_budget(budget):
+        for step in range(steps + 2):
+            with fuser.autocast(recipe=recipe):
+                y = model(x, *splits)
+            grad = functools.partial(torch.autograd.grad, y, grad_outputs=dy, retain_graph=True)
+            apart = [*grad([x]), *grad(weights)]
+            for gradient, other in zip(apart, grad([x, *weights]), strict=True):
+                largest = 0.1 if step else 1.0  # the first scales are 1
+                assert (gradient - other).norm() <= largest * other.norm()
 
 
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), MXFP8BlockScaling()])

@@ -173,7 +173,7 @@ def test_every_field_of_a_forwards_layout_is_tested_here() -> None:
         patch.setattr(recorded._Recordings, "has_room", noted)
         for seed in range(3):
             step(model, random(ROWS, WIDTH, seed=seed), recipe)
-    forwards = [layout for layout in found if len(layout) != 3]
+    forwards = [layout for layout in found if len(layout) != 4]
     tensors, ties, parameters, groups, keywords, is_evaluated, *quantizers = forwards[-1]
     backend, changes, *of_input = tensors
     assert backend == id(fuser.cuda.launch.backend)
@@ -185,10 +185,11 @@ def test_every_field_of_a_forwards_layout_is_tested_here() -> None:
     assert keywords is None  # those of microbatches: test_recorded_microbatches.py
     assert is_evaluated is False
     assert len(quantizers) == 2  # of forward and of backward; a loaded state: test_recorded.py
-    read, autocast, others = next(layout for layout in found if len(layout) == 3)
+    read, autocast, others, needed = next(layout for layout in found if len(layout) == 4)
     assert len(read) == 1 + len({*INPUTS, *OTHER_FIELDS})  # of the gradient
     assert autocast is False
     assert others == ()
+    assert needed is None  # some of the gradients: test_gradient_paths.py
 
 
 class Group:
