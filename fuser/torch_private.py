@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import operator
 import pickle
 import sys
@@ -331,6 +332,17 @@ def is_in_selective_checkpoint() -> bool:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has sizes and no values, as those of a function that is traced."""
     return isinstance(tensor, FakeTensor)
+
+
+@contextlib.contextmanager
+def without_logs_of_fake_tensors() -> Iterator[None]:
+    """Context in which a failed operation on fake tensors raises, and logs no traceback besides."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 @contextlib.contextmanager

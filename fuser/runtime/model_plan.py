@@ -32,7 +32,13 @@ from fuser.plan.torch_calls import (
 from fuser.precision.contexts import current_recipe
 from fuser.runtime.observed import observing
 from fuser.runtime.pipeline import OperationFuser
-from fuser.torch_private import FakeTensorMode, calling_module, outside_fake_mode, pytree
+from fuser.torch_private import (
+    FakeTensorMode,
+    calling_module,
+    outside_fake_mode,
+    pytree,
+    without_logs_of_fake_tensors,
+)
 
 
 def plan(
@@ -110,14 +116,15 @@ class _Observation:
                 torch.Tensor, self._fake, (inputs, dict(keywords))
             )
             try:
-                with TorchCalls(self._listed):
+                with TorchCalls(self._listed), without_logs_of_fake_tensors():
                     self.model(*inputs, **keywords)
             except FuserError:
                 raise
             except Exception as error:
                 raise InputError(
-                    f"{name} cannot be planned with these inputs: its forward, on tensors without "
-                    f"values, raised {type(error).__name__}: {str(error).splitlines()[0]:.300}"
+                    f"{name} cannot be planned with these inputs: {self._raising(error)}, on "
+                    "tensors without values, raised "
+                    f"{type(error).__name__}: {str(error).splitlines()[0]:.300}"
                 ) from error
         return ModelPlan(
             name,
@@ -135,6 +142,16 @@ class _Observation:
                 if isinstance(made, Part) or made.calls
             ),
         )
+
+    def _raising(self, error: BaseException) -> str:
+        """The forward that raised, of the innermost module."""
+        path, kind, at = "", "", error.__traceback__
+        while at is not None:
+            module = at.tb_frame.f_locals.get("self")
+            if self.paths.get(id(module)):
+                path, kind = self.paths[id(module)], type(module).__name__
+            at = at.tb_next
+        return f"the forward of {path}, a {kind}" if path else "its forward"
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor like an input, on the device of the model."""

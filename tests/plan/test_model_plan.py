@@ -377,6 +377,19 @@ def test_a_forward_that_reads_values_is_refused_in_a_sentence_and_the_next_call_
     assert fuser.plan(torch.nn.GELU(), torch.empty(2, 2)).parts
 
 
+def test_a_forward_that_raises_is_named_without_a_log_of_torch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inner = torch.nn.Sequential(torch.nn.GELU(), torch.nn.Linear(4, 8, device="cpu"))
+    model = torch.nn.ModuleDict({"body": inner})
+    model.forward = lambda x: model["body"](x)  # type: ignore[method-assign]
+    sentence = said("model-plan-cannot-planned-inputs", None, "the forward of body.1, a Linear")
+    with pytest.raises(fuser.InputError, match=sentence):
+        fuser.plan(model, torch.empty(2, 3))
+    assert not caplog.records
+    assert fuser.plan(model, torch.empty(2, 4)).parts
+
+
 def test_a_wrong_input_of_a_pipeline_is_its_own_error() -> None:
     model = torch.nn.Sequential(fuser.Sequential(fuser.Linear(8, 8, device="cpu")))
     with pytest.raises(
