@@ -145,7 +145,7 @@ def test_the_generated_code_in_the_architecture_is_what_runs() -> None:
     pipeline = fuser.OperationFuser(layers)
     pipeline(torch.ones(4, 8, requires_grad=True, device="cpu"))
     (run,) = pipeline._runs.values()
-    (written,) = re.findall(r"^```text\n(.*?)^```", read("ARCHITECTURE.md"), re.M | re.S)
+    (written,) = re.findall(r"^```py\n(.*?)^```", read("ARCHITECTURE.md"), re.M | re.S)
     assert written.rstrip() == run.source.rstrip()
 
 
@@ -235,7 +235,7 @@ def test_the_sentence_of_check_on_the_page_is_what_check_says(extending: dict[st
         fuser.testing.check(
             SquareBias([extending["Square"](), bias]), torch.tensor([[1.0, 0.5, -2.0]])
         )
-    said = " ".join(read("docs/extending.md").split("```text\n")[2].split("```")[0].split())
+    said = " ".join(read("docs/extending.md").split("```text\n")[1].split("```")[0].split())
     assert str(raised.value) == said
 
 
