@@ -51,6 +51,9 @@ Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 graph_task = torch._C._current_graph_task_id
 """A number of the backward that runs on this thread; -1 outside of one."""
 
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether another backward may follow the running one, through the same nodes."""
+
 will_run_node = torch._C._will_engine_execute_node
 """Whether the running backward needs a node. RuntimeError for a leaf among ``grad``'s inputs."""
 
@@ -401,6 +404,16 @@ def calling_module(known: Container[int]) -> tuple[FrameType | None, int]:
         if frame.f_code is code and id(frame.f_locals["self"]) in known:
             return frame, id(frame.f_locals["self"])
     return None, 0
+
+
+def raising_module(error: BaseException, modules: Container[int]) -> int | None:
+    """The ``id`` of the innermost of ``modules`` whose code raised ``error``; None if none did."""
+    found, at = None, error.__traceback__
+    while at is not None:
+        owner = id(at.tb_frame.f_locals.get("self"))
+        found = owner if owner in modules else found
+        at = at.tb_next
+    return found
 
 
 def module_of(frame: FrameType) -> str:

@@ -236,7 +236,7 @@ class PlanCodegen:
         self.titles[f"forward{number}"] = self._title("forward", op, indices)
         if op.is_external:
             self._add_recipe(indices)
-        method = _method(op, "forward")
+        method = method_of(op, "forward")
         if method == "op_forward":
             self._add_plain_forward(number, indices[0])
         elif method == "step_forward":
@@ -392,7 +392,7 @@ class PlanCodegen:
         """The call of a step's backward, after the inputs are computed again that it lacks."""
         self._add_rebuilt_inputs(readers, forward)
         (op, indices), is_last = steps[number], number + 1 == len(steps)
-        method = _method(op, "backward")
+        method = method_of(op, "backward")
         if method == "op_backward":
             self._add_plain_backward(number, indices[0], is_last)
         elif method == "step_backward":
@@ -538,7 +538,7 @@ class PlanCodegen:
         counts: dict[int, int] = {}  # by op, the number of gradients under its name
         for op, indices in steps:
             own = {i: self.param_counts[i] for i in indices}
-            is_one = _method(op, "backward") == "step_backward"
+            is_one = method_of(op, "backward") == "step_backward"
             counts |= {indices[0]: sum(own.values())} if is_one else own
         for i, count in enumerate(self.param_counts):
             row = f"map(plain, p{i} or ())" if i in external else f"(p{i} or ())"
@@ -569,7 +569,7 @@ class PlanCodegen:
         The check runs only after an error: the result that is being unpacked is ``result``.
         """
         owners = {f"p{i}": number for number, (_, indices) in enumerate(steps) for i in indices}
-        methods = [(type(op).__name__, _method(op, side)) for op, _ in steps]
+        methods = [(type(op).__name__, method_of(op, side)) for op, _ in steps]
         self.methods[side] = methods
         self.windows[side] = [indices for _, indices in steps]
         check = functools.partial(check_result, methods, owners)
@@ -779,7 +779,7 @@ def _context_class(**constants: Any) -> type[OperationContext]:
     return type("OperationContext", (OperationContext,), bare | constants)
 
 
-def _method(op: FusibleOperation, side: str) -> str:
+def method_of(op: FusibleOperation, side: str) -> str:
     """The method that runs ``op`` on ``"forward"`` or ``"backward"``.
 
     ``step_`` of this library's fusions and ops with extra tensors, ``op_`` of a basic op without,

@@ -45,6 +45,7 @@ from fuser.runtime.gradient_paths import (
 )
 from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.recorded import RecordedPasses, is_recordable, put_together, taken_apart
+from fuser.runtime.split_backward import SplitBackward
 from fuser.source import compiled
 from fuser.specs import OpKey, PlanKey
 from fuser.tensors import QuantizedTensor
@@ -115,6 +116,7 @@ class CompiledPlan:
         self.saving = writer.saving
         self.source, self._forward, self._backward = writer.write(forward, backward)
         self._names, self._titles = writer.names, writer.titles
+        self._backward_steps, self._param_counts = backward, param_counts
         self._last_forward = writer.methods["forward"][-1]
         # A quantized tensor that arrives or leaves cannot be recorded.
         is_whole = neighbours.before is None and neighbours.after is None
@@ -238,6 +240,12 @@ class CompiledPlan:
         ranged = {name: _in_range(title, self._names[name]) for name, title in self._titles.items()}
         functions = compiled(self.source, "plan", self._names | ranged)
         return functions["forward"], functions.get("backward")
+
+    @functools.cached_property
+    def split(self) -> SplitBackward:
+        """The two parts of backward, for callers that ask for its gradients apart."""
+        source, names, steps = self.source, self._names, self._backward_steps
+        return SplitBackward(source, names, steps, self.ops, self._param_counts)
 
     def call(
         self,
@@ -406,6 +414,7 @@ class _PipelineFunction(torch.autograd.Function):
                     break
         except RuntimeError:  # torch cannot tell for a leaf that torch.autograd.grad was given
             needed = needed_gradients(edges)
+        part = None if needed is None else run.split.part(ctx, needed, grad_outputs)
         # From here on only the generated code holds them, unless the graph is retained.
         held = [saved] if ends is not None else list(saved)
         del saved
@@ -417,16 +426,18 @@ class _PipelineFunction(torch.autograd.Function):
             if ends is None:
                 recorded, versions = op_ctxs
                 result = recorded.backward(
-                    run.in_ranges[1],
+                    part or run.in_ranges[1],
                     held,
                     versions,
                     grad_outputs[0].contiguous(),
                     grad_extras,
                     owners,
                     needed,
+                    is_part=part is not None,
                 )
             else:
                 backward = run.in_ranges[1] if is_profiler_enabled() else run.backward
+                backward = part or backward
                 for i, weights in owners.items():
                     op_ctxs[i].main_grad_owners = weights
                 if needed is not None:

@@ -37,6 +37,7 @@ from fuser.torch_private import (
     calling_module,
     outside_fake_mode,
     pytree,
+    raising_module,
     without_logs_of_fake_tensors,
 )
 
@@ -145,13 +146,10 @@ class _Observation:
 
     def _raising(self, error: BaseException) -> str:
         """The forward that raised, of the innermost module."""
-        path, kind, at = "", "", error.__traceback__
-        while at is not None:
-            module = at.tb_frame.f_locals.get("self")
-            if self.paths.get(id(module)):
-                path, kind = self.paths[id(module)], type(module).__name__
-            at = at.tb_next
-        return f"the forward of {path}, a {kind}" if path else "its forward"
+        module = raising_module(error, [key for key, path in self.paths.items() if path])
+        if module is None:
+            return "its forward"
+        return f"the forward of {self.paths[module]}, a {type(self.modules[module]).__name__}"
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor like an input, on the device of the model."""

@@ -497,6 +497,8 @@ class RecordedForward:
         grad_extras: list[torch.Tensor | None] | None,
         owners: Owners,
         needed: Needed | None = None,
+        *,
+        is_part: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients that ``backward`` computes from the saved tensors; empties ``saved``.
 
@@ -514,6 +516,8 @@ class RecordedForward:
             By op, the weights whose ``main_grad`` it adds their gradients to.
         needed
             Which gradients are needed; None for all.
+        is_part
+            Whether ``backward`` is one of two parts, which are not recorded.
         """
         grads: list[Any] = [dx]
         others: tuple[Any, ...] = ()
@@ -524,7 +528,7 @@ class RecordedForward:
         assert recording is not None
         groups = [group(op) for group, op in self._groups] if self._groups else []
         found = layout = None
-        if launch.recording.listener is None:
+        if launch.recording.listener is None and not is_part:
             tensors = [*grads, *[saved[i] for i in recording.inputs]]
             layout = _reader_of(len(tensors))(tensors)
             del tensors

@@ -199,9 +199,8 @@ def install(version: str = VERSION) -> None:
     sys.modules.update((module.__name__, module) for module in paths.values())
     sys.modules[EXTENSION] = _ImportPath(EXTENSION, (f"{_HERE}.element_types",))
     sys.meta_path.insert(0, _Paths(version))
-    recipes = sys.modules.get(f"{_HERE}.recipes")
-    if recipes is not None:
-        recipes.take_name()
+    if (recipes := f"{_HERE}.recipes") in sys.modules:
+        sys.modules[recipes].take_name()
 
 
 def is_installed() -> bool:

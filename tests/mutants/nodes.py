@@ -344,4 +344,28 @@ NODES = (
         "test_gradient_paths.py::test_gradients_that_are_asked_for_apart_have_the_bits_of_all",
         select="recorded and linears and none and None",
     ),
+    Mutant(
+        "gradients of parameters are of the gradient that came before",
+        "runtime/split_backward.py",
+        "SplitBackward.part",
+        "return self._from(kept.entering) if kept.are(grads) else None",
+        "return self._from(kept.entering)",
+        "test_gradient_paths.py::test_gradients_of_parameters_are_of_the_gradient_that_is_given",
+    ),
+    Mutant(
+        "a gradient that was written counts as the one that was kept",
+        "runtime/split_backward.py",
+        "_Kept.are",
+        "_versions(self.grads) == self.versions",
+        "True",
+        "test_gradient_paths.py::test_gradients_of_parameters_are_of_the_gradient_that_is_given",
+    ),
+    Mutant(
+        "the second part of a backward computes the products of the first again",
+        "runtime/split_backward.py",
+        "_from_kept.from_kept",
+        "context.input_requires_grad = False",
+        "pass",
+        "test_gradient_paths.py::test_the_parts_of_torchs_schedules_without_bubbles_are_one_backward",
+    ),
 )

@@ -382,7 +382,7 @@ def test_a_forward_that_raises_is_named_without_a_log_of_torch(
 ) -> None:
     inner = torch.nn.Sequential(torch.nn.GELU(), torch.nn.Linear(4, 8, device="cpu"))
     model = torch.nn.ModuleDict({"body": inner})
-    model.forward = lambda x: model["body"](x)  # type: ignore[method-assign]
+    model.forward = lambda x: model["body"](x)
     sentence = said("model-plan-cannot-planned-inputs", None, "the forward of body.1, a Linear")
     with pytest.raises(fuser.InputError, match=sentence):
         fuser.plan(model, torch.empty(2, 3))

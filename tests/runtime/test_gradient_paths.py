@@ -329,11 +329,70 @@ def test_products_of_gradients_that_nobody_asks_for_do_not_run(recipe: Recipe | 
     x = oracles.random_tensor((ROWS, WIDTH), torch.float32, 1).requires_grad_()
     with fuser.autocast(enabled=recipe is not None, recipe=recipe):
         y = model(x)
-    asked = {"all": [x, *weights], "x": [x], "weights": weights, "last": weights[1:]}
+    # The weights' before those of x, which keep what the weights' need.
+    asked = {
+        "all": [x, *weights],
+        "weights": weights,
+        "last": weights[1:],
+        "x": [x],
+        "rest": weights,
+    }
     counts = {}
     for name, tensors in asked.items():
         with Products() as products:
             torch.autograd.grad(y, tensors, torch.ones_like(y), retain_graph=True)
         counts[name] = products.count
     # A gradient of the first weight needs one of the last linear's input; so the last has both.
-    assert counts == {"all": 4, "x": 2, "weights": 3, "last": 2}
+    assert counts == {"all": 4, "weights": 3, "last": 2, "x": 2, "rest": 2}
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), DelayedScaling()])
+def test_the_parts_of_torchs_schedules_without_bubbles_are_one_backward(
+    recipe: Recipe | None,
+) -> None:
+    stages = pytest.importorskip("torch.distributed.pipelining._backward")
+    x = oracles.random_tensor((ROWS, WIDTH), torch.float32, 1).requires_grad_()
+    dy = oracles.random_tensor((ROWS, WIDTH), torch.float32, 2)
+    found = []
+    for is_split in (False, True):
+        model = models.residual_block(WIDTH, WIDTH)
+        weights = [*model.parameters()]
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(x)
+        counts = []
+        if is_split:
+            with Products() as products:
+                (dx,), groups = stages.stage_backward_input([y], [dy], [x], iter(weights))
+            counts.append(products.count)
+            with Products() as products:
+                stages.stage_backward_weight(iter(weights), groups)
+            counts.append(products.count)
+            assert counts == [2, 2]
+            found.append([dx, *(p.grad for p in weights)])
+        else:
+            found.append([*torch.autograd.grad(y, [x, *weights], dy)])
+    for gradient, other in zip(*found, strict=True):
+        assert torch.equal(gradient, other)
+
+
+def of_another(dy: torch.Tensor) -> torch.Tensor:
+    return 2 * dy
+
+
+def of_one_that_was_written(dy: torch.Tensor) -> torch.Tensor:
+    return dy.mul_(2)
+
+
+@pytest.mark.parametrize("changed", [of_another, of_one_that_was_written])
+def test_gradients_of_parameters_are_of_the_gradient_that_is_given(changed: Any) -> None:
+    """And not of the one for which those of the input were asked before."""
+    model = models.mlp(WIDTH, WIDTH)
+    weights = [*model.parameters()]
+    x = oracles.random_tensor((ROWS, WIDTH), torch.float32, 1).requires_grad_()
+    dy = oracles.random_tensor((ROWS, WIDTH), torch.float32, 2)
+    y = model(x)
+    torch.autograd.grad(y, [x], dy, retain_graph=True)
+    dy = changed(dy)
+    found = torch.autograd.grad(y, weights, dy, retain_graph=True)
+    for gradient, other in zip(found, torch.autograd.grad(y, weights, dy), strict=True):
+        assert torch.equal(gradient, other)

@@ -1,0 +1,168 @@
+"""A backward in two parts: first the gradient of the input, later those of the parameters.
+
+Schedules of pipelines without bubbles ask so, and keep the graph in between. The first part keeps
+the gradients that enter steps with parameters, and the second one computes the parameters' from
+them, without the products between. It does so if it gets the same gradient of the output: torch
+tells nothing of it, so values are compared, and the second part waits for the device once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fuser.op import BasicOperation, OperationContext
+from fuser.runtime.codegen import PlannedOps, method_of
+from fuser.runtime.gradient_paths import Needed
+from fuser.source import compiled
+from fuser.tensors import QuantizedTensor
+from fuser.torch_private import keeps_graph
+
+Function = Callable[..., Any]
+
+
+class _Kept(NamedTuple):
+    """The gradients of a node's outputs in its first part, and what entered its steps."""
+
+    grads: tuple[torch.Tensor | None, ...]
+    versions: tuple[int | None, ...]
+    entering: list[Any]
+
+    def are(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether these are the same gradients, and the kept ones are as they were."""
+        return _versions(self.grads) == self.versions and all(
+            one is other if one is None or other is None else _equal(one, other)
+            for one, other in zip(self.grads, grads, strict=True)
+        )
+
+
+class SplitBackward:
+    """The two parts of a plan's generated backward.
+
+    Parameters
+    ----------
+    source, names, steps
+        The code of the plan, what it calls by name, and the steps of backward in their order.
+    ops, param_counts
+        The pipeline's ops, and the number of parameters of each.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        names: dict[str, Any],
+        steps: PlannedOps,
+        ops: Sequence[BasicOperation],
+        param_counts: Sequence[int],
+    ) -> None:
+        first, second = {}, {}
+        for number, (op, indices) in enumerate(steps):
+            name = f"backward{number}"
+            has_params = any(param_counts[i] for i in indices)
+            if has_params or any(
+                ops[i].num_extra_inputs + ops[i].num_extra_outputs for i in indices
+            ):
+                first[name] = _keeping(names[name])
+                is_alone = len(indices) == 1 and op is ops[indices[0]]
+                second[name] = _from_kept(names[name], is_alone=is_alone and has_params)
+            else:
+                second[name] = _left_out(method_of(op, "backward"), len(indices))
+        self._first = compiled(source, "plan", names | first)["backward"]
+        self._second = compiled(source, "plan", names | second)["backward"]
+        self._params = slice(1, 1 + sum(param_counts))
+
+    def part(
+        self, ctx: Any, needed: Needed, grads: tuple[torch.Tensor | None, ...]
+    ) -> Function | None:
+        """The part that this backward is, in the place of the generated one; None if it is whole.
+
+        ``ctx`` is the node's context in torch, which keeps what the second part needs; ``grads``
+        are those of the outputs.
+        """
+        of_params = needed[self._params]
+        if not any(of_params):
+            return self._keeping(ctx, grads) if keeps_graph() else None
+        kept: _Kept | None = getattr(ctx, "kept", None)
+        if kept is None or sum(needed) > sum(of_params) or _is_capturing(grads):
+            return None
+        ctx.kept = None  # kernels may write over what they read last
+        return self._from(kept.entering) if kept.are(grads) else None
+
+    def _keeping(self, ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> Function:
+        def first(contexts: list[OperationContext], *rest: Any) -> Any:
+            results = self._first(contexts, *rest)
+            entering = [vars(context).pop("entering", None) for context in contexts]
+            ctx.kept = None
+            if all(type(e) in (type(None), torch.Tensor) or _is_quantized(e) for e in entering):
+                ctx.kept = _Kept(grads, _versions(grads), entering)
+            return results
+
+        return first
+
+    def _from(self, entering: list[Any]) -> Function:
+        def second(contexts: list[OperationContext], *rest: Any) -> Any:
+            for context, gradient in zip(contexts, entering, strict=True):
+                context.entering = gradient  # type: ignore[attr-defined]
+            results = self._second(contexts, *rest)
+            return (*results[:1], None, *results[2:])  # dx stands for none
+
+        return second
+
+
+def _contexts(given: Any) -> Sequence[Any]:
+    """The contexts of a step, which gets one or several."""
+    return (given,) if isinstance(given, OperationContext) else given
+
+
+def _keeping(backward: Function) -> Function:
+    def kept(contexts: Any, dx: Any, *rest: Any, **options: Any) -> Any:
+        for context in _contexts(contexts):
+            context.rebuilt_output = None  # its kernel would store that over what is kept
+        _contexts(contexts)[0].entering = dx
+        return backward(contexts, dx, *rest, **options)
+
+    return kept
+
+
+def _from_kept(backward: Function, *, is_alone: bool) -> Function:
+    """A step's backward from the gradient that entered it; ``is_alone``: without its own dx."""
+
+    def from_kept(contexts: Any, dx: Any, *rest: Any, **options: Any) -> Any:
+        context = _contexts(contexts)[0]
+        entering = context.entering
+        if is_alone:
+            context.input_requires_grad = False
+        leaving, *others = backward(contexts, entering, *rest, **options)
+        return (entering if leaving is None else leaving, *others)
+
+    return from_kept
+
+
+def _left_out(method: str, count: int) -> Function:
+    """A step's backward that leaves the gradient as it is: nothing reads it."""
+    if method == "op_backward":
+        return lambda contexts, dx, *rest: (dx, ())
+    if method == "step_backward":
+        return lambda contexts, dx, *rest: (dx, (), ())
+    return lambda contexts, dx, **options: (dx, [()] * count, [()] * count)
+
+
+def _is_quantized(gradient: Any) -> bool:
+    return isinstance(gradient, QuantizedTensor)
+
+
+def _versions(grads: Sequence[torch.Tensor | None]) -> tuple[int | None, ...]:
+    return tuple(None if g is None or g.is_inference() else g._version for g in grads)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (
+        one.dtype is other.dtype and one.shape == other.shape and torch.equal(one, other)
+    )
+
+
+def _is_capturing(grads: Sequence[torch.Tensor | None]) -> bool:
+    on_gpu = any(g is not None and g.is_cuda for g in grads)
+    return on_gpu and torch.cuda.is_current_stream_capturing()
