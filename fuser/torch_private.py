@@ -408,12 +408,12 @@ def calling_module(known: Container[int]) -> tuple[FrameType | None, int]:
 
 def raising_module(error: BaseException, modules: Container[int]) -> int | None:
     """The ``id`` of the innermost of ``modules`` whose code raised ``error``; None if none did."""
-    found, at = None, error.__traceback__
+    innermost, at = None, error.__traceback__
     while at is not None:
         owner = id(at.tb_frame.f_locals.get("self"))
-        found = owner if owner in modules else found
+        innermost = owner if owner in modules else innermost
         at = at.tb_next
-    return found
+    return innermost
 
 
 def module_of(frame: FrameType) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import every_format as formats
+import models
 import oracles
 import pytest
 import torch
@@ -122,3 +125,53 @@ def test_nodes_of_hooks_take_longer_than_they_cost(width: int) -> None:
     for node in plan.nodes[1:-1]:  # the last has 1 MiB, and the first what is left
         steps = [step for step in plan.backward if step.ops[0] in node.ops]
         assert sum(step.microseconds for step in steps) >= 0.9 * NODE_MICROSECONDS
+
+
+# -- some of the gradients ----------------------------------------------------------------
+
+
+def experts() -> fuser.Sequential:
+    like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    return fuser.Sequential(
+        fuser.GroupedLinear(4, 256, 512, bias=False, **like),
+        fuser.SwiGLU(),
+        fuser.GroupedLinear(4, 256, 256, bias=False, **like),
+    )
+
+
+BLOCKS = {
+    "gelu": lambda: models.mlp(256, 512, dtype=torch.bfloat16, device="cuda"),
+    "swiglu": lambda: models.residual_block(256, 512, dtype=torch.bfloat16, device="cuda"),
+    "experts": experts,
+}
+
+
+@pytest.mark.parametrize("override", [None, "dequantized", "high_precision"])
+@pytest.mark.parametrize("recipe_name", ["none", *formats.STATELESS])
+@pytest.mark.parametrize("budget", [0, 1])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gradients_that_are_asked_for_apart_have_the_bits_of_all(
+    name: str, budget: int, recipe_name: str, override: Any
+) -> None:
+    """Of the input first, which keeps what those of the parameters need, as schedules ask."""
+    recipe = None
+    if recipe_name != "none":
+        recipe = formats.deterministic(formats.STATELESS[recipe_name], backward_override=override)
+    model = BLOCKS[name]()
+    splits = [torch.tensor([128, 0, 200, 184], device="cuda")] * 2 if name == "experts" else []
+    weights: list[torch.Tensor] = list(model.parameters())
+    x = torch.randn(512, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    dy = torch.randn(512, 256, dtype=torch.bfloat16, device="cuda")
+    with fuser.activation_memory_budget(budget):
+        for _ in range(4):  # launched, recorded, repeated
+            with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+                y = model(x, *splits)
+            grad = functools.partial(torch.autograd.grad, y, grad_outputs=dy, retain_graph=True)
+            inputs = [x, *weights]
+            parts = [*grad([x]), *grad(weights)]
+            others = [*grad(weights), *grad([x])]
+            whole = grad(inputs)
+            for gradient, other in zip(parts, whole, strict=True):
+                assert torch.equal(gradient, other)
+            for gradient, other in zip([others[-1], *others[:-1]], whole, strict=True):
+                assert torch.equal(gradient, other)
