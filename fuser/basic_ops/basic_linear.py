@@ -554,7 +554,10 @@ class BasicLinear(LinearWeight):
             assert dtype is not None
             x, weight = plain(x, dtype), plain(weight, dtype)
             grad_output = plain(grad_output, dtype)
-        dy, dtype = grad_output, (weight if x is None else x).dtype
+        operand = weight if x is None else x
+        # Of a weight's gradient alone, whose input is computed again, neither is here.
+        dtype = (ctx.compute_dtype or ctx.dtype) if operand is None else operand.dtype
+        dy = grad_output
         if dy.dtype is not dtype:
             dy = dy.to(dtype)
         grad_input = grad_weight = None
