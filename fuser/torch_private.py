@@ -429,6 +429,23 @@ def is_called_from(module: str, function: str | None = None) -> bool:
     )
 
 
+def running_load() -> tuple[Any, Mapping[str, Any]] | None:
+    """The plan of the load of a distributed checkpoint that runs, and the state it writes to.
+
+    Its tensors are told nothing but ``copy_`` of their rows, so this looks at the reader's call,
+    ``read_data(plan, planner)``, on the stack. None outside of one.
+    """
+    planner_module = sys.modules.get("torch.distributed.checkpoint.planner")
+    if planner_module is None:
+        return None
+    for frame in frames():
+        if frame.f_code.co_name == "read_data":
+            plan, planner = map(frame.f_locals.get, ("plan", "planner"))
+            if isinstance(plan, planner_module.LoadPlan):
+                return plan, getattr(planner, "state_dict", {})
+    return None
+
+
 def is_module_conversion() -> bool:
     """Whether ``torch.nn.Module`` is converting its parameters now.
 

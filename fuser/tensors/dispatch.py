@@ -18,7 +18,7 @@ from fuser.errors import StateError
 from fuser.formats import GROUP_TILE, ceil_div, round_up
 from fuser.tensors.base import QuantizedTensor, RowsOf, geometry
 from fuser.tensors.dequantized_view import DequantizedView, Step, follow
-from fuser.tensors.loading import note_chunk, takes_chunk, warn_of_other_format
+from fuser.tensors.loading import note_rows, takes_chunk, warn_of_other_format
 from fuser.tensors.sharding import USAGES, zeros_of_shard
 from fuser.tensors.writes import blocks_around, quantize_all
 from fuser.torch_private import STAGER, is_called_from, is_module_conversion, pytree, schema_of
@@ -352,13 +352,17 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
             source._make_copy(*missing)
         target._write(source, non_blocking)
         if is_chunk:
-            note_chunk(target)
+            assert target._view_of is not None
+            target._view_of.root._took_bytes()
+            note_rows(target)
         else:
             target._took_bytes()
         return target
     if isinstance(source, WrapperTensor):
         warn_of_other_format(target, _place(source)[0])
-    return target.quantize_(_plain(source))
+    target.quantize_(_plain(source))
+    note_rows(target)
+    return target
 
 
 def _new_zeros(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any) -> Any:
