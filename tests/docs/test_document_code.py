@@ -145,7 +145,7 @@ def test_the_generated_code_in_the_architecture_is_what_runs() -> None:
     pipeline = fuser.OperationFuser(layers)
     pipeline(torch.ones(4, 8, requires_grad=True, device="cpu"))
     (run,) = pipeline._runs.values()
-    (written,) = re.findall(r"^```py\n(.*?)^```", read("ARCHITECTURE.md"), re.M | re.S)
+    (written,) = re.findall(r"^```text\n(.*?)^```", read("ARCHITECTURE.md"), re.M | re.S)
     assert written.rstrip() == run.source.rstrip()
 
 
