@@ -259,19 +259,15 @@ def test_text_says_what_runs_what_it_moves_and_what_was_refused() -> None:
     for index, name in enumerate(plan.ops):
         assert f"{index} {name}" in listed
     for side in ("forward", "backward"):
-        fused, plain = plan.steps(side), plan.steps(side, fused=False)
-        for step in fused:
+        steps = plan.steps(side)
+        for step in steps:
             span = f"{step.ops[0]}-{step.ops[-1]}" if len(step.ops) > 1 else str(step.ops[0])
             name = step.fusion or plan.ops[step.ops[0]]
             numbers = (f"{step.bytes_per_token:.0f} B", f"{step.microseconds:.1f}")
             assert_a_line_holds(lines, f" {span} ", name, step.kernel, *numbers)
-        totals = []
-        for label, steps in (("", fused), ("unfused ", plain)):
-            totals.append(f"{label}{len(steps)} steps")
-            totals.append(f"{sum(step.bytes_per_token for step in steps):.0f} B")
-            totals.append(f"{sum(step.microseconds for step in steps):.1f} us")
-        ratio = sum(s.microseconds for s in plain) / sum(s.microseconds for s in fused)
-        assert_a_line_holds(lines, *totals, f"{ratio:.2f}x")
+        moved = f"{sum(step.bytes_per_token for step in steps):.0f} B"
+        time = f"{sum(step.microseconds for step in steps):.1f} us"
+        assert_a_line_holds(lines, f"{len(steps)} steps", moved, time)
     assert len(plan.refusals) >= 3
     for refusal in plan.refusals:
         span = f"{refusal.ops[0]}-{refusal.ops[-1]}"
