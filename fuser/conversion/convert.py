@@ -548,7 +548,7 @@ def _kept(
         raise InputTypeError(f"keep is a sequence of patterns; got the string {keep!r}.")
     linears = list(shapes)
     large = [p for p, shape in shapes.items() if min(shape) >= SMALLEST_LINEAR]
-    # A small linear, such as a value head behind the last layer, counts as neither.
+    # A small linear, such as a value head behind the last layer, is neither first nor last.
     ordered = [path for path in large if path not in routers] or linears
     kept = set(routers)
     for pattern in keep:

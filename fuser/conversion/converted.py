@@ -86,7 +86,7 @@ def _run(self: Any, cls: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -
 def set_conversion(module: torch.nn.Module, unit: Unit | None, recipe: Recipe | None) -> None:
     """Convert a module: set its unit, and the recipe under which it and all it holds run.
 
-    The recipe is in effect where no autocast is entered, whoever calls the module.
+    The recipe applies to each call that no autocast surrounds, whoever makes it.
     """
     if not is_converted(module):
         cls: Any = type(module)

@@ -121,8 +121,8 @@ class CompiledPlan:
         # A quantized tensor that arrives or leaves cannot be recorded.
         is_whole = neighbours.before is None and neighbours.after is None
         steps = [op for op, _ in (*forward, *backward)]
-        # The input, and the first parameter that needs a gradient: a backward that leaves one of
-        # them out is asked about all. Each question costs 0.4 us.
+        # The input, and the first parameter that needs a gradient. Only if a backward does not need
+        # one of these two, it is found out which others it needs: each question costs 0.4 us.
         params = [param for op in key.ops for param in op.params]
         of_params = [1 + place for place, param in enumerate(params) if param.requires_grad]
         self.asked = ([0] if key.ops[0].input_requires_grad else []) + of_params[:1]

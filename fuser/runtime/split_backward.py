@@ -1,9 +1,9 @@
-"""A backward in two parts: first the gradient of the input, later those of the parameters.
+"""A backward in two parts: first the gradient of the input, later the gradients of parameters.
 
-Schedules of pipelines without bubbles ask so, and keep the graph in between. The first part keeps
-the gradients that enter steps with parameters, and the second one computes the parameters' from
-them, without the products between. It does so if it gets the same gradient of the output: torch
-tells nothing of it, so values are compared, and the second part waits for the device once.
+Zero-bubble pipeline schedules run it so, and keep the graph in between. The first part keeps the
+gradients that enter steps with parameters, and the second one starts each such step from its own,
+without the products between them. This needs the same gradient of the output. Torch does not say
+whether it is the same, so values are compared, and the second part waits for the device once.
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ class SplitBackward:
         for number, (op, indices) in enumerate(steps):
             name = f"backward{number}"
             has_params = any(param_counts[i] for i in indices)
-            if has_params or any(
-                ops[i].num_extra_inputs + ops[i].num_extra_outputs for i in indices
-            ):
+            extras = sum(ops[i].num_extra_inputs + ops[i].num_extra_outputs for i in indices)
+            if has_params or extras:
                 first[name] = _keeping(names[name])
                 is_alone = len(indices) == 1 and op is ops[indices[0]]
                 second[name] = _from_kept(names[name], is_alone=is_alone and has_params)
@@ -95,7 +94,7 @@ class SplitBackward:
             results = self._first(contexts, *rest)
             entering = [vars(context).pop("entering", None) for context in contexts]
             ctx.kept = None
-            if all(type(e) in (type(None), torch.Tensor) or _is_quantized(e) for e in entering):
+            if all(e is None or _can_be_kept(e) for e in entering):
                 ctx.kept = _Kept(grads, _versions(grads), entering)
             return results
 
@@ -106,7 +105,7 @@ class SplitBackward:
             for context, gradient in zip(contexts, entering, strict=True):
                 context.entering = gradient  # type: ignore[attr-defined]
             results = self._second(contexts, *rest)
-            return (*results[:1], None, *results[2:])  # dx stands for none
+            return (*results[:1], None, *results[2:])  # without dx, which is no gradient here
 
         return second
 
@@ -149,8 +148,9 @@ def _left_out(method: str, count: int) -> Function:
     return lambda contexts, dx, **options: (dx, [()] * count, [()] * count)
 
 
-def _is_quantized(gradient: Any) -> bool:
-    return isinstance(gradient, QuantizedTensor)
+def _can_be_kept(gradient: Any) -> bool:
+    """Whether it has been computed: a lazy one is computed when it is read."""
+    return type(gradient) is torch.Tensor or isinstance(gradient, QuantizedTensor)
 
 
 def _versions(grads: Sequence[torch.Tensor | None]) -> tuple[int | None, ...]:

@@ -4,7 +4,7 @@
 In a format of blocks each brings its scales. If one scale belongs to all rows, the first chunk
 brings that of the whole tensor: the tensor takes it with the bytes, and the chunks that follow have
 the same scale. No rank waits for another, as ranks may load different numbers of chunks. Rows
-that the load has not reached yet are zeros then: their values are those of before the load.
+that the load has not reached yet are zeros until then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,51 +24,38 @@ from fuser.torch_private import is_called_from, running_load
 CHECKPOINT = "torch.distributed.checkpoint"
 
 
-@dataclass
-class _Load:
-    """The load that writes a tensor: its plan, the rows that it has written, the version then."""
-
-    plan: weakref.ref[Any]
-    rows: torch.Tensor
-    version: int
-
-
-# By the first buffer of a tensor, the load that wrote to it last.
-_loads: MutableMapping[torch.Tensor, _Load] = WeakTensorKeyDictionary()
+# By the first buffer of a tensor, the plan of the load that wrote rows of it last.
+_loads: MutableMapping[torch.Tensor, weakref.ref[Any]] = WeakTensorKeyDictionary()
 
 
 def takes_chunk(target: QuantizedTensor, source: QuantizedTensor) -> bool:
     """Whether the bytes of a checkpoint's chunk can be written to rows of a tensor with one scale.
 
-    The tensor has the scale of the chunk then. Not if rows that the load has written, or that
-    belong to another tensor, have another scale: their values are kept.
+    The tensor has the scale of the chunk then. False if its scale is another, and rows have it that
+    the load has written, or that are not in the checkpoint: their values are kept.
 
     Raises
     ------
     StateError
         If the tensor is a shard, and chunks of this load have several scales.
     """
-    view = target._view_of
-    if view is None or view.is_turned:
+    view, running = target._view_of, running_load()
+    if view is None or view.is_turned or running is None:
         return False
     root, copies = view.root, ("rowwise", "columnwise")
     if root._rows_of_a_write() or any(target._has(usage) != root._has(usage) for usage in copies):
         return False
-    load = _load_of(root)
-    if load is None:
-        return False
-    of_rows = root._layout.rows
-    if all(
-        torch.equal(own, brought)
-        for name, own, brought in _pairs(root, source)
-        if name not in of_rows
-    ):
+    (plan, state), first, of_rows = running, root._memory()[0], root._layout.rows
+    pairs = [*_pairs(root, source)]
+    if all(torch.equal(own, brought) for name, own, brought in pairs if name not in of_rows):
         return True
-    if not load.rows.any():
-        for name, own, _ in _pairs(root, source):
+    written_by = _loads.get(first)
+    if written_by is None or written_by() is not plan:
+        is_whole = any(_is_whole(value, first) for value in state.values())
+        for name, own, _ in pairs if is_whole else ():
             if name in of_rows:
                 own.zero_()
-        return True
+        return is_whole
     if root._sharding is not None and root._sharding.is_exact:
         raise StateError(
             f"A checkpoint has several scales for the rows of a {type(root).__name__} shard of "
@@ -80,33 +66,11 @@ def takes_chunk(target: QuantizedTensor, source: QuantizedTensor) -> bool:
 
 
 def note_rows(target: QuantizedTensor) -> None:
-    """After a write to rows of a tensor: the load that wrote them has them."""
+    """After a write to rows of a tensor: the load that runs, if one does, has written some."""
     view = target._view_of
-    if view is None or view.is_turned or not _loads:
-        return
-    first = view.root._memory()[0]
-    load = _loads.get(first)
-    if load is not None:
-        load.rows[view.start : view.start + target._matrix()[0]] = True
-        load.version = first._version
-
-
-def _load_of(root: QuantizedTensor) -> _Load | None:
-    """The running load, if all rows of the tensor belong to it; with a record of what it wrote."""
-    running = running_load()
-    first = root._memory()[0]
-    if running is None or first.is_inference():
-        return None
-    plan, state = running
-    load = _loads.get(first)
-    if load is None or load.plan() is not plan:
-        if not any(_is_whole(value, first) for value in state.values()):
-            return None
-        rows = torch.zeros(root._matrix()[0], dtype=torch.bool, device="cpu")
-        load = _loads[first] = _Load(weakref.ref(plan), rows, first._version)
-    elif load.version != first._version:  # others wrote to it: all rows are kept
-        load.rows.fill_(True)
-    return load
+    running = None if view is None else running_load()
+    if view is not None and running is not None:
+        _loads[view.root._memory()[0]] = weakref.ref(running[0])
 
 
 def _is_whole(value: Any, first: torch.Tensor) -> bool:

@@ -154,6 +154,26 @@ def mlp(recipe: Any, sequence: bool, rank: int) -> Any:
     return train_mlp(layer, recipe, x, dy, is_shard=True)
 
 
+def in_parts(recipe: Any, sequence: bool, rank: int) -> Any:
+    """Gradients of an MLP at once, and of its input first and its parameters then."""
+    layer = modules.LayerNormMLP(
+        HIDDEN, 2 * HIDDEN, set_parallel_mode=True, tp_size=RANKS, sequence_parallel=sequence
+    )
+    layer.load_state_dict(mlp_parts(whole_mlp(), rank), strict=False)
+    x, dy = (part(t, rank, 0) if sequence else t for t in (X, DY))
+    x = x.clone().requires_grad_()
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        y = layer(x)
+    weights = list(layer.parameters())
+    grad = functools.partial(torch.autograd.grad, y, grad_outputs=dy, retain_graph=True)
+    # Of the parameters alone, without what the input's part keeps, too.
+    return {
+        "alone": grad(weights),
+        "parts": [*grad([x]), *grad(weights)],
+        "all": grad([x, *weights]),
+    }
+
+
 def column(group: Any = None, **options: Any) -> Any:
     op = fuser.BasicLinear(
         HIDDEN,
@@ -603,4 +623,5 @@ def cases() -> dict[str, Any]:
     for name, of_mlp in MLPS.items():
         for sequence in (False, True):
             found[f"mlp {name} {sequence}"] = functools.partial(mlp, of_mlp, sequence)
+            found[f"in parts {name} {sequence}"] = functools.partial(in_parts, of_mlp, sequence)
     return found

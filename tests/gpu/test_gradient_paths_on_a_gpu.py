@@ -150,7 +150,7 @@ BLOCKS = {
 @pytest.mark.parametrize("recipe_name", ["none", *formats.STATELESS])
 @pytest.mark.parametrize("budget", [0, 1])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_gradients_that_are_asked_for_apart_have_the_bits_of_all(
+def test_gradients_in_parts_have_the_bits_of_one_backward(
     name: str, budget: int, recipe_name: str, override: Any
 ) -> None:
     """Of the input first, which keeps what those of the parameters need, as schedules ask."""

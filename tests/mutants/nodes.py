@@ -319,12 +319,12 @@ NODES = (
         "test_autograd_nodes.py::test_the_first_gradient_comes_in_the_first_quarter_of_backward",
     ),
     Mutant(
-        "a backward computes gradients that nobody asks for",
+        "a backward computes gradients that are not needed",
         "runtime/gradient_paths.py",
         "needed_gradients",
         "return None if is_all else needed",
         "return None",
-        "test_gradient_paths.py::test_products_of_gradients_that_nobody_asks_for_do_not_run",
+        "test_gradient_paths.py::test_products_of_gradients_that_are_not_needed_do_not_run",
     ),
     Mutant(
         "a backward for some gradients leaves out those of the next one through the node",
@@ -332,7 +332,7 @@ NODES = (
         "needing",
         "copy = context_of(type(context), context.__dict__)",
         "copy = context",
-        "test_gradient_paths.py::test_gradients_that_are_asked_for_apart_have_the_bits_of_all",
+        "test_gradient_paths.py::test_gradients_in_parts_have_the_bits_of_one_backward",
         select="node and linears and none and None",
     ),
     Mutant(
@@ -341,7 +341,7 @@ NODES = (
         "RecordedForward.backward",
         "layout = (layout, autocast, others, needed)",
         "layout = (layout, autocast, others)",
-        "test_gradient_paths.py::test_gradients_that_are_asked_for_apart_have_the_bits_of_all",
+        "test_gradient_paths.py::test_gradients_in_parts_have_the_bits_of_one_backward",
         select="recorded and linears and none and None",
     ),
     Mutant(

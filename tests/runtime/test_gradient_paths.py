@@ -262,7 +262,7 @@ SOME_OF = {
 @pytest.mark.parametrize("budget", [0, 1])
 @pytest.mark.parametrize("name", SOME_OF)
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_that_are_asked_for_apart_have_the_bits_of_all(
+def test_gradients_in_parts_have_the_bits_of_one_backward(
     way: str, name: str, budget: int, override: str | None, recipe_name: str
 ) -> None:
     """Of the input first and of the parameters then, as schedules of pipelines ask; the other way
@@ -301,9 +301,7 @@ def test_gradients_that_are_asked_for_apart_have_the_bits_of_all(
 @pytest.mark.parametrize("budget", [0, 1])
 @pytest.mark.parametrize("name", ["linears", "residual", "experts"])
 @pytest.mark.parametrize("way", WAYS)
-def test_delayed_scaling_has_gradients_that_are_asked_for_apart(
-    way: str, name: str, budget: int
-) -> None:
+def test_gradients_in_parts_under_delayed_scaling(way: str, name: str, budget: int) -> None:
     """Near those of all: each backward ends a step, so that scales differ."""
     recipe = DelayedScaling(amax_history_len=3)
     model = SOME_OF[name]()
@@ -323,7 +321,7 @@ def test_delayed_scaling_has_gradients_that_are_asked_for_apart(
 
 
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), MXFP8BlockScaling()])
-def test_products_of_gradients_that_nobody_asks_for_do_not_run(recipe: Recipe | None) -> None:
+def test_products_of_gradients_that_are_not_needed_do_not_run(recipe: Recipe | None) -> None:
     model = models.mlp(WIDTH, WIDTH)
     weights = [model[0].weight, model[2].weight]
     x = oracles.random_tensor((ROWS, WIDTH), torch.float32, 1).requires_grad_()

@@ -158,6 +158,17 @@ def test_an_mlp_trains_as_on_one_rank(of: Any, name: str, sequence: bool) -> Non
             assert_close(each[parameter], value, limit)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", MLPS)
+def test_gradients_in_parts_are_those_of_one_backward(of: Any, name: str, sequence: bool) -> None:
+    limit = E5M2 if name == "delayed" else LIMIT  # whose scales change after each backward
+    for each in of(f"in parts {name} {sequence}"):
+        for gradient, other in zip(each["parts"], each["all"], strict=True):
+            assert_close(gradient, other, limit)
+        for gradient, other in zip(each["alone"], each["all"][1:], strict=True):
+            assert_close(gradient, other, limit)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_rows_that_two_ranks_quantize_together_are_gathered_first(of: Any, name: str) -> None:
     linear = fuser.BasicLinear(HIDDEN, HIDDEN, device="cpu")

@@ -19,10 +19,10 @@ from fuser.te.pytorch import (
     cpu_offload,
     cross_entropy,
     distributed,
-    grouped_state,
     layers,
     master_weights,
     permutation,
+    recipes,
     rope,
 )
 
@@ -111,7 +111,7 @@ def numbers(layer: layers.GroupedLinear) -> torch.Tensor:
 @pytest.fixture
 def recipes_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after ``fuser.te.install()``."""
-    for name in ("transformer_engine", "transformer_engine.common", grouped_state.NAME):
+    for name in ("transformer_engine", "transformer_engine.common", recipes.NAME):
         monkeypatch.setitem(sys.modules, name, recipe)
 
 

@@ -111,6 +111,17 @@ def test_chunks_that_were_quantized_apart_keep_their_values(recipe: Recipe, tmp_
         assert error < 0.05
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_unquantized_chunk_before_quantized_ones_keeps_its_values(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    small, target = weight(recipe, 0.01), weight(recipe, 1.0)
+    first, *others = in_chunks(small)
+    load(target, saved(tmp_path / "mixed", [values(first), *others]))
+    error = (values(target) - values(small)).norm() / values(small).norm()
+    assert error < 0.05
+
+
 class Fails(default_planner.DefaultLoadPlanner):
     """A load that ends after its second chunk."""
 

@@ -26,10 +26,8 @@ __all__ = ["pickled_state", "plain_state", "recipe_of"]
 
 QUANTIZED = {"forward": 2, "backward": 1}
 """The tensors of a group that are quantized here."""
-NAME = "transformer_engine.common.recipe"
-"""The module of the recipe in such a state."""
 CLASSES: dict[str, type] = {
-    f"{NAME}.DelayedScaling": recipes.DelayedScaling,
+    f"{recipes.NAME}.DelayedScaling": recipes.DelayedScaling,
     # States that fuser wrote until 2026-11-28.
     **{f"fuser.recipe.{each.__name__}": each for each in (DelayedScaling, Format, FormatRange)},
 }
@@ -63,7 +61,7 @@ def pickled_state(state: torch.Tensor, groups: int) -> torch.Tensor:
 
 def _pickled(content: dict[str, Any]) -> bytes:
     own = f"c{recipes.DelayedScaling.__module__}\nDelayedScaling\n"  # of this protocol
-    named = f"c{NAME}\nDelayedScaling\n"
+    named = f"c{recipes.NAME}\nDelayedScaling\n"
     return pickle.dumps(content, protocol=3).replace(own.encode(), named.encode())
 
 

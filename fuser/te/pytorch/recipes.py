@@ -15,6 +15,8 @@ from fuser.te.import_paths import ROOT, is_installed
 
 __all__ = ["DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "NVFP4BlockScaling"]
 
+NAME = f"{ROOT}.common.recipe"
+"""The module that programs import them from."""
 IGNORED = ("device", "interval", "params_dtype")
 """Arguments that programs pass to DelayedScaling and that are no fields of it."""
 
@@ -99,7 +101,7 @@ class NVFP4BlockScaling(_FromEnvironment, recipe.NVFP4BlockScaling):
 def take_name() -> None:
     """Pickles of these recipes name them as programs import them, which their readers know."""
     for name in __all__:
-        globals()[name].__module__ = f"{ROOT}.common.recipe"
+        globals()[name].__module__ = NAME
 
 
 if is_installed():
