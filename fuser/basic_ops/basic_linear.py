@@ -541,6 +541,7 @@ class BasicLinear(LinearWeight):
         """
         x, weight = self.saved_operands(ctx)
         if x is None and weight is None and ctx.is_partial and not ctx.defers_wgrad:
+            materialize(grad_output)  # with what is computed beside a lazy one, such as a bias's
             return None, (None,)
         if self._parallel is not None:
             return linear_parallel.backward(self, ctx, grad_output, x, weight, scale, addend)

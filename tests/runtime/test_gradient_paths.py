@@ -298,6 +298,25 @@ def test_gradients_in_parts_have_the_bits_of_one_backward(
             del y
 
 
+@pytest.mark.parametrize("recipe_name", ["current", "mxfp8"])
+@pytest.mark.parametrize("name", ["linears", "residual", "experts"])
+def test_the_gradient_of_one_tensor_alone_is_computed(name: str, recipe_name: str) -> None:
+    """By kernels, also where it is computed beside a gradient that nothing else needs."""
+    recipe = formats.deterministic(formats.STATELESS[recipe_name])
+    model = SOME_OF[name]()
+    splits = [torch.tensor([16, 0, 48])] * 2 if name == "experts" else []
+    x = oracles.random_tensor((ROWS, WIDTH), torch.float32, 1).requires_grad_()
+    dy = oracles.random_tensor((ROWS, WIDTH), torch.float32, 2)
+    with running("recorded", model):
+        with fuser.autocast(recipe=recipe):
+            y = model(x, *splits)
+        inputs: list[torch.Tensor] = [x, *model.parameters()]
+        expected = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+        for tensor, gradient in zip(inputs, expected, strict=True):
+            (alone,) = torch.autograd.grad(y, [tensor], dy, retain_graph=True)
+            assert torch.equal(alone, gradient)
+
+
 @pytest.mark.parametrize("budget", [0, 1])
 @pytest.mark.parametrize("name", ["linears", "residual", "experts"])
 @pytest.mark.parametrize("way", WAYS)
