@@ -175,3 +175,6 @@ def test_gradients_in_parts_have_the_bits_of_one_backward(
                 assert torch.equal(gradient, other)
             for gradient, other in zip([others[-1], *others[:-1]], whole, strict=True):
                 assert torch.equal(gradient, other)
+            for tensor, other in zip(inputs, whole, strict=True):
+                (alone,) = grad([tensor])
+                assert torch.equal(alone, other)

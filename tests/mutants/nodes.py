@@ -368,4 +368,13 @@ NODES = (
         "pass",
         "test_gradient_paths.py::test_the_parts_of_torchs_schedules_without_bubbles_are_one_backward",
     ),
+    Mutant(
+        "a gradient waits for a second launch that a partial backward leaves out",
+        "runtime/codegen.py",
+        "PlanCodegen._add_backward_step",
+        'where = f"with in_one_launch() if c{joined}.defers_wgrad else alone():"',
+        'where = "with in_one_launch():"',
+        "test_gradient_paths.py::test_the_gradient_of_one_tensor_alone_is_computed",
+        select="linears and current",
+    ),
 )
