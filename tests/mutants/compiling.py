@@ -207,7 +207,7 @@ COMPILING = (
         "Passes.forward",
         "given = given.distinct(self.facts.first)",
         "pass",
-        f"{TEST}test_a_backward_reads_the_tensors_of_its_forward_if_inputs_are_tied",
+        "test_exported.py::test_a_program_of_several_inputs_takes_one_tensor_for_all",
     ),
     Mutant(
         "torch's autocast around a backward counts",

@@ -19,10 +19,12 @@ from test_compiled import (
     CURRENT,
     DELAYED,
     MXFP8,
+    WIDTH,
     Blocks,
     _nothing_compiled_yet,
     assert_equal,
     rows,
+    scaled,
     step,
     under,
 )
@@ -106,6 +108,19 @@ def test_a_loaded_program_trains(name: str, recipe: Any, tmp_path: Path) -> None
     gradients = {key: p.grad for key, p in model.named_parameters()}
     for key, parameter in loaded.named_parameters():
         assert_equal([parameter.grad], [gradients[key]])
+
+
+def test_a_program_of_several_inputs_takes_one_tensor_for_all() -> None:
+    model = scaled()
+    x, s, t, u = rows(8).repeat(1, 2).requires_grad_(), torch.rand(8), torch.rand(8), torch.rand(8)
+    assert x.shape == (8, 2 * WIDTH)
+    program = torch.export.export(model, (x, s, t, u)).module()
+    # Such a program does not ask which of its inputs are one tensor, as torch.compile does.
+    for given in [(s, s, s), (s, t, s), (t, s, s), (s, t, u)]:
+        y, expected = program(x, *given), model(x, *given)
+        assert_equal([y], [expected])
+        gradients = [torch.autograd.grad(out.sum(), [x]) for out in (y, expected)]
+        assert_equal(list(gradients[0]), list(gradients[1]))
 
 
 def test_a_fresh_process_has_them_too(tmp_path: Path) -> None:
