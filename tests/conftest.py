@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -119,6 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in dropped]
 
 
+@functools.cache
 def is_of_machines(path: Path) -> bool:
     """Whether the tests of a file start something."""
     is_here = path.is_relative_to(ROOT) and GPU_TESTS not in path.parents

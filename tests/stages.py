@@ -185,7 +185,10 @@ class Runner:
 
     def _command(self, name: str, words: Sequence[str]) -> Command:
         log = self.logs / f"{name.replace(' ', '-')}.log"
-        return Command(name, words, {**os.environ, "PYTHONUNBUFFERED": "1"}, log)
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        # Some hundred processes would compile each module that they import, and each test file.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        return Command(name, words, environment, log)
 
     def side_by_side(self, commands: Sequence[Command]) -> bool:
         """Run commands at the same time; whether all succeed."""

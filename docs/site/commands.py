@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shlex
-import subprocess
-import sys
+from unittest import mock
+
+from fuser.__main__ import main
 
 
 def output(command: str) -> str:
-    """The text that ``fuser`` prints for the arguments in ``command``, 80 columns wide."""
+    """The text that ``fuser`` prints for the arguments in ``command``, 80 columns wide.
+
+    Raises
+    ------
+    ValueError
+        The command refuses its arguments, or fails.
+    """
     name, *arguments = shlex.split(command)
     assert name == "fuser", command
-    return subprocess.run(
-        [sys.executable, "-m", "fuser", *arguments],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(sys.path)},
-    ).stdout
+    printed = io.StringIO()
+    with mock.patch.dict(os.environ, COLUMNS="80"), contextlib.redirect_stdout(printed):
+        status = main(arguments)
+    if status:
+        raise ValueError(f"{command!r} in a document ends with status {status}")
+    return printed.getvalue()
 
 
 def setup(app: object) -> dict[str, bool]:

@@ -125,5 +125,5 @@ def test_the_picture_of_kernels_is_that_of_its_script() -> None:
 
 def test_a_command_prints_what_the_program_prints() -> None:
     assert commands.output("fuser --version") == f"fuser {fuser.__version__}\n"
-    with pytest.raises(subprocess.CalledProcessError):
+    with pytest.raises(ValueError, match="status 2"):
         commands.output("fuser fly")

@@ -50,6 +50,16 @@ def test_every_place_in_the_lists_of_stages_is_there() -> None:
         assert (ROOT / place).exists(), place
 
 
+def test_processes_of_a_stage_keep_what_python_has_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    runner = Runner(tmp_path, ())
+    for command in (*runner.linters(), runner.tests("first", ["tests/repository"])):
+        assert "PYTHONDONTWRITEBYTECODE" not in command.environment
+        assert command.environment["PYTHONUNBUFFERED"] == "1"
+
+
 @pytest.mark.parametrize(
     ("path", "stage"),
     [
