@@ -13,8 +13,6 @@ import torch
 
 from fuser.functional.grouped import PaddedGroups
 from fuser.inspection.measure import Sums, copies_of, measured, together
-from fuser.report.draw import drawable, write_picture
-from fuser.report.inspection import lay_out_inspection
 from fuser.report.text import columns, listed
 from fuser.tensors import QuantizedTensor
 
@@ -327,6 +325,9 @@ class InspectionReport:
         StateError
             If matplotlib is missing.
         """
+        from fuser.report.draw import drawable, write_picture
+        from fuser.report.inspection import lay_out_inspection
+
         target = drawable(path)
         picture = lay_out_inspection(self.to_dict())
         return write_picture(picture, str(self), target)

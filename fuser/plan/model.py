@@ -17,7 +17,6 @@ from typing import Any
 from fuser.plan.devices import Device
 from fuser.plan.plain_torch import COMPILED, EAGER, Baseline
 from fuser.plan.plan import FusionPlan
-from fuser.report.draw import draw
 from fuser.report.text import columns, format_flops, format_time
 
 
@@ -242,6 +241,8 @@ class ModelPlan:
         InputError
             If the path has another suffix.
         """
+        from fuser.report.draw import draw
+
         return draw(self.to_dict(), str(self), path)
 
     def _repr_html_(self) -> str:

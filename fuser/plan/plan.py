@@ -15,7 +15,6 @@ from fuser.cuda.launch import off_cuda
 from fuser.plan.devices import Device, device_of
 from fuser.plan.memory import MemoryCurve
 from fuser.plan.plain_torch import Baseline
-from fuser.report.draw import draw
 from fuser.report.text import (
     columns,
     format_bytes,
@@ -526,6 +525,8 @@ class FusionPlan:
         InputError
             If the path has another suffix.
         """
+        from fuser.report.draw import draw
+
         return draw(self.to_dict(), str(self), path)
 
     def _repr_html_(self) -> str:
