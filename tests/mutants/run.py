@@ -214,6 +214,8 @@ class Tree:
             if self._is_closed:
                 raise
             return self._fresh(arguments)  # a test has ended it
+        if code is None:
+            return None, ""  # perhaps before it has opened its output
         return code, output.read_text(encoding="utf-8", errors="replace")
 
 
