@@ -205,8 +205,17 @@ class GroupedLinearState(NamedTuple):
     quantizers: GroupsQuantizers | None
     is_padded: tuple[bool, bool]
     separate: SeparateWeights | None
+    is_transposed: bool
+    """Whether the weights are ``[G, K, N]`` in memory, as then their gradients are."""
     grad_input: torch.Tensor | None = None
     """The caller's buffer for the gradient of the input."""
+
+
+def _are_transposed(weights: Weights) -> bool:
+    """Whether weights ``[G, N, K]`` are ``[G, K, N]`` in memory."""
+    if not isinstance(weights, torch.Tensor) or weights.is_contiguous():
+        return False
+    return weights.mT.is_contiguous()
 
 
 # -- products --------------------------------------------------------------------------
@@ -340,7 +349,9 @@ class GroupedProduct:
                 self.groups.places(), scales, bias, x_scaling, weight_scaling, saved_x, saved_weight
             )
             ctx.save_for_backward(*saved.tensors())
-            ctx.state = GroupedLinearState(type(self), self.quantizers, self.is_padded, separate)
+            ctx.state = GroupedLinearState(
+                type(self), self.quantizers, self.is_padded, separate, _are_transposed(weights)
+            )
         return y
 
     def _input(self, x: Values, has_columns: bool) -> tuple[Operand, Quantizer | None]:
@@ -545,7 +556,10 @@ class GroupedProduct:
             x_of_all = self._rebuilt(rebuilt, scaling)
         if isinstance(x_of_all, QuantizedTensor):
             x_of_all, is_padded = x_of_all.dequantize(dtype=dy.dtype), True
-        return grouped.wgrad(dy, self._padded(x_of_all, is_padded), self.rows)
+        values = self._padded(x_of_all, is_padded)
+        if self.ctx.state.is_transposed:
+            return grouped.wgrad(values, dy, self.rows).mT
+        return grouped.wgrad(dy, values, self.rows)
 
     def _rebuilt(self, x: Values, scaling: torch.Tensor | None) -> Operand:
         """An input that backward computed again, as the operand of the weight gradient."""
