@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +19,13 @@ from fuser.op import COMPUTE_DTYPES
 
 CHANNELS = ("split sizes", "probs", "rows")
 
+INPUTS = ("hidden_states", "top_k_index", "top_k_weights")
+"""The inputs of a forward of any arguments, as those of transformers' implementations."""
+
+Scalars = tuple[tuple[str, float], ...]
+
+GATES = {"SwiGLU": basic_ops.ScaledSwiGLU, "ClampedSwiGLU": basic_ops.ScaledClampedQGeGLU}
+
 
 @dataclass(frozen=True)
 class ExpertsPart(Part):
@@ -28,6 +37,14 @@ class ExpertsPart(Part):
         Names of the parameters ``[experts, 2 * width, hidden]`` and ``[experts, hidden, width]``.
     experts, hidden, width
         The sizes.
+    biases
+        Names of the parameters ``[experts, 2 * width]`` and ``[experts, hidden]``, if it has them.
+    is_transposed
+        Whether the weights are ``[experts, in, out]``.
+    gate, scalars
+        A name in ``GATES``, and the scalars of its formula.
+    is_alternating
+        Whether the rows of gate and up alternate, in place of one half after the other.
     """
 
     up: str
@@ -35,30 +52,55 @@ class ExpertsPart(Part):
     experts: int
     hidden: int
     width: int
+    biases: tuple[str, ...] = ()
+    is_transposed: bool = False
+    gate: str = "SwiGLU"
+    scalars: Scalars = ()
+    is_alternating: bool = False
 
     def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
-        options: dict[str, Any] = {"bias": False, "single_grouped_weight": True, "device": "meta"}
+        has_bias = bool(self.biases)
+        options: dict[str, Any] = {"bias": has_bias, "single_grouped_weight": True}
+        options |= {"single_grouped_bias": has_bias, "device": "meta"}
         options["dtype"] = owner._parameters[self.up].dtype  # type: ignore[union-attr]
         up = basic_ops.GroupedLinear(self.experts, self.hidden, 2 * self.width, **options)
-        down = basic_ops.GroupedLinear(self.experts, self.width, self.hidden, **options)
+        down = basic_ops.GroupedLinear(
+            self.experts, self.width, self.hidden, scale_bias=has_bias, **options
+        )
+        gate = GATES[self.gate](1 if self.is_alternating else None, **dict(self.scalars))
         dispatch = basic_ops.MoeDispatch(self.experts)
         for index, channel in enumerate(CHANNELS):
             dispatch.set_extra_output_channel(index, channel, output_to_caller=False)
         sizes, probs, rows = CHANNELS
+        if has_bias:
+            # The rows are multiplied by their probabilities before the last product.
+            down.set_extra_input_channel(1, probs)
         return [
             dispatch,
             up.set_extra_input_channel(0, sizes),
-            basic_ops.ScaledSwiGLU().set_extra_input_channel(0, probs),
+            gate.set_extra_input_channel(0, probs),
             down.set_extra_input_channel(0, sizes),
             basic_ops.MoeCombine().set_extra_input_channel(0, rows),
         ]
 
     def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
-        return [getattr(owner, self.up), getattr(owner, self.down)]
+        weights = [getattr(owner, name) for name in self.weights]
+        if self.is_transposed:
+            weights = [weight.transpose(1, 2) for weight in weights]
+        biases = [getattr(owner, name) for name in self.biases]
+        if not biases:
+            return weights
+        return [value for pair in zip(weights, biases, strict=True) for value in pair]
 
     @property
     def weights(self) -> tuple[str, ...]:
         return self.up, self.down
+
+    def sized(self, owner: torch.nn.Module) -> ExpertsPart:
+        experts, hidden, width = owner._parameters[self.down].shape  # type: ignore[union-attr]
+        if self.is_transposed:
+            hidden, width = width, hidden
+        return replace(self, experts=experts, hidden=hidden, width=width)
 
     def inputs(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x, experts, probs = inputs
@@ -67,75 +109,153 @@ class ExpertsPart(Part):
             experts = torch.where(experts == self.experts, -1, experts)
         return x, experts, probs
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters, by their names."""
+        sizes = [(2 * self.width, self.hidden), (self.hidden, self.width)]
+        biases = {name: size[:1] for name, size in zip(self.biases, sizes, strict=False)}
+        order = -1 if self.is_transposed else 1
+        weights = {name: size[::order] for name, size in zip(self.weights, sizes, strict=True)}
+        return {name: (self.experts, *shape) for name, shape in (weights | biases).items()}
+
     def refusal(self, owner: torch.nn.Module) -> str | None:
-        shapes = {self.up: (2 * self.width, self.hidden), self.down: (self.hidden, self.width)}
         first = owner._parameters.get(self.up)
-        for name, shape in shapes.items():
-            weight = owner._parameters.get(name)
-            if weight is None or first is None:
+        for name, shape in self.shapes.items():
+            value = owner._parameters.get(name)
+            if value is None or first is None:
                 return f"{name} is computed at each call, as by PEFT's target_parameters"
-            if type(weight) not in PLAIN_TENSORS:
-                return f"{name} is a {type(weight).__name__}"
-            if weight.dtype not in COMPUTE_DTYPES or weight.dtype is not first.dtype:
-                return f"{name} is {weight.dtype}"
-            if tuple(weight.shape) != (self.experts, *shape):
+            if type(value) not in PLAIN_TENSORS:
+                return f"{name} is a {type(value).__name__}"
+            if value.dtype not in COMPUTE_DTYPES or value.dtype is not first.dtype:
+                return f"{name} is {value.dtype}"
+            if tuple(value.shape) != shape:
                 return f"{name} has another shape"
         return None
 
     @property
     def text(self) -> str:
-        return f"{self.experts} experts: {self.up}, SwiGLU, {self.down}"
+        return f"{self.experts} experts: {self.up}, {self.gate}, {self.down}"
 
 
 def experts_unit(module: torch.nn.Module) -> Unit | str | None:
     """The unit of a module that is experts; why it has none; None if it is nothing like that."""
-    weights = {n: p for n, p in module._parameters.items() if p is not None and p.dim() == 3}
-    if len(weights) != 2:
-        return None
-    (up, first), (down, second) = weights.items()
-    experts, rows, hidden = first.shape
-    if sum(p is not None for p in module._parameters.values()) != 2:
-        return "its experts have biases"
-    if second.shape != (experts, hidden, rows // 2) or rows % 2:
-        return f"the shapes {tuple(first.shape)} and {tuple(second.shape)} are not those of a gate"
-    if len(parameters_of(module)) != 3 and not hasattr(module, "config"):
+    part = _part(module)
+    if part is None or isinstance(part, str):
+        return part
+    parameters = parameters_of(module)
+    if len(parameters) != len(INPUTS) and not hasattr(module, "config"):
         return "its forward does not take tokens, experts and their weights"
-    names = ("hidden_states", "top_k_index", "top_k_weights")
-    inputs = tuple((name, REQUIRED) for name in names)
-    step = Step(experts_chain(module, up, down), (Ref(0), Ref(1), Ref(2)))
-    unit = Unit(inputs, (step,), Ref(3))
-    return unit if _is_proved(module, up, down) else "its values are not those of SwiGLU experts"
+    named = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    names = named if len(named) == len(INPUTS) else INPUTS
+    trials = _trials(module, part)
+    if isinstance(trials, str):
+        return trials
+    for candidate in _with_gates(module, part):
+        if _pass(candidate, trials):
+            inputs = tuple((name, REQUIRED) for name in names)
+            step = Step(Chain((candidate,), ()), (Ref(0), Ref(1), Ref(2)))
+            return Unit(inputs, (step,), Ref(3))
+    return f"its values are not those of {' or '.join(GATES)} experts"
 
 
 def experts_chain(module: torch.nn.Module, up: str, down: str) -> Chain:
     """The chain of experts with the parameters ``up`` and ``down``, of their present shapes."""
-    experts, rows, hidden = getattr(module, up).shape
-    return Chain((ExpertsPart(up, down, experts, hidden, rows // 2),), ())
+    return Chain((ExpertsPart(up, down, 0, 0, 0).sized(module),), ())
 
 
-def _is_proved(module: torch.nn.Module, up: str, down: str) -> bool:
-    """Whether a module gives the values of the pipeline, for small weights of as many experts."""
-    experts: int = module._parameters[up].shape[0]  # type: ignore[union-attr]
+def _part(module: torch.nn.Module) -> ExpertsPart | str | None:
+    """The part with a module's parameters; why it has none; None if they are not of experts."""
+    shapes = {n: tuple(p.shape) for n, p in module._parameters.items() if p is not None}
+    weights = [name for name, shape in shapes.items() if len(shape) == 3]
+    if len(weights) != 2:
+        return None
+    up, down = weights
+    biases = tuple(name for name in shapes if name not in weights)
+    for is_transposed in (False, True):
+        part = ExpertsPart(up, down, 0, 0, 0, biases, is_transposed).sized(module)
+        if all(part.shapes[name] == shapes[name] for name in weights):
+            break
+    else:
+        return f"the shapes {shapes[up]} and {shapes[down]} are not those of a gate"
+    if len(biases) not in (0, 2) or part.shapes != shapes:
+        return f"its experts have {' and '.join(biases)}, which are not a bias of each linear"
+    return part
+
+
+def _with_gates(module: torch.nn.Module, part: ExpertsPart) -> Iterator[ExpertsPart]:
+    """The part with each gate that the module may have: its scalars are numbers of the module."""
+    numbers = {v for v in module.__dict__.values() if isinstance(v, float) and 0 < v < math.inf}
+    formulas = [(1.0, 0.0), *((alpha, 1.0) for alpha in sorted(numbers))]
+    gates: list[tuple[str, Scalars]] = [("SwiGLU", ())]
+    for limit in sorted(numbers):
+        for alpha, offset in formulas:
+            scalars = (("limit", limit), ("alpha", alpha), ("glu_linear_offset", offset))
+            gates.append(("ClampedSwiGLU", scalars))
+    for gate, of_gate in gates:
+        for is_alternating in (False, True):
+            yield replace(part, gate=gate, scalars=of_gate, is_alternating=is_alternating)
+
+
+class _Trial(NamedTuple):
+    """A call of a module with small weights, and its results."""
+
+    module: torch.nn.Module
+    inputs: tuple[torch.Tensor, ...]
+    expected: tuple[torch.Tensor, ...]
+    """The output, and the gradients unless they are nearly zeros, as those of large gates."""
+
+
+def _pass(part: ExpertsPart, trials: Sequence[_Trial]) -> bool:
+    """Whether the part's pipeline gives the results of all trials."""
+    first = trials[0].module
+    pipeline = Pipeline(Chain((part.sized(first),), ()), first)
+    for module, inputs, expected in trials:
+
+        def call(*given: torch.Tensor, owner: torch.nn.Module = module) -> torch.Tensor:
+            y: torch.Tensor = pipeline(owner, given, is_quantized=False)
+            return y
+
+        if not all(map(are_close, _results(call, *inputs), expected)):
+            return False
+    return True
+
+
+def _results(
+    function: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    probs: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """The output, and the gradients of the tokens and of their weights."""
+    leaves = [value.clone().requires_grad_() for value in (x, probs)]
+    with torch.enable_grad():
+        y = function(leaves[0], chosen, leaves[1])
+        return y.detach(), *torch.autograd.grad(y.square().sum(), leaves)
+
+
+def _trials(module: torch.nn.Module, part: ExpertsPart) -> list[_Trial] | str:
+    """Calls of a module with small weights of as many experts; how it fails if it does."""
     generator = torch.Generator().manual_seed(0)
-    values = {
-        up: torch.randn(experts, 32, 8, generator=generator),
-        down: torch.randn(experts, 8, 16, generator=generator),
-    }
-    tried = bare(module, values)
-    pipeline = Pipeline(experts_chain(tried, up, down), tried)
-    tokens = 16
-    for spread in (0.1, 30.0, 1e4):
-        x = spread * torch.randn(tokens, 8, generator=generator)
+    experts, hidden, width, tokens = part.experts, 8, 16, 16
+    shapes = replace(part, hidden=hidden, width=width).shapes
+    values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    # All gates are far below zero: a clamp there would be most of the small values.
+    below = {**values, part.up: values[part.up].abs()}
+    for name, sign in zip(part.biases, (-1, 0), strict=False):
+        below[name] = sign * values[name].abs()
+    trials: list[_Trial] = []
+    calls = [(spread, values) for spread in (0.1, 3.0, 30.0, 1e4)]
+    for spread, weights in (*calls, (3.0, below)):
+        x = spread * torch.randn(tokens, hidden, generator=generator)
         order = torch.rand(tokens, experts, generator=generator).argsort(-1)
         chosen = order[:, : min(2, experts)]
         probs = torch.rand(chosen.shape, generator=generator)
+        inputs = -x.abs() if weights is below else x, chosen, probs
+        tried = bare(module, weights).train(len(trials) % 2 == 1)
         try:
-            with torch.no_grad():
-                expected = tried(x, chosen, probs)
-        except Exception:
-            return False
-        with torch.no_grad():
-            y = pipeline(tried, [x, chosen, probs], is_quantized=False)
-        if not are_close(y, expected):
-            return False
-    return True
+            results = _results(tried, *inputs)
+        except Exception as error:
+            sentence = str(error).partition("\n")[0] or type(error).__name__
+            return f"its forward fails with tokens, experts and their weights: {sentence:.150}"
+        trials.append(_Trial(tried, inputs, results if spread < 30 else results[:1]))
+    return trials

@@ -48,6 +48,70 @@ class Experts(nn.Module):
         return out
 
 
+class Transposed(Experts):
+    """The weights are ``[in, out]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(E, HIDDEN, 2 * WIDTH) * 0.2)
+        self.down_proj = nn.Parameter(torch.randn(E, WIDTH, HIDDEN) * 0.2)
+
+    def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        gate, up = (x @ self.gate_up_proj[e]).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ self.down_proj[e]
+
+
+class GptOss(Transposed):
+    """With biases, columns of gate and up that alternate, and bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj_bias = nn.Parameter(torch.randn(E, 2 * WIDTH))
+        self.down_proj_bias = nn.Parameter(torch.randn(E, HIDDEN))
+        self.alpha, self.limit = 1.702, 1.5
+
+    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+    def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        gate_up = x @ self.gate_up_proj[e] + self.gate_up_proj_bias[e]
+        return self.gated(gate_up) @ self.down_proj[e] + self.down_proj_bias[e]
+
+    def forward(self, hidden_states: Any, router_indices: Any, routing_weights: Any) -> Any:
+        return super().forward(hidden_states, router_indices, routing_weights)
+
+
+class InHalves(GptOss):
+    """Gate and up are halves."""
+
+    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+class ClampedSilu(Experts):
+    """SwiGLU with bounds, as in HY."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.swiglu_limit = 0.75
+
+    def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        gate, up = F.linear(x, self.gate_up_proj[e]).chunk(2, dim=-1)
+        limit = self.swiglu_limit
+        y = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+        return F.linear(y, self.down_proj[e])
+
+
+class AlternatingSwiGLU(Experts):
+    def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        gate_up = F.linear(x, self.gate_up_proj[e])
+        return F.linear(F.silu(gate_up[..., ::2]) * gate_up[..., 1::2], self.down_proj[e])
+
+
 class AnyArguments(Experts):
     """Whose forward is that of an implementation, chosen by its config, as in transformers."""
 
@@ -134,6 +198,69 @@ def test_converted_experts_have_the_values_of_their_loop(
     assert_close(results(model, data()), exact)
 
 
+LAYOUTS = (Transposed, GptOss, InHalves, ClampedSilu, AlternatingSwiGLU)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [*(("none", make) for make in LAYOUTS), ("current", GptOss), ("mxfp8", GptOss)],
+)
+def test_experts_of_other_layouts_have_the_values_of_their_loop(
+    name: str, make: Callable[[], Experts]
+) -> None:
+    plain, model = (made(lambda: Block(make)) for _ in range(2))
+    if name != "none":  # a rounded value may be on the other side of a bound, in its gradient too
+        plain.experts.limit = model.experts.limit = 7.0
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    (row,) = fuser.convert(model).converted
+    gate = "SwiGLU" if make in (Transposed, AlternatingSwiGLU) else "ClampedSwiGLU"
+    assert row.text == f"4 experts: gate_up_proj, {gate}, down_proj"
+    assert {name: value.shape for name, value in model.state_dict().items()} == shapes
+    model.load_state_dict(plain.state_dict())
+    x = 2 * data()
+    assert pipelines_run(model, x) == 1
+    exact = results(copy.deepcopy(plain).double(), x.double())
+    for _ in range(3):
+        assert_close(results(model, x, RECIPES[name]), exact, 1e-5 if name == "none" else 0.2)
+
+
+def test_gradients_of_transposed_weights_are_not_copied() -> None:
+    """Autograd copies a gradient with other strides than its parameter."""
+    model = made(lambda: Block(GptOss))
+    fuser.convert(model)
+    strides: dict[str, tuple[int, ...]] = {}
+    for name, weight in model.experts.named_parameters():
+        weight.register_hook(lambda grad, name=name: strides.update({name: grad.stride()}))
+    results(model, data())
+    assert strides == {name: p.stride() for name, p in model.experts.named_parameters()}
+
+
+class ByName(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs, experts = self.router(x).softmax(-1).topk(self.k, dim=-1)
+        y: torch.Tensor = self.experts(x, routing_weights=probs, router_indices=experts)
+        return y
+
+
+def test_experts_take_their_inputs_by_name() -> None:
+    plain, model = (made(lambda: ByName(GptOss)) for _ in range(2))
+    fuser.convert(model)
+    assert pipelines_run(model, data()) == 1
+    assert_close(results(model, data()), results(plain, data()))
+
+
+def test_experts_with_biases_compile() -> None:
+    torch._dynamo.reset()
+    plain, model = (made(lambda: Block(GptOss)) for _ in range(2))
+    fuser.convert(model)
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert_close(results(model, data()), results(plain, data()))
+    with torch.no_grad():
+        for one in (plain, model):
+            one.experts.down_proj_bias.mul_(3)
+    assert_close(results(model, data()), results(plain, data()))
+
+
 def test_a_forward_of_any_arguments_without_a_config_is_not_taken_for_experts() -> None:
     model = made(lambda: Block(AnyArgumentsAlone))
     report = fuser.convert(model)
@@ -156,10 +283,18 @@ def test_an_expert_of_another_rank_gets_nothing() -> None:
         assert none(x[:0], chosen[:0], probs[:0]).shape == (0, HIDDEN)
 
 
-@pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", "router", "all"])
+@pytest.mark.parametrize(
+    ("frozen", "make"),
+    [
+        *((name, Experts) for name in ("gate_up_proj", "down_proj", "router", "all")),
+        *((name, GptOss) for name in ("proj_bias", "gate_up_proj", "down_proj_bias", "all")),
+    ],
+)
 @pytest.mark.parametrize("training", [True, False])
-def test_frozen_experts_get_no_gradient(frozen: str, training: bool) -> None:
-    plain, model = (made(Block).train(training) for _ in range(2))
+def test_frozen_experts_get_no_gradient(
+    frozen: str, make: Callable[[], Experts], training: bool
+) -> None:
+    plain, model = (made(lambda: Block(make)).train(training) for _ in range(2))
     fuser.convert(model)
     for one in (plain, model):
         for name, parameter in one.named_parameters():
@@ -252,20 +387,79 @@ class WithBiases(Experts):
         return super().expert(x, e) + self.bias[e]
 
 
-class Transposed(Experts):
+class WithOneBias(GptOss):
     def __init__(self) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(E, HIDDEN, 2 * WIDTH) * 0.2)
-        self.down_proj = nn.Parameter(torch.randn(E, WIDTH, HIDDEN) * 0.2)
+        del self.down_proj_bias
+        self.register_parameter("down_proj_bias", None)
 
     def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
-        gate, up = (x @ self.gate_up_proj[e]).chunk(2, dim=-1)
-        return (F.silu(gate) * up) @ self.down_proj[e]
+        gate_up = x @ self.gate_up_proj[e] + self.gate_up_proj_bias[e]
+        return self.gated(gate_up) @ self.down_proj[e]
+
+
+class BiasOfEachToken(GptOss):
+    """The last bias is added once for each expert, whatever the weight of that expert."""
+
+    def forward(self, hidden_states: Any, router_indices: Any, routing_weights: Any) -> Any:
+        out = torch.zeros_like(hidden_states)
+        for e in range(E):
+            token, place = torch.where(router_indices == e)
+            y = self.expert(hidden_states[token], e) - self.down_proj_bias[e]
+            y = y * routing_weights[token, place, None] + self.down_proj_bias[e]
+            out = out.index_add(0, token, y)
+        return out
+
+
+class GateFirst(GptOss):
+    """Up is before the gate."""
+
+    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return super().gated(gate_up.unflatten(-1, (-1, 2)).flip(-1).flatten(-2))
+
+
+class BoundedBelow(GptOss):
+    """The gate is clamped on both sides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = 7.0
+
+    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        gate, up = gate.clamp(-self.limit, self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+class BoundedAbove(GptOss):
+    """Up is clamped on one side."""
+
+    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.clamp(max=self.limit).unflatten(-1, (-1, 2)).unbind(-1)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+class WithoutOffset(GptOss):
+    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return up * (gate * torch.sigmoid(gate * self.alpha))
+
+
+class ScaledInTraining(GptOss):
+    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return super().gated(gate_up) * (2 if self.training else 1)
+
+
+class DetachedWeights(GptOss):
+    def forward(self, hidden_states: Any, router_indices: Any, routing_weights: Any) -> Any:
+        return super().forward(hidden_states, router_indices, routing_weights.detach())
 
 
 LOOK_ALIKES = (
     *(Gelu, Swapped, Clamped, ScaledBefore, Averaged, Shared, Overwriting, WithBiases),
-    Transposed,
+    *(WithOneBias, BiasOfEachToken, GateFirst, BoundedBelow, BoundedAbove, WithoutOffset),
+    *(ScaledInTraining, DetachedWeights),
 )
 
 
@@ -332,7 +526,11 @@ def test_changed_experts_compute_what_their_own_forward_does(
     change: str, name: str, calls: int
 ) -> None:
     """Or raise, where it does."""
-    plain, model = made(Block), made(Block)
+    assert_changes_count(Experts, change, name, calls)
+
+
+def assert_changes_count(make: Callable[[], Experts], change: str, name: str, calls: int) -> None:
+    plain, model = (made(lambda: Block(make)) for _ in range(2))
     fuser.convert(model)
     for _ in range(calls):
         model(data())
@@ -346,10 +544,40 @@ def test_changed_experts_compute_what_their_own_forward_does(
         assert_close(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["gate_up_proj_bias", "down_proj_bias"])
+@pytest.mark.parametrize(
+    "change", ["parametrized", "another parameter", "other data", "narrower rows", "in bf16"]
+)
+def test_changed_biases_are_those_of_the_experts_own_forward(change: str, name: str) -> None:
+    assert_changes_count(GptOss, change, name, 1)
+
+
+@pytest.mark.parametrize("name", ["limit", "alpha"])
+def test_a_changed_bound_counts(name: str) -> None:
+    plain, model = (made(lambda: Block(GptOss)) for _ in range(2))
+    fuser.convert(model)
+    model(data())
+    for one in (plain, model):
+        setattr(one.experts, name, 0.5)
+    assert pipelines_run(model, data()) == 0
+    assert_close(results(model, data()), results(plain, data()))
+    fuser.convert(model)
+    assert pipelines_run(model, data()) == 1
+    assert_close(results(model, data()), results(plain, data()))
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        *((Experts, dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16)),
+        *((GptOss, dtype) for dtype in (torch.float64, torch.bfloat16)),
+    ],
+)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_experts_of_a_model_in_another_dtype_compute_in_it(when: str, dtype: torch.dtype) -> None:
-    plain, model = made(Block), made(Block)
+def test_experts_of_a_model_in_another_dtype_compute_in_it(
+    when: str, make: Callable[[], Experts], dtype: torch.dtype
+) -> None:
+    plain, model = (made(lambda: Block(make)) for _ in range(2))
     if when == "after":
         fuser.convert(model)
         model(data())
