@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fuser import fused_ops
 from fuser.basic_ops import GroupedLinear
-from fuser.conversion.chains import ADDITIONS, Chains, FoundChain
+from fuser.conversion.chains import Chains, FoundChain
 from fuser.conversion.known_modules import KnownModules
 from fuser.conversion.modules import (
     attributes_of,
@@ -43,7 +43,8 @@ REQUIRED = "no default"
 NO_CHAIN = "its forward is not a chain of linears, norms and activations that fuser has"
 
 # What a step between chains may call: it has no effect but its result.
-FUNCTIONS = (operator.getitem, *ADDITIONS, operator.mul)
+FUNCTIONS = (operator.getitem, operator.add, torch.add, operator.mul)
+METHODS = ("add", "size", "reshape", "view", "flatten", "unflatten")
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,23 @@ class Ref:
 
 
 @dataclass(frozen=True)
+class Method:
+    """The method of a value, as a function of it."""
+
+    name: str
+
+    def __call__(self, value: Any, *args: Any, **keywords: Any) -> Any:
+        return getattr(value, self.name)(*args, **keywords)
+
+
+@dataclass(frozen=True)
 class Step:
     """A step of a converted forward.
 
     Parameters
     ----------
     target
-        A chain; else the path of a module, or a function.
+        A chain; else the path of a module, a function, or a :class:`Method`.
     args, keywords
         Of the call, with :class:`Ref` for values.
     takes_others
@@ -391,26 +402,33 @@ def unit_of(
             continue
         if node in ends:
             found = ends[node]
-            target: Any = Chain(found.parts, chains.replaced(found))
-            step = Step(target, tuple(places[n] for n in found.inputs))
+            chain = Chain(found.parts, chains.replaced(found))
+            step = Step(chain, tuple(places[n] for n in found.inputs))
         elif node in taken or (not node.users and node.target is operator.getitem):
             continue
         else:
-            is_dropout = node.target is F.dropout and node.kwargs.get("training") == MODE
-            is_dropout &= not node.kwargs.get("inplace")
-            if node.op != "call_module" and node.target not in FUNCTIONS and not is_dropout:
+            target = _target(node)
+            if target is None:
                 return chains.stop(nodes) or NO_CHAIN
             keywords = {k: v for k, v in node.kwargs.items() if k != OTHER_KEYWORDS}
             takes_others = len(keywords) < len(node.kwargs)
-            step = Step(
-                str(node.target) if node.op == "call_module" else node.target,
-                with_refs(node.args),
-                tuple((name, with_refs(value)) for name, value in keywords.items()),
-                takes_others,
-            )
+            named = tuple((name, with_refs(value)) for name, value in keywords.items())
+            step = Step(target, with_refs(node.args), named, takes_others)
         places[node] = Ref(len(inputs) + len(steps))
         steps.append(step)
     return Unit(tuple(inputs), tuple(steps), output)
+
+
+def _target(node: fx.Node) -> Any:
+    """What a step between chains calls; None if that may have an effect besides its result."""
+    if node.op == "call_module":
+        return str(node.target)
+    if node.op == "call_method":
+        return Method(str(node.target)) if node.target in METHODS else None
+    is_dropout = node.target is F.dropout and node.kwargs.get("training") == MODE
+    is_dropout &= not node.kwargs.get("inplace")
+    is_shape = node.target is getattr and node.args[1:] == ("shape",)
+    return node.target if node.target in FUNCTIONS or is_dropout or is_shape else None
 
 
 def _expanded(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

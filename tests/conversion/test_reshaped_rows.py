@@ -1,0 +1,151 @@
+"""Feed-forwards of rows that are reshaped before and after them, as in OPT."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from test_convert import HIDDEN, WIDTH, pipelines_run
+from torch import nn
+from torch.nn import functional as F
+
+import fuser
+
+
+class FeedForward(nn.Module):
+    """Rows are a matrix between ``reshape`` and ``view``."""
+
+    def __init__(self, is_norm_first: bool = True, p: float = 0.1) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.fc1, self.fc2 = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+        self.is_norm_first, self.p = is_norm_first, p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = x.shape
+        x = x.reshape(-1, x.size(-1))
+        h = self.norm(x) if self.is_norm_first else x
+        h = F.dropout(self.fc2(torch.relu(self.fc1(h))), p=self.p, training=self.training)
+        y: torch.Tensor = (x + h).view(shape)
+        return y if self.is_norm_first else self.norm(y)
+
+
+class Unpacked(FeedForward):
+    """The sizes are read one by one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, rows, hidden = x.shape
+        h = self.fc2(torch.relu(self.fc1(self.norm(x.view(batch * rows, hidden)))))
+        y: torch.Tensor = h.reshape(batch, rows, -1)
+        return y
+
+
+class Flattened(FeedForward):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc2(torch.relu(self.fc1(self.norm(x.flatten(0, 1)))))
+        return h.unflatten(0, x.shape[:2])
+
+
+class Added(FeedForward):
+    """A sum that no chain has, written as a method."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shifts = x.reshape(-1).add(x.flatten())
+        h: torch.Tensor = self.fc2(torch.relu(self.fc1(self.norm(x))))
+        return h * shifts.view(x.shape)
+
+
+class WrittenTo(FeedForward):
+    """A view of the output is written to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.fc2(torch.relu(self.fc1(self.norm(x.reshape(-1, HIDDEN)))))
+        h.view(-1).mul_(2)
+        return h
+
+
+class Strided(FeedForward):
+    """Depends on the strides of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.fc2(torch.relu(self.fc1(self.norm(x))))
+        return h * x.stride(0)
+
+
+def made(make: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = make()
+    return plain, copy.deepcopy(plain)
+
+
+def data(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(3))
+
+
+def results(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    leaf = x.detach().requires_grad_()
+    y = model(leaf)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [leaf, *model.parameters()])]
+
+
+def assert_same(model: nn.Module, plain: nn.Module, x: torch.Tensor) -> None:
+    for found, expected in zip(results(model, x), results(plain, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("make", [FeedForward, Unpacked, Flattened, Added])
+def test_reshaped_rows_have_the_values_of_the_module(make: Any) -> None:
+    plain, model = made(make)
+    fuser.convert(model, strict=True)
+    for each in (model, pickle.loads(pickle.dumps(model))):
+        assert pipelines_run(each, data(2, 3)) == 1
+        for x in (data(2, 3), data(5, 1), data(3, 2).transpose(0, 1).contiguous()):
+            for is_training in (True, False):
+                each.train(is_training)
+                plain.train(is_training)
+                assert_same(each, plain, x)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (FeedForward, "LayerNorm, fc1, ReLU, fc2"),
+        (lambda: FeedForward(p=0), "LayerNorm, fc1, ReLU, fc2, residual"),
+        (lambda: FeedForward(is_norm_first=False), "fc1, ReLU, fc2"),
+    ],
+    ids=["first", "without dropout", "last"],
+)
+def test_the_chain_is_that_between_the_reshapes(make: Any, text: str) -> None:
+    plain, model = made(make)
+    (row,) = fuser.convert(model).converted
+    assert row.text == text
+    assert_same(model, plain, data(2, 3))
+
+
+def test_rows_that_have_no_such_view_raise_as_before() -> None:
+    plain, model = made(Unpacked)
+    fuser.convert(model)
+    x = data(3, 2).transpose(0, 1)
+    for each in (plain, model):
+        with pytest.raises(RuntimeError, match="view"):
+            each(x)
+
+
+@pytest.mark.parametrize("make", [WrittenTo, Strided])
+def test_other_methods_of_a_tensor_are_left(make: Any) -> None:
+    plain, model = made(make)
+    assert not fuser.convert(model).converted
+    assert_same(model, plain, data(2, 3))
+
+
+def test_compiled_reshapes_follow_the_shape() -> None:
+    torch._dynamo.reset()
+    plain, model = made(lambda: FeedForward(p=0))
+    fuser.convert(model)
+    model.compile(backend="aot_eager", fullgraph=True)
+    for x in (data(2, 3), data(4, 5), data(7)):
+        assert_same(model, plain, x)
