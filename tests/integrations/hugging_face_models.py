@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,23 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Qwen2-MoE": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 48}),
     "Qwen3-MoE": ("Qwen3Moe", {**EXPERTS, "head_dim": 16}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+    "OPT": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
 }
+
+
+def config_of_experts(implementation: str) -> Any:
+    """What the classes of experts read of a config."""
+    return types.SimpleNamespace(
+        num_local_experts=4,
+        moe_num_experts=4,
+        hidden_size=32,
+        intermediate_size=48,
+        hidden_act="silu",
+        swiglu_alpha=1.702,
+        swiglu_limit=1.5,
+        _experts_implementation=implementation,
+    )
 
 
 def causal(name: str, **options: Any) -> torch.nn.Module:

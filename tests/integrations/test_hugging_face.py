@@ -22,7 +22,7 @@ transformers: Any = pytest.importorskip(
 
 # torch computes these with other roundings: a tanh that is written out, and probabilities that are
 # multiplied after the last product, where fuser multiplies before it.
-OTHER_ROUNDINGS = ("GPT-2", "BLOOM", "Mixtral", "Qwen2-MoE", "Qwen3-MoE")
+OTHER_ROUNDINGS = ("GPT-2", "BLOOM", "Mixtral", "Qwen2-MoE", "Qwen3-MoE", "gpt-oss")
 
 
 def trained(model: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -102,21 +102,51 @@ def test_experts_are_an_implementation_of_transformers(recipe: Any) -> None:
 
 def test_other_experts_of_transformers_are_refused_in_a_sentence() -> None:
     importlib.import_module("fuser.integrations.transformers")
-    config = transformers.GptOssConfig(
-        **{k: v for k, v in models.TEXT.items() if "token" not in k},
-        num_local_experts=4,
-        head_dim=16,
-        experts_implementation="fuser",
-    )
-    model = transformers.GptOssForCausalLM(config)
-    with pytest.raises(
-        fuser.FuserError,
-        match=said("transformers-experts-implementation-fuser", "GptOssExperts", "it has biases"),
-    ):
+    model = models.causal("gpt-oss", experts_implementation="fuser")
+    sentence = said("transformers-experts-implementation-fuser", "GptOssExperts", "it has biases")
+    with pytest.raises(fuser.FuserError, match=sentence):
         model(**models.inputs_of("Llama"))
     report = fuser.convert(model)
     assert not report.converted
-    assert {row.text for row in report.refused} == {"its experts have biases"}
+    (reason,) = {row.text for row in report.refused}
+    assert "it has biases" in reason
+
+
+EXPERTS = {
+    "gpt_oss.GptOss": "ClampedSwiGLU",
+    "openai_privacy_filter.OpenAIPrivacyFilter": "ClampedSwiGLU",
+    "minimax_m3_vl.MiniMaxM3VL": "ClampedSwiGLU",
+    "deepseek_v4.DeepseekV4": "ClampedSwiGLU",
+    "aria.Aria": "SwiGLU",
+}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_of_any_layout_have_the_values_of_each_implementation(
+    name: str, implementation: str
+) -> None:
+    family, _, prefix = name.partition(".")
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    torch.manual_seed(0)
+    model = getattr(module, f"{prefix}Experts")(models.config_of_experts(implementation))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    x, probs = torch.randn(12, 32), torch.rand(12, 2)
+    chosen = torch.rand(12, 4).argsort(-1)[:, :2]
+
+    def results() -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_(), probs.clone().requires_grad_()]
+        y = model(leaves[0], chosen, leaves[1])
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), [*leaves, *model.parameters()])]
+
+    expected = results()
+    report = fuser.convert(model)
+    assert [row.text for row in report.converted] == [
+        f"4 experts: gate_up_proj, {EXPERTS[name]}, down_proj"
+    ], str(report)
+    for found, value in zip(results(), expected, strict=True):
+        torch.testing.assert_close(found, value, rtol=0, atol=3e-6 * float(value.abs().max()))
 
 
 LAYERS = {
@@ -126,6 +156,8 @@ LAYERS = {
     "GPT-2": "c_fc, GELU, c_proj, dropout",
     "ViT": "add, LayerNorm, fc1, GELU, fc2, residual",
     "Mixtral": "4 experts: gate_up_proj, SwiGLU, down_proj",
+    "gpt-oss": "4 experts: gate_up_proj, ClampedSwiGLU, down_proj",
+    "OPT": "LayerNorm, fc1, ReLU, fc2",
 }
 
 
@@ -144,7 +176,7 @@ def saved_and_loaded(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
-@pytest.mark.parametrize("name", ["Llama tied", "Phi3", "Qwen3-MoE"])
+@pytest.mark.parametrize("name", ["Llama tied", "Phi3", "Qwen3-MoE", "gpt-oss", "OPT"])
 def test_copies_stay_converted(
     name: str, copied: Callable[[torch.nn.Module], torch.nn.Module]
 ) -> None:
@@ -157,7 +189,7 @@ def test_copies_stay_converted(
     assert fuser.revert(other) >= count
 
 
-@pytest.mark.parametrize("name", ["Llama", "Llama tied", "Phi3", "Mixtral", "Gemma"])
+@pytest.mark.parametrize("name", ["Llama", "Llama tied", "Phi3", "Mixtral", "Gemma", "gpt-oss"])
 @pytest.mark.parametrize("shard", ["5GB", "40KB"])
 def test_files_of_a_converted_model_are_those_of_the_model(
     name: str, shard: str, tmp_path: Path
