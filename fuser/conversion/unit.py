@@ -407,7 +407,7 @@ def unit_of(
         elif node in taken or (not node.users and node.target is operator.getitem):
             continue
         else:
-            target = _target(node)
+            target = _target(node, module)
             if target is None:
                 return chains.stop(nodes) or NO_CHAIN
             keywords = {k: v for k, v in node.kwargs.items() if k != OTHER_KEYWORDS}
@@ -419,10 +419,11 @@ def unit_of(
     return Unit(tuple(inputs), tuple(steps), output)
 
 
-def _target(node: fx.Node) -> Any:
+def _target(node: fx.Node, owner: torch.nn.Module) -> Any:
     """What a step between chains calls; None if that may have an effect besides its result."""
     if node.op == "call_module":
-        return str(node.target)
+        is_inplace = getattr(child_of(owner, str(node.target)), "inplace", False)
+        return None if is_inplace else str(node.target)
     if node.op == "call_method":
         return Method(str(node.target)) if node.target in METHODS else None
     is_dropout = node.target is F.dropout and node.kwargs.get("training") == MODE

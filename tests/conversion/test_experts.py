@@ -436,7 +436,8 @@ class BoundedAbove(GptOss):
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.clamp(max=self.limit).unflatten(-1, (-1, 2)).unbind(-1)
-        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+        y: torch.Tensor = (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+        return y
 
 
 class WithoutOffset(GptOss):

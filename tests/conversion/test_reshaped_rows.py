@@ -45,7 +45,7 @@ class Unpacked(FeedForward):
 
 class Flattened(FeedForward):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.fc2(torch.relu(self.fc1(self.norm(x.flatten(0, 1)))))
+        h: torch.Tensor = self.fc2(torch.relu(self.fc1(self.norm(x.flatten(0, 1)))))
         return h.unflatten(0, x.shape[:2])
 
 
@@ -65,6 +65,21 @@ class WrittenTo(FeedForward):
         h: torch.Tensor = self.fc2(torch.relu(self.fc1(self.norm(x.reshape(-1, HIDDEN)))))
         h.view(-1).mul_(2)
         return h
+
+
+class InPlace(FeedForward):
+    """An activation writes into the input, after the first linear has read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        h = torch.relu(self.fc1(x))
+        z = self.act(x)
+        y: torch.Tensor = self.norm(self.fc2(h) + z * z)
+        return y
 
 
 class Strided(FeedForward):
@@ -135,11 +150,12 @@ def test_rows_that_have_no_such_view_raise_as_before() -> None:
             each(x)
 
 
-@pytest.mark.parametrize("make", [WrittenTo, Strided])
-def test_other_methods_of_a_tensor_are_left(make: Any) -> None:
+@pytest.mark.parametrize("make", [WrittenTo, InPlace, Strided])
+def test_a_step_that_writes_or_reads_strides_is_left(make: Any) -> None:
     plain, model = made(make)
     assert not fuser.convert(model).converted
-    assert_same(model, plain, data(2, 3))
+    with torch.no_grad():
+        torch.testing.assert_close(model(data(2, 3)), plain(data(2, 3)))
 
 
 def test_compiled_reshapes_follow_the_shape() -> None:

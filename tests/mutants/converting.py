@@ -309,7 +309,7 @@ CONVERTING = (
         "_target",
         "Method(str(node.target)) if node.target in METHODS else None",
         "Method(str(node.target))",
-        "test_reshaped_rows.py::test_other_methods_of_a_tensor_are_left",
+        "test_reshaped_rows.py::test_a_step_that_writes_or_reads_strides_is_left",
     ),
     Mutant(
         "an argument that is given twice is taken",
