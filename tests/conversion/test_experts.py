@@ -423,7 +423,7 @@ class BoundedBelow(GptOss):
 
     def __init__(self) -> None:
         super().__init__()
-        self.limit = 7.0
+        self.limit = 8.0
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up[..., ::2], gate_up[..., 1::2]

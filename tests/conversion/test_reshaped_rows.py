@@ -45,8 +45,9 @@ class Unpacked(FeedForward):
 
 class Flattened(FeedForward):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h: torch.Tensor = self.fc2(torch.relu(self.fc1(self.norm(x.flatten(0, 1)))))
-        return h.unflatten(0, x.shape[:2])
+        h = self.fc2(torch.relu(self.fc1(self.norm(x.flatten(0, 1)))))
+        y: torch.Tensor = h.unflatten(0, x.shape[:2])
+        return y
 
 
 class Added(FeedForward):
