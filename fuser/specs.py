@@ -153,7 +153,8 @@ class PlanKey:
     equal ``backward_override``, share a plan. Shapes are not part of it. ``fusions``
     are the fusion classes in use, ``registered`` the registered functions.
     ``no_kernels`` is the reason why fuser's kernels do not run on the device;
-    None if they run.
+    None if they run. ``is_elsewhere``: the device need not be here, and has the
+    libraries of a newest CUDA, whatever this machine has.
     """
 
     ops: tuple[OpKey, ...]
@@ -164,6 +165,7 @@ class PlanKey:
     fusions: tuple[type[Any], ...]
     registered: Hashable = None
     no_kernels: str | None = None
+    is_elsewhere: bool = False
 
     @property
     def requires_grad(self) -> bool:
@@ -181,6 +183,7 @@ class PlanKey:
             self.fusions,
             self.registered,
             self.no_kernels,
+            self.is_elsewhere,
         )
 
     def dtype_name(self) -> str:

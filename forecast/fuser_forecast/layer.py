@@ -44,8 +44,8 @@ from fuser.tensors.sharding import is_exact
 SIDES = ("forward", "backward")
 VALUE = 2  # bytes of a bf16 value
 
-# Whether cuBLASLt adds a residual to a product depends on the installed torch, and experts that
-# are spread over ranks are no single step. Without these fusions a plan is the same everywhere.
+# A residual is counted as a kernel of its own, as where torch has no cuBLASLt that adds it to a
+# product; and experts that are spread over ranks are no single step.
 LEFT_OUT = (
     "BackwardLinearAdd",
     "BackwardLinearScale",

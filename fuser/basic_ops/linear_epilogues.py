@@ -13,6 +13,11 @@ from fuser.tensors.sharding import is_distributed
 EMULATED_GEMM = "the quantized GEMM is emulated here, and has no epilogue."
 
 
+def has_cublaslt(key: PlanKey) -> bool:
+    """Whether cuBLASLt can be called without torch on the device of ``key``."""
+    return key.is_elsewhere or cublaslt.library(key.device) is not None
+
+
 def bias_refusal(linear: BasicLinear, key: PlanKey, bias: torch.Tensor) -> str | None:
     """The reason why ``bias`` cannot be an epilogue of the forward GEMM; None if it can."""
     compute = linear._compute_dtype(key)
@@ -52,7 +57,7 @@ def addend_refusal(linear: BasicLinear, side: str, key: PlanKey) -> str | None:
     row = native_row(role, "weight", key, linear.quantizer_format)
     if row is None:
         return EMULATED_GEMM
-    if cublaslt.library(key.device) is None:
+    if not has_cublaslt(key):
         return f"{row.name} takes no addend: torch has it, and no cuBLASLt could be loaded."
     return None
 
@@ -86,8 +91,7 @@ def adds_in_gemm(linear: BasicLinear, key: PlanKey) -> bool:
     ``key`` begins with the linear.
     """
     is_narrow = linear._compute_dtype(key) in (torch.float16, torch.bfloat16)
-    has_library = cublaslt.library(key.device) is not None
-    return is_narrow and has_library and addend_refusal(linear, "forward", key) is None
+    return is_narrow and has_cublaslt(key) and addend_refusal(linear, "forward", key) is None
 
 
 def grad_scale_refusal(linear: BasicLinear, key: PlanKey) -> str | None:

@@ -103,7 +103,8 @@ def native_row(a: str, b: str, key: PlanKey, format_of: FormatOf) -> NativeGemm 
     if first.multiple != second.multiple:
         return None
     usages = USAGES[a, b]
-    return native_gemm(first.of(usages[0]), second.of(usages[1]), key.arch)
+    formats = first.of(usages[0]), second.of(usages[1])
+    return native_gemm(*formats, key.arch, is_elsewhere=key.is_elsewhere)
 
 
 def gemm_name(name: str, a: str, b: str, key: PlanKey, format_of: FormatOf) -> str:

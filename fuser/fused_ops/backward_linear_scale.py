@@ -6,8 +6,7 @@ import torch
 
 from fuser.basic_ops import BasicLinear, ConstantScale
 from fuser.basic_ops.constant_scale import ConstantScaleState
-from fuser.basic_ops.linear_epilogues import grad_scale_refusal
-from fuser.cuda import cublaslt
+from fuser.basic_ops.linear_epilogues import grad_scale_refusal, has_cublaslt
 from fuser.op import Contexts, FusedOperation, StepGrads, Tensors
 from fuser.specs import PlanKey
 
@@ -34,7 +33,7 @@ class BackwardLinearScale(FusedOperation):
         names = linear.kernels(side, key.window(0, 1))
         gemms = [(name, 2 * (i + 1 == len(names))) for i, name in enumerate(names)]
         is_quantized = key.recipe is not None and key.recipe.quantizes_backward
-        if is_quantized and cublaslt.library(key.device) is None:
+        if is_quantized and not has_cublaslt(key):
             return tuple(step for gemm in gemms for step in (("mul scale_inv", 0), gemm))
         return tuple(gemms)
 

@@ -23,6 +23,8 @@ from fuser.torch_private import scaled_mm
 
 # cuBLASLt takes FP8 sizes in multiples of 16 elements; other sizes are padded with zeros.
 ALIGNMENT = 16
+# The version of GPUs that need not be here: their plans are the same on every machine.
+CUDA_ELSEWHERE = (13, 0)
 # Four blocks of 128. Versions of torch expect different strides for 128x128 scales, except if
 # the number of blocks is a multiple of four.
 INNER_ALIGNMENT_2D = 4 * FP8_BLOCK
@@ -65,25 +67,29 @@ class NativeGemm:
     run: Callable[[Operand, Operand, torch.dtype, bool, torch.Tensor | None], torch.Tensor]
     takes_e5m2: bool = True
 
-    def serves(self, a: NumberFormat, b: NumberFormat, arch: tuple[int, int]) -> bool:
-        """Whether it multiplies operands ``a`` and ``b`` on compute capability ``arch``."""
+    def serves(
+        self, a: NumberFormat, b: NumberFormat, arch: tuple[int, int], cuda: tuple[int, int]
+    ) -> bool:
+        """Whether it multiplies operands ``a`` and ``b`` on compute capability ``arch``.
+
+        ``cuda`` is the version of CUDA there.
+        """
         return (
             (a.name, b.name) in self.formats
             # Tensor cores multiply E5M2 with E4M3 only.
             and DType.kFloat8E4M3 in (a.element, b.element)
             and (self.takes_e5m2 or a.element is b.element)
             and (arch in self.archs or arch[0] in self.archs)
-            and torch_cuda() >= self.cuda
+            and cuda >= self.cuda
         )
 
 
 @functools.cache
 def torch_cuda() -> tuple[int, int]:
-    """The CUDA version of this build of torch.
-
-    A build without CUDA only plans for GPUs that are elsewhere, with a newer one.
-    """
-    major, minor = (torch.version.cuda or "13.0").split(".")[:2]
+    """The CUDA version of this build of torch; without CUDA it only plans for GPUs elsewhere."""
+    if torch.version.cuda is None:
+        return CUDA_ELSEWHERE
+    major, minor = torch.version.cuda.split(".")[:2]
     return int(major), int(minor)
 
 
@@ -268,9 +274,13 @@ NATIVE_GEMMS = (
 
 @functools.lru_cache(maxsize=4096)
 def native_gemm(
-    a: NumberFormat, b: NumberFormat, arch: tuple[int, int] | None
+    a: NumberFormat, b: NumberFormat, arch: tuple[int, int] | None, *, is_elsewhere: bool = False
 ) -> NativeGemm | None:
-    """The row that multiplies ``a`` and ``b`` on ``arch`` (None: no CUDA); None: emulate."""
+    """The row that multiplies ``a`` and ``b`` on ``arch`` (None: no CUDA); None: emulate.
+
+    ``is_elsewhere``: the GPU need not be here, and this machine's version of CUDA does not count.
+    """
     if arch is None:
         return None
-    return next((row for row in NATIVE_GEMMS if row.serves(a, b, arch)), None)
+    cuda = CUDA_ELSEWHERE if is_elsewhere else torch_cuda()
+    return next((row for row in NATIVE_GEMMS if row.serves(a, b, arch, cuda)), None)

@@ -2,7 +2,7 @@
 
 A cover is chosen by bytes and launches alone: its products are those of every other cover. A step
 also has the time of its products: of their operations, or of the tensors that they move if that
-takes longer. What else the step moves takes its time after them.
+takes longer. What else the step moves, such as for quantizing, takes its time after them.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class CostModel:
         traffic = a_token * self.tokens + param_bytes
         cost = traffic / self.device.bandwidth + len(names) * self.device.launch
         cost += link * self.tokens / self.device.link
-        flops, products, beside = self._products(window, side, traffic)
-        seconds = cost + products + (beside - traffic) / self.device.bandwidth
+        flops, products, converting, beside = self._products(window, side, traffic)
+        seconds = cost + products + converting + (beside - traffic) / self.device.bandwidth
         if isinstance(self.graph.key.recipe, Float8CurrentScaling):
             seconds += self._amaxes(window, side, fuses_quantize) / self.device.bandwidth
         fusion = None if run is None else (run if isinstance(run, type) else type(run)).__name__
@@ -109,13 +109,16 @@ class CostModel:
         )
         return Candidate(window.start, window.stop, cost, run, step)
 
-    def _products(self, window: range, side: str, traffic: float) -> tuple[float, float, float]:
-        """The products of a window: operations, seconds, and the bytes that move beside them.
+    def _products(
+        self, window: range, side: str, traffic: float
+    ) -> tuple[float, float, float, float]:
+        """The products of a window: their operations and seconds, and what is beside them.
 
-        Between two products of a window the other ops are a kernel, though the window's
-        ``traffic`` has only what enters and leaves.
+        That is the seconds in which operands get another format, as far as ``traffic`` lacks them,
+        and the bytes of other ops. Between two products of a window these are a kernel, though the
+        window's ``traffic`` has only what enters and leaves.
         """
-        graph, flops, seconds, moved = self.graph, 0.0, 0.0, 0.0
+        graph, flops, seconds, converting, moved = self.graph, 0.0, 0.0, 0.0, 0.0
         scale = self.tokens / graph.tokens
         rest: list[int] = []
         for i in window:
@@ -138,16 +141,23 @@ class CostModel:
             done = product.flops * scale * sum(is_run)
             flops += done
             moved += own
-            seconds += max(done / rate, own / self.device.bandwidth)
+            takes = max(done / rate, own / self.device.bandwidth)
+            if key.recipe is not None:  # the product does not read what is quantized before it
+                width = QUANTIZED if is_native else dtype.itemsize
+                read = self._moved(product, side, is_run, width, dtype.itemsize)
+                alone = min(takes, max(done / rate, read / self.device.bandwidth))
+                converting += takes - alone
+                takes = alone
+            seconds += takes
             if key.recipe is not None and "(emulated)" in kernels:
-                seconds += self._dequantizing(product, side, is_run, dtype.itemsize)
+                converting += self._dequantizing(product, side, is_run, dtype.itemsize)
             if key.recipe is not None and product.groups and "quantize" in kernels:
-                seconds += self._quantizing_groups(product, side, dtype.itemsize)
+                converting += self._quantizing_groups(product, side, dtype.itemsize)
         beside = max(traffic - moved, 0.0)
         if len(window) - len(rest) > 1:
             of_rest = [graph.window_bytes(i, i + 1, side) for i in rest]
             beside = sum(of_tokens * scale + of_params for of_tokens, of_params in of_rest)
-        return flops, seconds, beside
+        return flops, seconds, converting, beside
 
     def _amaxes(self, window: range, side: str, fuses_quantize: bool) -> float:
         """Bytes that are read once more for an amax, before values are quantized with its scale."""
@@ -172,10 +182,22 @@ class CostModel:
         self, product: Product, side: str, is_run: Sequence[bool], itemsize: int
     ) -> float:
         """Seconds in which operands of emulated products are read quantized, and written."""
-        inputs, weights, outputs = self._operands(product)
-        pairs = [inputs + weights] if side == "forward" else [outputs + weights, outputs + inputs]
-        elements = sum(pair for pair, runs in zip(pairs, is_run, strict=True) if runs)
+        elements = self._moved(product, side, is_run, 1, 0)
         return elements * (QUANTIZED + itemsize) / self.device.bandwidth
+
+    def _moved(
+        self, product: Product, side: str, is_run: Sequence[bool], width: int, of_results: int
+    ) -> float:
+        """Bytes of operands, ``width`` an element, and of results of the products that run."""
+        inputs, weights, outputs = self._operands(product)
+        sizes = [(inputs + weights, outputs)]
+        if side == "backward":
+            sizes = [(outputs + weights, inputs), (outputs + inputs, weights)]
+        return sum(
+            width * read + of_results * written
+            for (read, written), runs in zip(sizes, is_run, strict=True)
+            if runs
+        )
 
     def _quantizing_groups(self, product: Product, side: str, itemsize: int) -> float:
         """Seconds in which a grouped linear quantizes its operands, which no graph counts.

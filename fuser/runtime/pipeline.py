@@ -326,24 +326,30 @@ class OperationFuser:
         if target is None:
             place = self.checks.device(input, params, extra_inputs, only_planning=True)
         with torch.set_grad_enabled(training):
+            facts: dict[str, Any] = {"is_elsewhere": target is not None}
             if target is None:
-                arch, refusal = architecture(place), kernel_refusal(place.type)
+                facts |= {"arch": architecture(place), "no_kernels": kernel_refusal(place.type)}
                 target = device_of(place.type)
             else:
-                arch, refusal = target.arch, None
-            graph, key = self._key_on(place.type, arch, refusal, input, extra_inputs)
+                facts |= {"arch": target.arch, "no_kernels": None}
+            graph, key = self._key_on(place.type, input, extra_inputs, **facts)
             under = self._keys_under(graph, key, input, extra_inputs)
         plan = make_plan(graph, key, _registered, target).plan
         plan = replace(plan, baselines=baselines_of(graph, target))
         return replace(plan, memory=memory_curve(graph, plan, under, _registered, target))
 
     def plan_for_gpu(
-        self, arch: tuple[int, int], input: torch.Tensor, *extra_inputs: torch.Tensor
+        self,
+        arch: tuple[int, int],
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        is_elsewhere: bool = True,
     ) -> tuple[OpGraph, FusionPlan]:
-        """The graph and the plan of a training call on a GPU, which need not be there.
+        """The graph and the plan of a training call on a GPU of compute capability ``arch``.
 
-        Its compute capability is ``arch``, and fuser's kernels run on it. Inputs and parameters may
-        be on the meta device. Nothing is kept for later calls.
+        fuser's kernels run on it. ``is_elsewhere``: the plan is the same on every machine; if not,
+        the GPU has the libraries of this one. Inputs and parameters may be on the meta device.
+        Nothing is kept for later calls.
 
         Raises
         ------
@@ -352,23 +358,26 @@ class OperationFuser:
         """
         self._find_parameters()
         with torch.enable_grad():
-            graph, key = self._key_on("cuda", arch, None, input, extra_inputs)
+            facts = {"arch": arch, "no_kernels": None, "is_elsewhere": is_elsewhere}
+            graph, key = self._key_on("cuda", input, extra_inputs, **facts)
         return graph, make_plan(graph, key, _registered).plan
 
     def _key_on(
         self,
         kind: str,
-        arch: tuple[int, int] | None,
-        no_kernels: str | None,
         input_: torch.Tensor,
         extra_inputs: Sequence[torch.Tensor],
+        **facts: Any,
     ) -> tuple[OpGraph, PlanKey]:
-        """The graph and the plan key of a call on a device that need not be here."""
+        """The graph and the plan key of a call on a device that need not be here.
+
+        ``facts`` are fields of the key: what is known of that device.
+        """
         autocast = autocast_dtype(kind)
         graph = self._graph(input_, extra_inputs, autocast)
         ops = self._op_keys(graph, input_, self._slots.tensors(), extra_inputs)
-        place = {"autocast_dtype": autocast, "device": kind, "arch": arch}
-        return graph, self._plan_key(ops, budget.limit, **place, no_kernels=no_kernels)
+        place = {"autocast_dtype": autocast, "device": kind, **facts}
+        return graph, self._plan_key(ops, budget.limit, **place)
 
     def _keys_under(
         self,
@@ -387,6 +396,7 @@ class OperationFuser:
                 device=key.device,
                 arch=key.arch,
                 no_kernels=key.no_kernels,
+                is_elsewhere=key.is_elsewhere,
             )
 
         return under

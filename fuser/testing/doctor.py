@@ -145,7 +145,7 @@ def planned_kernels(kind: str, name: str, capability: tuple[int, int] | None) ->
         if capability is None:
             plan = pipeline.plan(*inputs)
         else:
-            _, plan = pipeline.plan_for_gpu(capability, *inputs)
+            _, plan = pipeline.plan_for_gpu(capability, *inputs, is_elsewhere=False)
     return ", ".join(step.kernel for step in (*plan.forward, *plan.backward))
 
 

@@ -5,21 +5,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 import fuser
 from fuser import recipe as recipes
-from fuser.cuda import cublaslt
-from fuser.gemm import native
 from fuser.plan.devices import DEVICES
 
 FILE = Path(__file__).parent.parent / "golden" / "chosen_kernels.txt"
@@ -95,20 +90,6 @@ MORE = {"sm_89": (8, 9), "sm_103": (10, 3), "sm_121": (12, 1)}
 OTHERS = {"pointwise": ("none", "current"), "fp32": ("none", "current", "mxfp8")}
 
 
-@contextlib.contextmanager
-def with_cuda_13() -> Iterator[None]:
-    """Plan as a build of torch for CUDA 13.0 does, whichever this one is."""
-    with (
-        mock.patch.object(native, "torch_cuda", return_value=(13, 0)),
-        mock.patch.object(cublaslt, "library", return_value=object()),
-        warnings.catch_warnings(),
-    ):
-        warnings.filterwarnings("ignore", ".* is emulated")
-        native.native_gemm.cache_clear()
-        yield
-    native.native_gemm.cache_clear()
-
-
 def chosen(pipeline: str, recipe: str, arch: tuple[int, int]) -> str:
     """The steps of a training plan, each with what runs it and its kernels."""
     make, extras = PIPELINES[pipeline]
@@ -136,16 +117,15 @@ def table() -> str:
         assert arch is not None
         archs.setdefault(arch, []).append(name)
     text = ""
-    with with_cuda_13():
-        for pipeline, recipe in itertools.product(PIPELINES, RECIPES):
-            if recipe not in OTHERS.get(pipeline, RECIPES):
-                continue
-            plans: dict[str, list[str]] = {}
-            for arch, names in archs.items():
-                plans.setdefault(chosen(pipeline, recipe, arch), []).extend(names)
-            text += f"{pipeline}; recipe {recipe}\n"
-            for plan, names in plans.items():
-                text += f"  {', '.join(names)}\n{plan}"
+    for pipeline, recipe in itertools.product(PIPELINES, RECIPES):
+        if recipe not in OTHERS.get(pipeline, RECIPES):
+            continue
+        plans: dict[str, list[str]] = {}
+        for arch, names in archs.items():
+            plans.setdefault(chosen(pipeline, recipe, arch), []).extend(names)
+        text += f"{pipeline}; recipe {recipe}\n"
+        for plan, names in plans.items():
+            text += f"  {', '.join(names)}\n{plan}"
     return text
 
 

@@ -617,6 +617,13 @@ def test_the_doctor_knows_which_products_are_native_on_an_architecture(
             assert part == "other ops" or cell.reason is None or cell.reason.startswith(device)
 
 
+def test_the_doctor_speaks_of_the_cuda_that_is_here(
+    cuda_13_torch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_gemm, "torch_cuda", lambda: (12, 8))
+    assert native("linear", doctor.support((9, 0), None)) == PLAIN | TENSORWISE
+
+
 @pytest.mark.parametrize(
     ("capability", "experts", "one_by_one"),
     [

@@ -761,11 +761,29 @@ MATRIX_PRODUCTS = (
         "test_quantized_gemm.py::test_dgrad_scales_its_product_and_not_the_addend",
     ),
     Mutant(
+        "a plan for another GPU asks this machine's version of CUDA",
+        "gemm/native.py",
+        "native_gemm",
+        "CUDA_ELSEWHERE if is_elsewhere else torch_cuda()",
+        "torch_cuda()",
+        "test_modelled_times.py::"
+        "test_a_plan_for_a_device_is_the_same_whatever_libraries_this_machine_has",
+    ),
+    Mutant(
+        "a plan for another GPU asks whether this machine has cuBLASLt",
+        "basic_ops/linear_epilogues.py",
+        "has_cublaslt",
+        "key.is_elsewhere or cublaslt.library(key.device) is not None",
+        "cublaslt.library(key.device) is not None",
+        "test_modelled_times.py::"
+        "test_a_plan_for_a_device_is_the_same_whatever_libraries_this_machine_has",
+    ),
+    Mutant(
         "the first CUDA version that has a GEMM is said not to have it",
         "gemm/native.py",
         "NativeGemm.serves",
-        "and torch_cuda() >= self.cuda",
-        "and torch_cuda() > self.cuda",
+        "and cuda >= self.cuda",
+        "and cuda > self.cuda",
         "test_quantized_gemm.py::"
         "test_a_native_gemm_is_had_on_its_chips_from_its_first_cuda_version",
     ),

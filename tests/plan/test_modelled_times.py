@@ -15,6 +15,8 @@ from paths import ROOT
 from said import said
 
 import fuser
+from fuser.cuda import cublaslt
+from fuser.gemm import native
 from fuser.plan.devices import (
     CPU,
     DEVICES,
@@ -38,6 +40,7 @@ from fuser.recipe import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
     Recipe,
+    recipe_named,
 )
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -48,6 +51,7 @@ RECIPES: dict[str, Recipe | None] = {
     "128-block": Float8BlockScaling(),
 }
 META = torch.device("meta")
+BF16 = H200.dense["bf16"]
 
 
 def linear(inputs: int, outputs: int) -> fuser.Linear:
@@ -229,9 +233,12 @@ def test_a_grouped_linear_has_the_rate_of_groups(groups: int, recipe: Recipe | N
         plan = fuser.Sequential(up).plan(x, splits, device="h200")
     rate = H200.grouped["bf16" if recipe is None else "Float8CurrentScaling"]
     seconds = 2 * rows * size**2 / rate.forward
+    assert plan.forward[0].product_microseconds == pytest.approx(seconds * 1e6)
     if recipe is not None:  # values are read twice, once for the amax, and both copies written
         seconds += (rows * size + groups * size**2) * (2 * 2 + 2) / H200.bandwidth
-    assert plan.forward[0].product_microseconds == pytest.approx(seconds * 1e6)
+        launches = len(plan.forward[0].kernel.split(", "))
+        rest = plan.forward[0].microseconds / 1e6 - launches * H200.launch
+        assert rest >= seconds
     assert plan.backward[0].flops_per_token == 2 * plan.forward[0].flops_per_token
 
 
@@ -257,6 +264,28 @@ def test_a_product_of_few_rows_takes_the_time_of_its_weight() -> None:
     seconds = moved / H200.bandwidth + H200.launch
     assert plan.forward[0].microseconds == pytest.approx(seconds * 1e6)
     assert plan.nominal_tokens == 4
+
+
+@pytest.mark.parametrize("rows", [4, 8192])
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_the_time_of_products_has_no_time_of_quantizing_and_dequantizing(
+    recipe: str, rows: int
+) -> None:
+    size = 4096
+    plan = planned(fuser.Sequential(linear(size, size)), rows, size, recipe_named(recipe))
+    # mxfp8 is emulated: bf16 operands. dgrad reads dy and w, wgrad dy and x.
+    width, rate = {"current": (1, H200.dense["Float8CurrentScaling"]), "mxfp8": (2, BF16)}[recipe]
+    tokens, weight = rows * size, size * size
+    forward = width * (tokens + weight) + 2 * tokens
+    backward = width * (3 * tokens + weight) + 2 * (tokens + weight)
+    flops = 2 * rows * size * size
+    for (step,), moved, done, at in (
+        (plan.forward, forward, flops, rate.forward),
+        (plan.backward, backward, 2 * flops, rate.backward),
+    ):
+        products = max(done / at, moved / H200.bandwidth) * 1e6
+        assert step.product_microseconds == pytest.approx(products, rel=1e-3)
+        assert step.microseconds > step.product_microseconds + 1e6 * H200.launch
 
 
 def test_a_recipe_that_a_gpu_emulates_is_slower_there_than_no_recipe() -> None:
@@ -377,6 +406,31 @@ def test_a_plan_for_a_device_is_not_kept_for_calls() -> None:
     assert plan.key.arch == (9, 0)
     assert plan.target is DEVICES["h200"]
     assert not model.plans
+
+
+@pytest.mark.parametrize("recipe", [None, "current", "rowwise", "block"])
+def test_a_plan_for_a_device_is_the_same_whatever_libraries_this_machine_has(
+    recipe: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork = fuser.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
+    add = fuser.AddExtraInput().set_extra_input_channel(0, "x")
+    block = fuser.Sequential(
+        fork, linear(1024, 1024), fuser.ConstantScale(0.5), linear(1024, 1024), add
+    )
+    known = None if recipe is None else recipe_named(recipe)
+    texts = set()
+    for library in (None, object()):
+        for cuda in ((12, 4), (13, 0)):
+            native.native_gemm.cache_clear()
+            monkeypatch.setattr(cublaslt, "library", lambda kind, found=library: found)
+            monkeypatch.setattr(native, "torch_cuda", lambda found=cuda: found)
+            texts.add(str(planned(block, 8192, 1024, known)))
+    native.native_gemm.cache_clear()
+    (text,) = texts
+    # What an H200 with a newest CUDA runs: it adds in the product, and multiplies quantized.
+    assert "(emulated)" not in text
+    assert "no cuBLASLt could be loaded" not in text
+    assert "mul scale_inv" not in text
 
 
 @pytest.mark.parametrize("name", ["tpu", "", 3])
