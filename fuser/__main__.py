@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fuser.conversion import convert
 from fuser.errors import FuserError, InputError, InputTypeError, StateError
 from fuser.modules.decoder import Decoder
 from fuser.op import COMPUTE_DTYPES
@@ -83,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan",
         help="print the fusion plan of a model",
-        description="Print the fusion plan of a model of a public size, or of your own. Nothing "
-        "runs but FACTORY itself.",
+        description="Print the fusion plan of a model of a public size, as fuser.convert makes it, "
+        "or of your own. Nothing runs but FACTORY itself.",
     )
     plan.add_argument(
         "model",
@@ -99,7 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--recipe", metavar="NAME", help=f"{', '.join(NAMES)}; default: none")
     plan.add_argument("--tokens", metavar="N", help=f"rows of the main input; default: {ROWS}")
-    plan.add_argument("--training", action="store_true", help="plan forward and backward")
+    plan.add_argument(
+        "--training",
+        action="store_true",
+        help="plan forward and backward; of public sizes also loss and optimizer",
+    )
     plan.add_argument("--draw", metavar="FILE", help="also draw it, as .svg, .png or .html")
     plan.add_argument("--json", action="store_true", help="print JSON instead of text")
     plan.add_argument("--input", metavar="SHAPE", help=f"shape of the main input, e.g. {ROWS}x1024")
@@ -190,6 +195,9 @@ def _plan(options: argparse.Namespace) -> int:
     if options.draw is not None:
         drawable(options.draw)  # raises before anything is made or printed
     model, inputs = _made_by(options.model, dtype or torch.bfloat16, rows, shape)
+    if isinstance(model, Decoder):
+        inputs = model.example(rows, training=options.training)
+        convert(model, recipe=recipe)
     if dtype is not None:
         model.to(dtype)
         inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
@@ -204,7 +212,8 @@ def _plan(options: argparse.Namespace) -> int:
         inputs = (main_input, *inputs[1:])
     how = {"training": options.training}
     # Models of public sizes are planned for a GPU, which need not be here.
-    device = "h200" if isinstance(model, Decoder) and options.device is None else options.device
+    is_public = isinstance(model, Decoder)
+    device = "h200" if is_public and options.device is None else options.device
     how |= {} if device is None else {"device": device}
     with autocast(enabled=recipe is not None, recipe=recipe):
         plan: FusionPlan | ModelPlan
@@ -213,7 +222,10 @@ def _plan(options: argparse.Namespace) -> int:
         else:
             plan = plan_model(model, *inputs, **how)
             if isinstance(model, Decoder):
-                plan = replace(plan, name=model.sizes.name)
+                given = "" if recipe is None else f', recipe="{options.recipe}"'
+                name = f"{model.sizes.name} after fuser.convert(model{given})"
+                plan = replace(plan, name=name)
+                plan = plan.with_adamw(model.parameters()) if plan.training else plan
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
     if options.draw is not None:
         # With --json, stdout is JSON and nothing else.
@@ -241,7 +253,7 @@ def _made_by(
         if shape is not None:
             raise InputError(f"{target} makes its own input; give --tokens in place of --input.")
         decoder = Decoder(PRESETS[target], device="meta", dtype=dtype)
-        return decoder, (decoder.example(rows),)
+        return decoder, ()
     name, _, attribute = target.rpartition(":")
     if not name or not attribute:
         raise InputError(f"{target!r} is not of the form MODULE:FACTORY, e.g. models.py:build.")

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DISTRIBUTION = "fuser-ops"
 COMMANDS = {
     "doctor": "fuser runs here, ",
-    "plan llama3-8b --device h200": "Plan of llama3-8b, ",
+    "plan llama3-8b --device h200": "Plan of llama3-8b after fuser.convert(model), ",
     "demo --steps 3 --layers 1 --sample-bytes 4": "\nThis took ",
 }
 

@@ -320,6 +320,7 @@ class _Search:
         self._seen: set[torch.nn.Module] = set()
         self._known: dict[object, tuple[Unit | None, str | None]] = {}
         self._chains: dict[torch.nn.Module, Unit] = {}
+        self._are_norms: dict[object, bool] = {}
 
     def visit(self, module: torch.nn.Module, path: str) -> None:
         """Look at a module's children, and then at the module."""
@@ -370,11 +371,20 @@ class _Search:
                     reason = 'outside of chains: recipe=, or linears="all", converts it'
                 if not self._accepts(path, module):
                     reason = "the filter leaves it out"
-            elif self._norms != "all" and norm_part(module, "") is not None:
+            elif self._norms != "all" and self._is_norm(module):
                 reason = 'outside of chains: norms="all" makes it one kernel in an eager model'
             else:
                 continue
             yield ConversionRow(path, _name(module), False, reason)
+
+    def _is_norm(self, module: torch.nn.Module) -> bool:
+        """Whether a module is a norm; of those that are alike it is tried once."""
+        if module._modules:
+            return False
+        kind = _kind(module, ())
+        if kind not in self._are_norms:
+            self._are_norms[kind] = norm_part(module, "") is not None
+        return self._are_norms[kind]
 
     def keeps(self, path: str, unit: Unit) -> bool:
         """Whether a linear of the unit is kept unquantized, and with it the whole unit."""

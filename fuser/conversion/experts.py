@@ -104,7 +104,7 @@ class ExpertsPart(Part):
 
     def inputs(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x, experts, probs = inputs
-        if not experts.is_cuda:
+        if not (experts.is_cuda or experts.is_meta):
             # An index equal to the number of experts means an expert of another rank: none here.
             experts = torch.where(experts == self.experts, -1, experts)
         return x, experts, probs

@@ -54,14 +54,28 @@ def memory_of(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors as one, along dimension 0: a view if they are joined in memory, else a copy."""
+    """Tensors as one, along dimension 0: a view if they are joined in memory, else a copy.
+
+    Those on meta are planned as what they are once they have memory: joined.
+    """
     if len(parts) == 1:
         return parts[0]
-    memory = None if torch.compiler.is_compiling() else memory_of(parts)
+    memory = None
+    if not torch.compiler.is_compiling():
+        memory = _like_joined(parts) if parts[0].is_meta else memory_of(parts)
     if memory is None:
         return torch.cat(list(parts))
     whole: torch.Tensor = _Joined.apply(memory, *parts)  # type: ignore[no-untyped-call]
     return whole
+
+
+def _like_joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A tensor like the memory into which :func:`join` moves such parts; None if it does not."""
+    first = parts[0]
+    if any((part.dtype, part.shape[1:]) != (first.dtype, first.shape[1:]) for part in parts):
+        return None
+    rows = sum(part.shape[0] for part in parts)
+    return torch.empty(rows, *first.shape[1:], dtype=first.dtype, device=first.device)
 
 
 def join(parts: Sequence[torch.nn.Parameter]) -> None:

@@ -1,7 +1,8 @@
-"""Decoders of public sizes, as a user of fuser writes them: what the command line plans by name.
+"""Decoders of public sizes in plain torch: what the command line converts and plans by name.
 
-Every layer is two pipelines around attention: norm and linear before it, linear and residual after
-it, and a feed-forward block or a mixture of experts with its residual. Weights are random.
+They are made of the modules that other libraries' models are made of, with the same names: linears
+for queries, keys and values, norms before attention and before the feed-forward block or the
+experts. Weights are random, if there are any: a plan needs none.
 """
 
 from __future__ import annotations
@@ -11,41 +12,32 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fuser.basic_ops import (
-    AddExtraInput,
-    GroupedLinear,
-    MakeExtraOutput,
-    MoeCombine,
-    MoeDispatch,
-    RMSNorm,
-    ScaledSwiGLU,
-    SwiGLU,
-)
 from fuser.errors import InputError
-from fuser.fused_ops import Linear
 from fuser.plan.transformers import Transformer
-from fuser.sequential import Sequential
 
 
 class Attention(torch.nn.Module):
-    """Causal attention over ``[batch, sequence, qkv_features]``, with rotary embedding."""
+    """Causal attention with rotary embedding."""
 
-    def __init__(self, sizes: Transformer) -> None:
+    def __init__(self, sizes: Transformer, **options: Any) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = sizes.heads, sizes.kv_heads, sizes.head_dim
+        self.head_dim = sizes.head_dim
+        self.is_grouped = sizes.heads != sizes.kv_heads
+        heads, kv_heads = sizes.attention_features, sizes.kv_heads * sizes.head_dim
+        self.q_proj = torch.nn.Linear(sizes.hidden, heads, bias=False, **options)
+        self.k_proj = torch.nn.Linear(sizes.hidden, kv_heads, bias=False, **options)
+        self.v_proj = torch.nn.Linear(sizes.hidden, kv_heads, bias=False, **options)
+        self.o_proj = torch.nn.Linear(heads, sizes.hidden, bias=False, **options)
 
-    def forward(self, qkv: torch.Tensor) -> torch.Tensor:
-        by_head = qkv.view(*qkv.shape[:-1], -1, self.head_dim).transpose(1, 2)
-        counts = [self.heads, self.kv_heads, self.kv_heads]
-        query, key, value = torch.split(by_head, counts, dim=1)
-        positions = torch.arange(qkv.shape[1], device=qkv.device, dtype=torch.float32)
-        steps = torch.arange(0, self.head_dim, 2, device=qkv.device) / self.head_dim
-        angles = (positions[:, None] / 500000.0**steps).repeat(1, 2)
-        cos, sin = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
-        query, key = (x * cos + _turned(x) * sin for x in (query, key))
-        is_grouped = self.heads != self.kv_heads
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
-        return y.transpose(1, 2).flatten(-2)
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        made = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        query, key, value = (y.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for y in made)
+        query, key = (y * cos + _turned(y) * sin for y in (query, key))
+        y = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=self.is_grouped
+        )
+        out: torch.Tensor = self.o_proj(y.transpose(-3, -2).flatten(-2))
+        return out
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:
@@ -53,36 +45,74 @@ def _turned(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-second, first), -1)
 
 
+class Rotary(torch.nn.Module):
+    """Cosines and sines of the rotary embedding, for a sequence of the rows of ``x``."""
+
+    def __init__(self, sizes: Transformer) -> None:
+        super().__init__()
+        self.head_dim = sizes.head_dim
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)
+        steps = torch.arange(0, self.head_dim, 2, device=x.device) / self.head_dim
+        angles = (positions[:, None] / 500000.0**steps).repeat(1, 2)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class FeedForward(torch.nn.Module):
+    """A SwiGLU block."""
+
+    def __init__(self, sizes: Transformer, **options: Any) -> None:
+        super().__init__()
+        hidden, width = sizes.hidden, sizes.intermediate
+        self.gate_proj = torch.nn.Linear(hidden, width, bias=False, **options)
+        self.up_proj = torch.nn.Linear(hidden, width, bias=False, **options)
+        self.down_proj = torch.nn.Linear(width, hidden, bias=False, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
 class Experts(torch.nn.Module):
-    """A norm, a router, and ``experts`` of which ``top_k`` compute a token; with the residual."""
+    """SwiGLU blocks of which each token has some, with their weights in two parameters."""
+
+    def __init__(self, sizes: Transformer, **options: Any) -> None:
+        super().__init__()
+        self.experts, hidden, width = sizes.experts, sizes.hidden, sizes.intermediate
+        up = torch.empty(self.experts, 2 * width, hidden, **options)
+        down = torch.empty(self.experts, hidden, width, **options)
+        self.gate_up_proj = torch.nn.Parameter(torch.nn.init.normal_(up, std=0.02))
+        self.down_proj = torch.nn.Parameter(torch.nn.init.normal_(down, std=0.02))
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        y = torch.zeros_like(hidden_states)
+        for expert in range(len(self.gate_up_proj)):
+            tokens, ranks = torch.where(top_k_index == expert)
+            gate, up = F.linear(hidden_states[tokens], self.gate_up_proj[expert]).chunk(2, -1)
+            rows = F.linear(F.silu(gate) * up, self.down_proj[expert])
+            weighted = rows * top_k_weights[tokens, ranks, None]
+            y = y.index_add(0, tokens, weighted.to(y.dtype))
+        return y
+
+
+class MixtureOfExperts(torch.nn.Module):
+    """A router, and the experts that it chooses for each token."""
 
     def __init__(self, sizes: Transformer, **options: Any) -> None:
         super().__init__()
         self.top_k = sizes.top_k
-        self.norm = RMSNorm(sizes.hidden, **options)
-        self.router = torch.nn.Linear(sizes.hidden, sizes.experts, bias=False, **options)
-        options |= {"bias": False, "single_grouped_weight": True}
-        dispatch = MoeDispatch(sizes.experts)
-        for index, channel in enumerate(("split sizes", "probs", "rows")):
-            dispatch.set_extra_output_channel(index, channel, output_to_caller=False)
-        up = GroupedLinear(sizes.experts, sizes.hidden, 2 * sizes.intermediate, **options)
-        down = GroupedLinear(sizes.experts, sizes.intermediate, sizes.hidden, **options)
-        self.experts = Sequential(
-            dispatch,
-            up.set_extra_input_channel(0, "split sizes"),
-            ScaledSwiGLU().set_extra_input_channel(0, "probs"),
-            down.set_extra_input_channel(0, "split sizes"),
-            MoeCombine().set_extra_input_channel(0, "rows"),
-            AddExtraInput(),
-        )
+        self.gate = torch.nn.Linear(sizes.hidden, sizes.experts, bias=False, **options)
+        self.experts = Experts(sizes, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        rows = self.norm(tokens)
-        probs, indices = self.router(rows).float().softmax(-1).topk(self.top_k)
-        y: torch.Tensor = self.experts(
-            rows, indices.to(torch.int32), probs / probs.sum(-1, keepdim=True), tokens
-        )
+        probs, indices = self.gate(tokens).float().softmax(-1).topk(self.top_k)
+        probs = (probs / probs.sum(-1, keepdim=True)).to(x.dtype)
+        y: torch.Tensor = self.experts(tokens, indices, probs)
         return y.view(x.shape)
 
 
@@ -91,68 +121,65 @@ class DecoderLayer(torch.nn.Module):
 
     def __init__(self, sizes: Transformer, **options: Any) -> None:
         super().__init__()
-        hidden, width = sizes.hidden, sizes.intermediate
         self.has_attention = sizes.heads > 0
         if self.has_attention:
-            self.before = Sequential(
-                RMSNorm(hidden, **options),
-                Linear(hidden, sizes.qkv_features, bias=False, **options),
-            )
-            self.attention = Attention(sizes)
-            self.after = Sequential(
-                Linear(sizes.attention_features, hidden, bias=False, **options), AddExtraInput()
-            )
-        self.feed_forward: torch.nn.Module
-        if sizes.experts:
-            self.feed_forward = Experts(sizes, **options)
-        else:
-            fork = MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False)
-            self.feed_forward = Sequential(
-                fork,
-                RMSNorm(hidden, **options),
-                Linear(hidden, 2 * width, bias=False, **options),
-                SwiGLU(),
-                Linear(width, hidden, bias=False, **options),
-                AddExtraInput().set_extra_input_channel(0, "residual"),
-            )
+            self.input_layernorm = torch.nn.RMSNorm(sizes.hidden, eps=1e-5, **options)
+            self.self_attn = Attention(sizes, **options)
+        self.post_attention_layernorm = torch.nn.RMSNorm(sizes.hidden, eps=1e-5, **options)
+        block = MixtureOfExperts if sizes.experts else FeedForward
+        self.mlp = block(sizes, **options)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: Any = None, sin: Any = None) -> torch.Tensor:
         if self.has_attention:
-            x = self.after(self.attention(self.before(x)), x)
-        y: torch.Tensor = self.feed_forward(x)
+            x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        y: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return y
 
 
-class Decoder(torch.nn.Module):
-    """A decoder of ``sizes``: logits ``[batch, sequence, vocab]`` of token numbers.
+class Loss(torch.nn.Module):
+    """Cross entropy of logits, in fp32, with the number of each next token."""
 
-    Without a vocabulary it takes and returns hidden states. ``options`` are ``device`` and
-    ``dtype`` of the parameters.
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+class Decoder(torch.nn.Module):
+    """A decoder of ``sizes``: logits ``[batch, sequence, vocab]`` of token numbers, or their loss.
+
+    With targets it returns the loss. Without a vocabulary it takes and returns hidden states.
+    ``options`` are ``device`` and ``dtype`` of the parameters.
     """
 
     def __init__(self, sizes: Transformer, **options: Any) -> None:
         super().__init__()
         self.sizes = sizes
-        self.embedding, self.head = None, None
         if sizes.vocab:
-            self.embedding = torch.nn.Embedding(sizes.vocab, sizes.hidden, **options)
-            self.head = Sequential(
-                RMSNorm(sizes.hidden, **options),
-                Linear(sizes.hidden, sizes.vocab, bias=False, **options),
-            )
+            self.embed_tokens = torch.nn.Embedding(sizes.vocab, sizes.hidden, **options)
+        if sizes.heads:
+            self.rotary = Rotary(sizes)
         self.layers = torch.nn.ModuleList(
             DecoderLayer(sizes, **options) for _ in range(sizes.layers)
         )
+        if sizes.vocab:
+            self.norm = torch.nn.RMSNorm(sizes.hidden, eps=1e-5, **options)
+            self.lm_head = torch.nn.Linear(sizes.hidden, sizes.vocab, bias=False, **options)
+            self.loss = Loss()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.embedding is not None:
-            x = self.embedding(x)
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        if self.sizes.vocab:
+            x = self.embed_tokens(x)
+        angles = self.rotary(x) if self.sizes.heads else ()
         for layer in self.layers:
-            x = layer(x)
-        return x if self.head is None else self.head(x)
+            x = layer(x, *angles)
+        if not self.sizes.vocab:
+            return x
+        y: torch.Tensor = self.lm_head(self.norm(x))
+        return y if targets is None else self.loss(y, targets)
 
-    def example(self, tokens: int) -> torch.Tensor:
-        """An input of ``tokens`` on the meta device: one sequence, or as many as fit.
+    def example(self, tokens: int, *, training: bool = False) -> tuple[torch.Tensor, ...]:
+        """Inputs of ``tokens`` on the meta device: one sequence, or as many as fit.
+
+        In ``training`` with the targets of the loss, if there is one.
 
         Raises
         ------
@@ -167,8 +194,9 @@ class Decoder(torch.nn.Module):
                 " Choose a multiple."
             )
         shape = (max(1, tokens // length), min(tokens, length))
-        if self.embedding is not None:
-            return torch.empty(shape, dtype=torch.int64, device="meta")
+        if self.sizes.vocab:
+            numbers = torch.empty(shape, dtype=torch.int64, device="meta")
+            return (numbers, numbers) if training else (numbers,)
         dtype = next(self.parameters()).dtype
         states = torch.empty(*shape, self.sizes.hidden, dtype=dtype, device="meta")
-        return states.requires_grad_()
+        return (states.requires_grad_(),)

@@ -10,14 +10,18 @@ import os
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fuser.plan.devices import Device
 from fuser.plan.plain_torch import COMPILED, EAGER, Baseline
 from fuser.plan.plan import FusionPlan
-from fuser.report.text import columns, format_flops, format_time
+from fuser.report.text import columns, format_bytes, format_flops, format_time
+
+OPTIMIZER = "optimizer"  # the place of its step
 
 
 @dataclass(frozen=True)
@@ -88,11 +92,41 @@ class Part:
 
 
 @dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a training step, as far as a plan knows them.
+
+    ``kept`` is what forward keeps for backward, with the other modules as eager calls; ``moments``
+    are those of an optimizer.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    kept: float = 0.0
+    moments: int = 0
+
+    @property
+    def at_once(self) -> float:
+        """The larger of what is held after forward, and after backward."""
+        return self.parameters + self.moments + max(self.kept, self.gradients)
+
+    def sentences(self, device: Device) -> list[str]:
+        """All of it, in two lines."""
+        of = f", of {format_bytes(device.memory)}" if device.memory else ""
+        moments = f", optimizer {format_bytes(self.moments)}" if self.moments else ""
+        return [
+            f"memory: parameters {format_bytes(self.parameters)}{moments}, and "
+            f"{format_bytes(self.kept)} kept for backward or {format_bytes(self.gradients)} of "
+            "gradients:",
+            f"{format_bytes(self.at_once)} or more at once{of}",
+        ]
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """What a call of a model runs: ``parts`` in the order of their first calls.
 
     ``name`` is the model's class, ``inputs`` describes the arguments, ``parameters`` is the number
-    of weights.
+    of weights. ``memory`` is that of a training step, of zeros if backward is not planned.
     """
 
     name: str
@@ -101,6 +135,20 @@ class ModelPlan:
     training: bool
     device: Device
     parts: tuple[Part, ...]
+    memory: StepMemory = StepMemory()
+
+    def with_adamw(self, parameters: Iterable[torch.Tensor]) -> ModelPlan:
+        """The plan with a step of ``torch.optim.AdamW(fused=True)``, in the column of backward.
+
+        It reads parameters, gradients and two moments, all of the same dtypes, and writes all but
+        the gradients.
+        """
+        size = sum(parameter.nbytes for parameter in parameters)
+        microseconds = (7 * size / self.device.bandwidth + self.device.launch) * 1e6
+        times = (Baseline(name, 0.0, microseconds) for name in (EAGER, COMPILED))
+        step = Part((OPTIMIZER,), "AdamW", Box(0.0, 7 * size, (("_fused_adamw_", 1),), *times))
+        memory = replace(self.memory, moments=2 * size)
+        return replace(self, parts=(*self.parts, step), memory=memory)
 
     @property
     def plans(self) -> dict[str, FusionPlan]:
@@ -169,6 +217,7 @@ class ModelPlan:
         flops = format_flops(sum(part.flops for part in self.parts))
         rows.append(("all", "", "", flops, *map(format_time, totals)))
         lines += columns(rows, left=3)
+        has_optimizer = any(part.paths == (OPTIMIZER,) for part in self.parts)
         lines += ["", *(f"  {line}" for line in self.summary())]
         for number, (place, plan) in enumerate(pipelines, 1):
             lines += ["", f"pipeline {number}, {place}: {plan.key.describe()}"]
@@ -183,6 +232,7 @@ class ModelPlan:
                     "; backward is taken as twice forward, of attention 2.5 times." * self.training
                     or "."
                 )
+                + " The optimizer runs after backward, and is in its column." * has_optimizer
                 + " torch.compile is modelled module by module.",
                 width=96,
             ),
@@ -190,7 +240,7 @@ class ModelPlan:
         return "\n".join(lines)
 
     def summary(self) -> list[str]:
-        """The modelled time beside that of plain torch, in sentences."""
+        """The modelled time beside that of plain torch, and the memory, in sentences."""
         own, compiled = self.microseconds, self.compiled_microseconds
         boxes = [part for part in self.parts if isinstance(part.content, Box)]
         in_boxes = sum(part.microseconds(side) for part in boxes for side in self.sides)
@@ -201,6 +251,7 @@ class ModelPlan:
             f"{EAGER} {format_time(eager)}, {eager / own if own else 1.0:.2f}x this plan",
             f"{COMPILED} {format_time(in_compile)}, "
             f"{in_compile / compiled if compiled else 1.0:.2f}x this plan within torch.compile",
+            *(self.memory.sentences(self.device) if self.training else ()),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -214,6 +265,7 @@ class ModelPlan:
             "microseconds": self.microseconds,
             "compiled_microseconds": self.compiled_microseconds,
             "baselines": {name: self.baseline(name) for name in (EAGER, COMPILED)},
+            "memory": {**vars(self.memory), "at_once": self.memory.at_once},
             "parts": [self._part_dict(part) for part in self.parts],
             "sentences": self.summary(),
         }

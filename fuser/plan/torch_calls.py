@@ -30,13 +30,17 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class TorchCall:
-    """One call: its operations if it is a product, and the bytes of what it reads and writes."""
+    """One call: its operations if it is a product, and the bytes of what it reads and writes.
+
+    ``has_backward``: autograd may record it.
+    """
 
     name: str
     flops: int
     precision: str
     reads: dict[Place, int]
     writes: dict[Place, int]
+    has_backward: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -65,9 +69,15 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, listed: Callable[[TorchCall], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._listed = listed
-        self._kept: list[torch.UntypedStorage] = []  # so that numbers stay unique
+        # Of all tensors, by their numbers, which so stay unique.
+        self.storages: dict[int, torch.UntypedStorage] = {}
         self._attention = _Attention(self)
         self._is_inside = False
+
+    @property
+    def is_recording(self) -> bool:
+        """False inside of attention, whose kernel depends on the device."""
+        return not self._is_inside
 
     def __enter__(self) -> Any:
         self._attention.__enter__()  # type: ignore[no-untyped-call]
@@ -98,14 +108,15 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads, writes = self._parts(inputs), self._parts(outputs)
         dtypes = [t.dtype for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
         precision = precision_of(dtypes[0] if dtypes else torch.float32)
-        self._listed(TorchCall(name, flops, precision, reads, writes))
+        self._listed(TorchCall(name, flops, precision, reads, writes, torch.is_grad_enabled()))
 
     def _parts(self, tree: Any) -> dict[Place, int]:
         parts: dict[Place, int] = {}
         for tensor in pytree.tree_leaves(tree):
             if isinstance(tensor, torch.Tensor):
-                self._kept.append(tensor.untyped_storage())
-                place = (storage_of(tensor), int(tensor.storage_offset()))
+                number = storage_of(tensor)
+                self.storages[number] = tensor.untyped_storage()
+                place = (number, int(tensor.storage_offset()))
                 sizes = zip(tensor.shape, tensor.stride(), strict=True)
                 elements = math.prod(size for size, stride in sizes if stride)
                 parts[place] = max(parts.get(place, 0), elements * tensor.element_size())

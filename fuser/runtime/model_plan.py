@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from fuser.errors import FuserError, InputError, InputTypeError
 from fuser.op.structure import REFUSED, structure_of
 from fuser.plan.devices import Device, device_named, device_of
-from fuser.plan.model import Box, ModelPlan, Part, grouped
+from fuser.plan.model import Box, ModelPlan, Part, StepMemory, grouped
 from fuser.plan.plain_torch import COMPILED, EAGER, Baseline
-from fuser.plan.plan import FusionPlan
+from fuser.plan.plan import PIPELINE_INPUT, FusionPlan
 from fuser.plan.rebuilt import budget
 from fuser.plan.torch_calls import (
     ATTENTION,
@@ -38,6 +39,7 @@ from fuser.torch_private import (
     outside_fake_mode,
     pytree,
     raising_module,
+    storage_of,
     without_logs_of_fake_tensors,
 )
 
@@ -91,8 +93,8 @@ class _Observation:
         self.model = model
         self.training = training
         self.elsewhere = target
-        tensors = (*model.parameters(), *model.buffers())
-        self.place = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        self.tensors = (*model.parameters(), *model.buffers())
+        self.place = next((tensor.device for tensor in self.tensors), torch.device("cpu"))
         self.target = target or device_of(self.place.type)
         self.paths: dict[int, str] = {}
         self.modules: dict[int, torch.nn.Module] = {}
@@ -101,6 +103,10 @@ class _Observation:
             self.modules[id(module)] = module
         self.made: list[_Call | Part] = []
         self.known: dict[Any, FusionPlan] = {}
+        self.calls = TorchCalls(self._listed)
+        # What backward reads of forward: memory of the model's own tensors, and of pipelines.
+        self.held: dict[int, torch.UntypedStorage] = {}
+        self.kept_inside = 0.0
 
     def plan(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> ModelPlan:
         """The plan of a call with these arguments."""
@@ -116,8 +122,10 @@ class _Observation:
             inputs, keywords = pytree.tree_map_only(
                 torch.Tensor, self._fake, (inputs, dict(keywords))
             )
+            own = [fakes.from_tensor(tensor) for tensor in self.tensors]
+            hooks = saved_tensors_hooks(self._holds, _same)
             try:
-                with TorchCalls(self._listed), without_logs_of_fake_tensors():
+                with self.calls, hooks, without_logs_of_fake_tensors():
                     self.model(*inputs, **keywords)
             except FuserError:
                 raise
@@ -142,6 +150,35 @@ class _Observation:
                 for made in self.made
                 if isinstance(made, Part) or made.calls
             ),
+            self._memory(own) if self.training else StepMemory(),
+        )
+
+    # -- memory -----------------------------------------------------------------
+
+    def _holds(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that autograd saves for backward."""
+        if self.calls.is_recording:
+            self.held[storage_of(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    def _keeps(self, plan: FusionPlan, x: torch.Tensor) -> None:
+        """Note what a pipeline keeps for backward; several may keep one input."""
+        for kept in plan.kept:
+            nbytes = kept.nbytes + kept.bytes_per_token * plan.nominal_tokens
+            if kept.reason == PIPELINE_INPUT and nbytes == x.nbytes:
+                self._holds(x)
+            else:
+                self.kept_inside += nbytes
+
+    def _memory(self, fakes: Sequence[torch.Tensor]) -> StepMemory:
+        """The memory of a step; ``fakes`` are like the parameters and buffers."""
+        own = {storage_of(tensor) for tensor in (*self.tensors, *fakes)}
+        kept = sum(memory.nbytes() for key, memory in self.held.items() if key not in own)
+        parameters = list(self.model.parameters())
+        return StepMemory(
+            sum(p.nbytes for p in parameters),
+            sum(p.nbytes for p in parameters if p.requires_grad),
+            kept + self.kept_inside,
         )
 
     def _raising(self, error: BaseException) -> str:
@@ -163,10 +200,12 @@ class _Observation:
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Plan a pipeline that the forward calls; its outputs, on fake tensors."""
         _, module = calling_module(self.paths)
-        with outside_fake_mode():
+        # Plain torch runs beside the plan on meta tensors; what that saves does not count.
+        with outside_fake_mode(), saved_tensors_hooks(_same, _same):
             inputs = [_on_meta(tensor) for tensor in (x, *extras)]
             plan = self._planned(pipeline, inputs)
             outputs = pipeline.outputs_like(*inputs)
+        self._keeps(plan, x)
         name = type(self.modules[module]).__name__ if module else type(self.model).__name__
         self.made.append(Part((self.paths.get(module, ""),), name, plan))
         fakes = tuple(
@@ -206,6 +245,9 @@ class _Observation:
     # -- other modules ----------------------------------------------------------
 
     def _listed(self, call: TorchCall) -> None:
+        if call.name == ATTENTION and call.has_backward:  # as FlashAttention, whatever runs here
+            for number, _ in (*call.reads, *call.writes):
+                self.held[number] = self.calls.storages[number]
         frame, module = calling_module(self.paths)
         for made in reversed(self.made):
             if isinstance(made, _Call) and made.frame is frame and made.module == module:
@@ -225,11 +267,13 @@ class _Observation:
         backward, compiled_backward = 0.0, 0.0
         fused, _ = compiled_seconds(calls, (), _last(calls), device)
         if self.training:
-            products = [call for call in calls if call.is_product]
-            backward = sum(_backward(call, device) for call in calls)
+            recorded = [call for call in calls if call.has_backward]
+            products = [call for call in recorded if call.is_product]
+            backward = sum(_backward(call, device) for call in recorded)
             of_products = sum(_backward(call, device) for call in products)
             alone = sum(call.seconds(device, "forward") for call in products)
-            compiled_backward = of_products + 2 * (fused - alone)
+            again, _ = compiled_seconds(recorded, (), _last(recorded), device)
+            compiled_backward = of_products + 2 * (again - alone)
         path, module = self.paths.get(made.module, ""), self.modules.get(made.module, self.model)
         box = Box(
             sum(call.flops * self._sides(call) for call in calls),
@@ -243,6 +287,8 @@ class _Observation:
 
 def _times(call: TorchCall) -> float:
     """How many times the work of forward backward has."""
+    if not call.has_backward:
+        return 0.0
     return ATTENTION_BACKWARD if call.name == ATTENTION else 2.0
 
 
@@ -253,6 +299,10 @@ def _backward(call: TorchCall, device: Device) -> float:
 def _last(calls: list[TorchCall]) -> list[tuple[int, int]]:
     """What the last call writes: the output of a module."""
     return list(calls[-1].writes) if calls else []
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

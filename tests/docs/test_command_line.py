@@ -265,10 +265,24 @@ def test_a_model_of_a_public_size_is_planned_by_its_name(
 ) -> None:
     argv = ("plan", "--device", "h200", "--recipe", "current", "--tokens", "8192", "llama3-8b")
     text = printed(capsys, *argv)
-    assert text.startswith("Plan of llama3-8b, 8.0 G parameters: no grad\n")
-    assert re.search(r"layers\.0-31\.feed_forward +32 +pipeline 3 of Sequential", text)
+    name = 'llama3-8b after fuser.convert(model, recipe="current")'
+    assert text.startswith(f"Plan of {name}, 8.0 G parameters: no grad\n")
+    # As convert makes it: a block is one pipeline; the first and last linears are not quantized.
+    assert re.search(r"layers\.0-31 +32 +pipeline \d of DecoderLayer", text)
+    for path in ("layers.0.self_attn.q_proj", "lm_head"):
+        assert re.search(rf"^pipeline \d, {path}: .*no recipe$", text, re.M)
+    assert re.search(r"layers\.0-31\.input_layernorm +32 +\[RMSNorm\]", text)
+    assert "[Loss]" not in text
+    assert "optimizer" not in text
     data = json.loads(printed(capsys, *argv, "--json", "--training"))
-    assert (data["name"], data["device"]) == ("llama3-8b", "H200 (measured rates)")
+    assert (data["name"], data["device"]) == (name, "H200 (measured rates)")
+    assert [part["place"] for part in data["parts"]][-2:] == ["loss", "optimizer"]
+    # 16-bit weights, gradients and two moments, and what a step of 8192 tokens keeps.
+    weights = 2 * PRESETS["llama3-8b"].parameters
+    memory = data["memory"]
+    assert memory["parameters"] == memory["gradients"] == pytest.approx(weights, rel=1e-3)
+    assert memory["moments"] == 2 * memory["parameters"]
+    assert weights < memory["kept"] < memory["at_once"] - 3 * weights + 1e9
     # A step of 8192 tokens of 8 billion weights is 0.42 PFLOP: below the peak of FP8 and of bf16.
     flops = sum(part["flops"] for part in data["parts"])
     assert flops == pytest.approx(8192 * PRESETS["llama3-8b"].flops_per_token, rel=0.05)

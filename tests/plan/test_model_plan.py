@@ -309,20 +309,24 @@ def test_keyword_arguments_and_nested_inputs_are_the_models() -> None:
 
 TINY = Transformer("tiny", 2, 256, 512, 8, 4, 1000, head_dim=32, sequence=64)
 
+BLOCKS = Transformer("blocks", 2, 256, 512, 0, 0, 0, sequence=64)
+MOE = Transformer("moe", 2, 256, 128, 8, 4, 1000, 32, 64, experts=8, top_k=2)
+
 
 @pytest.mark.parametrize(
     "sizes",
     [
         TINY,
-        Transformer("moe", 2, 256, 128, 8, 4, 1000, 32, 64, experts=8, top_k=2),
-        Transformer("blocks", 2, 256, 512, 0, 0, 0, sequence=64),
+        MOE,
+        BLOCKS,
     ],
     ids=lambda sizes: sizes.name,
 )
 def test_decoders_have_the_operations_that_their_sizes_say(sizes: Transformer) -> None:
     model = Decoder(sizes, device="meta", dtype=torch.bfloat16)
+    fuser.convert(model)
     tokens = 128
-    plan = fuser.plan(model, model.example(tokens), device="h200")
+    plan = fuser.plan(model, *model.example(tokens, training=True), device="h200")
     flops = sum(one.flops for one in plan.parts)
     router = 6 * sizes.layers * tokens * sizes.hidden * sizes.experts
     # Backward of attention is 2.5 times forward here, and twice in `flops_per_token`.
@@ -330,12 +334,17 @@ def test_decoders_have_the_operations_that_their_sizes_say(sizes: Transformer) -
     assert flops == pytest.approx(tokens * sizes.flops_per_token + router + 0.5 * attention)
 
 
-def test_decoders_run() -> None:
+@pytest.mark.parametrize("sizes", [TINY, MOE], ids=lambda sizes: sizes.name)
+def test_decoders_run(sizes: Transformer) -> None:
     torch.manual_seed(0)
-    model = Decoder(TINY, device="cpu", dtype=torch.float32)
+    model = Decoder(sizes, device="cpu", dtype=torch.float32)
     tokens = torch.randint(0, 1000, (2, 16))
     y = model(tokens)
     assert y.shape == (2, 16, 1000)
+    loss = torch.nn.functional.cross_entropy(y.flatten(0, 1), tokens.flatten())
+    torch.testing.assert_close(model(tokens, tokens), loss)
+    with fuser.converted(model):
+        torch.testing.assert_close(model(tokens), y)
     # Causal: logits do not depend on later tokens.
     changed = torch.cat([tokens[:, :8], torch.randint(0, 1000, (2, 8))], 1)
     torch.testing.assert_close(model(changed)[:, :8], y[:, :8])
@@ -345,8 +354,8 @@ def test_decoders_run() -> None:
 
 def test_more_tokens_than_a_sequence_are_whole_sequences() -> None:
     model = Decoder(TINY, device="meta")
-    assert model.example(192).shape == (3, 64)
-    assert model.example(10).shape == (1, 10)
+    assert [x.shape for x in model.example(192, training=True)] == [(3, 64)] * 2
+    assert [x.shape for x in model.example(10)] == [(1, 10)]
     with pytest.raises(fuser.InputError, match=said("decoder-tokens-no-whole", 100, 64)):
         model.example(100)
 
@@ -354,6 +363,104 @@ def test_more_tokens_than_a_sequence_are_whole_sequences() -> None:
 def test_the_named_models_have_the_parameters_of_their_names() -> None:
     for name, billions in (("llama3-8b", 8.03), ("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.5)):
         assert PRESETS[name].parameters / 1e9 == pytest.approx(billions, rel=2e-3), name
+
+
+# -- converted models, and memory -----------------------------------------------------------------
+
+
+def test_a_converted_model_is_planned_on_meta_as_with_memory() -> None:
+    """Gate and up are one weight in both, and nothing joins them at each call."""
+    texts = []
+    for device in ("meta", "cpu"):
+        model = Decoder(BLOCKS, device=device)
+        fuser.convert(model, recipe="current", keep=())
+        texts.append(str(fuser.plan(model, *model.example(64), device="h200")))
+    assert texts[0] == texts[1]
+    assert "[DecoderLayer]" not in texts[0]
+
+
+def test_calls_without_gradients_have_no_backward() -> None:
+    class Halves(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                scale = x.abs()
+            return x * scale
+
+    x = torch.empty(4096, 4096, requires_grad=True)
+    (part,) = fuser.plan(Halves(), x).parts
+    moved = 4 * 4096**2 / CPU.bandwidth * 1e6
+    launch = CPU.launch * 1e6
+    assert part.microseconds("forward") == pytest.approx(5 * moved + 2 * launch)
+    assert part.microseconds("backward") == pytest.approx(2 * (3 * moved + launch))
+
+
+def saved_bytes(model: torch.nn.Module, *inputs: torch.Tensor) -> int:
+    """What torch saves for backward in a call, besides the parameters."""
+    memories: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        memories[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(*inputs)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    del y
+    return sum(memory.nbytes() for key, memory in memories.items() if key not in own)
+
+
+class Block(torch.nn.Module):
+    """Two linears of one input, and what torch computes with both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"device": torch.device("cpu"), "bias": False}
+        self.left = torch.nn.Linear(HIDDEN, HIDDEN, **options)
+        self.right = torch.nn.Linear(HIDDEN, HIDDEN, **options)
+        self.last = torch.nn.Linear(HIDDEN, HIDDEN, **options)
+        self.frozen = torch.nn.Linear(HIDDEN, HIDDEN, **options).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        y: torch.Tensor = self.frozen(self.last((self.left(x).sin() * self.right(x)).exp()))
+        return y
+
+
+@pytest.mark.parametrize("linears", ["none", "all"])
+def test_kept_memory_is_what_torch_saves(linears: Any) -> None:
+    model, x = Block(), torch.randn(32, HIDDEN, requires_grad=True)
+    fuser.convert(model, linears=linears)
+    memory = fuser.plan(model, x).memory
+    assert memory.kept == saved_bytes(model, x)
+    sizes = [4 * HIDDEN**2 * count for count in (4, 3)]
+    assert (memory.parameters, memory.gradients) == tuple(sizes)
+    assert memory.at_once == memory.parameters + max(memory.kept, memory.gradients)
+
+
+def test_attention_keeps_its_inputs_and_its_output() -> None:
+    class Attends(torch.nn.Module):
+        def forward(self, qkv: torch.Tensor) -> torch.Tensor:
+            q, k, v = qkv.chunk(3, -1)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v.exp())
+
+    qkv = torch.empty(2, 4, 64, 3 * 16, requires_grad=True)
+    # The three inputs are one memory, exp keeps its output, which attention reads.
+    assert fuser.plan(Attends(), qkv).memory.kept == qkv.nbytes + 2 * qkv.nbytes // 3
+
+
+def test_an_optimizer_is_a_part_of_the_step() -> None:
+    model = Decoder(TINY, device="meta", dtype=torch.bfloat16)
+    plan = fuser.plan(model, *model.example(64, training=True), device="h200")
+    whole = plan.with_adamw(model.parameters())
+    size = 2 * sum(p.numel() for p in model.parameters())
+    seconds = 7 * size / DEVICES["h200"].bandwidth + DEVICES["h200"].launch
+    for before, after in (
+        (plan.microseconds, whole.microseconds),
+        (plan.compiled_microseconds, whole.compiled_microseconds),
+        *((plan.baseline(name), whole.baseline(name)) for name in ("torch eager", "torch.compile")),
+    ):
+        assert after - before == pytest.approx(seconds * 1e6)
+    assert whole.memory.at_once - plan.memory.at_once == 2 * size
 
 
 # -- refusals -------------------------------------------------------------------------------------
