@@ -30,8 +30,10 @@ class Attention(torch.nn.Module):
         self.o_proj = torch.nn.Linear(heads, sizes.hidden, bias=False, **options)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        made = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        query, key, value = (y.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for y in made)
+        projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        query, key, value = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for y in projected
+        )
         query, key = (y * cos + _turned(y) * sin for y in (query, key))
         y = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=self.is_grouped

@@ -15,6 +15,8 @@ import torch
 from said import said
 
 import fuser
+from fuser.modules.decoder import Decoder
+from fuser.plan.transformers import Transformer
 
 transformers: Any = pytest.importorskip(
     "transformers", reason="tests of other libraries need `pip install -e .[integrations]`"
@@ -60,6 +62,24 @@ def test_a_converted_model_has_its_logits_gradients_and_keys(name: str) -> None:
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     fuser.revert(model)
     assert_same(trained(model, inputs), expected)
+
+
+def test_the_decoder_that_the_command_line_plans_is_converted_as_llama() -> None:
+    sizes = Transformer("tiny", 3, 256, 512, 8, 4, 1000, head_dim=32, sequence=64)
+    config = transformers.LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=1000,
+    )
+
+    def rows(model: torch.nn.Module) -> list[tuple[str, str]]:
+        report = fuser.convert(model, recipe="current")
+        return sorted((r.path.removeprefix("model."), r.text) for r in report.rows + report.left)
+
+    assert rows(Decoder(sizes, device="meta")) == rows(transformers.LlamaForCausalLM(config))
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma2", "Phi3", "BERT", "ViT"])
