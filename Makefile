@@ -49,6 +49,8 @@ CUDA_VENV ?= .venv-cuda
 INTEGRATIONS_VENV ?= .venv-integrations
 CUDA_BUILD_TESTS := $(addprefix tests/,plan runtime tensors recipes ops experts te)
 INTEGRATIONS_TESTS := tests/integrations
+MEGATRON_VENV ?= .venv-megatron
+MEGATRON_TESTS := tests/integrations/test_megatron.py
 FLOORS_VENV ?= .venv-floors
 FLOORS_TESTS := $(addprefix tests/,plan tensors ops docs)
 
@@ -60,7 +62,8 @@ TAG ?=
 REPOSITORY ?=
 
 .PHONY: demo demo-sharded compare mutants test test-stage test-fast test-nightly counts sentences \
-	compiled test-cuda-build test-floors test-integrations test-elsewhere docs lint format wheel \
+	compiled test-cuda-build test-floors test-integrations test-megatron test-elsewhere docs lint \
+	format wheel \
 	release-check release-notes clean
 
 demo: $(VENV)/.ready
@@ -107,6 +110,10 @@ test-cuda-build: $(CUDA_VENV)/.ready
 test-integrations: $(INTEGRATIONS_VENV)/.ready
 	$(INTEGRATIONS_VENV)/bin/python $(PYTEST) $(INTEGRATIONS_TESTS)
 
+# With the newest megatron-core; PYTHON= must be 3.12 or newer, which it needs. It may fail.
+test-megatron: $(MEGATRON_VENV)/.ready
+	$(MEGATRON_VENV)/bin/python $(PYTEST) $(MEGATRON_TESTS)
+
 # With the oldest releases that pyproject.toml allows; PYTHON= must be 3.10 or 3.11, which they support.
 test-floors: $(FLOORS_VENV)/.ready
 	$(FLOORS_VENV)/bin/python $(PYTEST) $(FLOORS_TESTS)
@@ -152,6 +159,12 @@ $(INTEGRATIONS_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.
 		-c constraints.txt -e ".[test,integrations]" -e ./forecast
 	touch $@
 
+$(MEGATRON_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(MEGATRON_VENV)
+	$(MEGATRON_VENV)/bin/python $(PIP_INSTALL) \
+		-c constraints.txt -e ".[test]" -e ./forecast megatron-core psutil triton
+	touch $@
+
 $(CUDA_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CUDA_VENV)
 	grep -v ^torch== constraints.txt > $(CUDA_VENV)/constraints.txt
@@ -191,5 +204,5 @@ $(VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torch-* $(CUDA_VENV) $(INTEGRATIONS_VENV) $(FLOORS_VENV) $(BUILD_VENV) \
-		$(WHEEL_VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* $(CUDA_VENV) $(INTEGRATIONS_VENV) $(MEGATRON_VENV) $(FLOORS_VENV) \
+		$(BUILD_VENV) $(WHEEL_VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -654,6 +654,8 @@ class _TensorsOnly(pickle.Unpickler):
             "collections.OrderedDict": OrderedDict,
             "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
             "torch.storage._load_from_bytes": _storage_of,
+            # Megatron-LM 0.18 and newer puts this in the place of torch's, and pickles name it.
+            "megatron.core.safe_globals.safe_load_from_bytes": _storage_of,
         }
 
     def find_class(self, module: str, name: str) -> Any:

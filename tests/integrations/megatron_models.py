@@ -68,6 +68,7 @@ def megatron(ranks: int = 1, **sizes: int) -> Any:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks, **sizes)
     with (
         mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
+        mock.patch.object(torch.cuda, "current_stream", return_value=None),
         mock.patch.object(torch.cuda, "synchronize", return_value=None),
     ):
         # The tracker of fuser.te has states of the CPU where there is no GPU.

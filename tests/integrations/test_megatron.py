@@ -141,6 +141,9 @@ def test_it_has_other_ways_for_what_is_missing(single: dict[str, Any]) -> None:
     assert set(names) <= {
         "transformer_engine.pytorch.cpp_extensions",
         "transformer_engine.pytorch.cpu_offload_v1",
+        "transformer_engine.pytorch.ep",
         "transformer_engine.pytorch.graph.restore_fp8_tensors",
         "transformer_engine.pytorch.graph.save_fp8_tensors",
+        "transformer_engine.pytorch.ops.basic.grouped_linear",
+        "transformer_engine.pytorch.tensor.grouped_tensor",
     }

@@ -34,7 +34,14 @@ CONTEXT = {
     "github.repository": "owner/name",
 }
 # The environment of these tests takes the place of those that targets set up.
-ENVIRONMENTS = ("VENV", "FLOORS_VENV", "CUDA_VENV", "INTEGRATIONS_VENV", "BUILD_VENV")
+ENVIRONMENTS = (
+    "VENV",
+    "FLOORS_VENV",
+    "CUDA_VENV",
+    "INTEGRATIONS_VENV",
+    "MEGATRON_VENV",
+    "BUILD_VENV",
+)
 SMALL = "tests/repository/test_samples.py::test_of_two_columns_each_value_occurs_as_often_as_others"
 # What of each target runs here in seconds: its variables, and the line that it prints if it works.
 # `make wheel` asks the package index: test_distribution.py has its parts.
@@ -43,6 +50,7 @@ SHORT = {
     "test-floors": ({"FLOORS_TESTS": SMALL}, r"^1 passed"),
     "test-cuda-build": ({"CUDA_BUILD_TESTS": SMALL}, r"^1 passed"),
     "test-integrations": ({"INTEGRATIONS_TESTS": SMALL}, r"^1 passed"),
+    "test-megatron": ({"MEGATRON_TESTS": SMALL}, r"^1 passed"),
     "release-notes": ({}, r"^### Added$"),
 }
 # Run in another way, by the test that is named.

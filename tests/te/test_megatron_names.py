@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import io
 import pickle
 import pickletools
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,6 +136,32 @@ def test_a_state_of_experts_with_classes_of_fuser_is_loaded() -> None:
     written = bytearray(pickle.dumps(content))
     assert b"fuser.recipe" in written
     again.set_extra_state(torch.frombuffer(written, dtype=torch.uint8))
+    assert torch.equal(numbers(again), numbers(layer))
+
+
+def test_a_state_of_experts_is_loaded_where_torchs_reader_of_storages_has_another_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megatron-LM 0.18 and newer has its own in the place of torch's, which pickles then name."""
+    name = "megatron.core.safe_globals"
+
+    def safe_load_from_bytes(data: bytes) -> Any:
+        return torch.load(io.BytesIO(data), weights_only=True)
+
+    safe_load_from_bytes.__module__, safe_load_from_bytes.__qualname__ = (
+        name,
+        "safe_load_from_bytes",
+    )
+    for each in ("megatron", "megatron.core"):
+        monkeypatch.setitem(sys.modules, each, SimpleNamespace())
+    place = SimpleNamespace(safe_load_from_bytes=safe_load_from_bytes)
+    monkeypatch.setitem(sys.modules, name, place)
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", safe_load_from_bytes)
+    layer, again = grouped(), grouped(steps=1)
+    state = layer.get_extra_state()
+    assert name.encode() in state.numpy().tobytes()
+    assert layer.fp8_meta["recipe"].amax_history_len == 4
+    again.set_extra_state(state)
     assert torch.equal(numbers(again), numbers(layer))
 
 

@@ -857,6 +857,9 @@ def test_scales_of_half_precision_are_computed_in_fp32() -> None:
     target, flag = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     fused.multi_tensor_scale(0, flag, [[torch.tensor([60000.0]).half()], [target]], 4.0)
     assert float(target) == 240000.0
+    scale = torch.tensor(0.5)
+    fused.multi_tensor_applier(fused.multi_tensor_scale_tensor, flag, [[target], [target]], scale)
+    assert float(target) == 120000.0
     assert not flag.any()
 
 

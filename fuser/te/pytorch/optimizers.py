@@ -23,6 +23,7 @@ __all__ = [
     "multi_tensor_applier",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
 ]
 
 Loss = Any
@@ -527,3 +528,7 @@ def multi_tensor_scale(
         target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)) * scale)
         is_finite = torch.isfinite(target).all()
         noop_flag.logical_or_(~is_finite)
+
+
+multi_tensor_scale_tensor = multi_tensor_scale
+"""The name of newer versions for a ``scale`` that is a tensor of one element, never read here."""
