@@ -182,8 +182,9 @@ def _wrong_arguments(
     by_place, by_name = names = _names(function)
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    takes_any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for argument in kwargs:
-        if argument not in (*by_place, *by_name):
+        if argument not in (*by_place, *by_name) and not takes_any_name:
             return _unknown(name, names, argument)
     surplus = () if takes_any else args[len(by_place) :]
     if surplus:

@@ -134,6 +134,31 @@ class Sequential(Stateful, torch.nn.Sequential):
     def __iadd__(self, other: Iterable[torch.nn.Module]) -> Sequential:
         return self.extend(other)
 
+    # The second names of arguments are those of te.ops.
+
+    def insert(
+        self,
+        index: int | None = None,
+        module: torch.nn.Module | None = None,
+        *,
+        idx: int | None = None,
+    ) -> Self:
+        """Insert a module before the one at ``index``, which is also named ``idx``."""
+        return super().insert(_one_of("insert", index=index, idx=idx), module)  # type: ignore[arg-type]
+
+    def pop(self, key: int | slice | None = None, *, idx: int | slice | None = None) -> Any:
+        """Remove the module at ``key``, which is also named ``idx``, and return it."""
+        return super().pop(_one_of("pop", key=key, idx=idx))
+
+    def extend(
+        self,
+        sequential: Iterable[torch.nn.Module] | None = None,
+        *,
+        modules: Iterable[torch.nn.Module] | None = None,
+    ) -> Self:
+        """Append the modules of ``sequential``, which is also named ``modules``."""
+        return super().extend(_one_of("extend", sequential=sequential, modules=modules))
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, torch.nn.Module):
@@ -336,6 +361,17 @@ def _as_budget(
     if budget is None or isinstance(budget, activation_memory_budget):
         return budget
     return activation_memory_budget(budget)
+
+
+def _one_of(method: str, **given: Any) -> Any:
+    """The value of an argument that has two names, of which one is given."""
+    values = [value for value in given.values() if value is not None]
+    if len(values) != 1:
+        raise InputTypeError(
+            f"Sequential.{method} got {len(values)} values for {' and '.join(given)}, two names of "
+            "one argument: give one."
+        )
+    return values[0]
 
 
 def _check_module(module: object) -> None:

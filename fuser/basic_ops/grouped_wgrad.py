@@ -151,9 +151,11 @@ class GroupedWeightGradients(BasicOperation):
         for hook in self._wgrad_hooks:
             hook()
 
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
-        """Call ``hook()`` at the end of each :meth:`backward_dw`."""
-        self._wgrad_hooks.append(hook)
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]
+    ) -> None:
+        """Call this hook, without arguments, at the end of each :meth:`backward_dw`."""
+        self._wgrad_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_delayed_wgrads": deque(), "_wgrad_hooks": []}

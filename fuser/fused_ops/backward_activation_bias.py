@@ -22,6 +22,7 @@ class BackwardActivationBias(FusedOperation):
     """``dx = dy f'(x); db = sum(dx)`` over rows, for every activation and GLU."""
 
     window = (Bias, Activation)
+    member_names = ("bias", "activation")
     side = "backward"
     stores_rebuilt_output = True
 

@@ -98,6 +98,7 @@ class BackwardAddRMSNorm(_BackwardAddNorm):
     """``dx = rmsnorm_backward(dy) + d_extra``, also in 16 bits before an AddExtraInput."""
 
     window = (Optional(AddExtraInput), MakeExtraOutput, RMSNorm)
+    member_names = ("add", "rmsnorm")
 
 
 class BackwardAddLayerNorm(_BackwardAddNorm):

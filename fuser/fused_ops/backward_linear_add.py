@@ -20,6 +20,7 @@ class BackwardLinearAdd(FusedOperation):
     """``dx = dy @ weight + d_extra``: one GEMM with ``beta = 1``."""
 
     window = (MakeExtraOutput, BasicLinear)
+    member_names = ("backward_add", "linear")
     side = "backward"
     communicates = True
 

@@ -19,6 +19,7 @@ class BackwardLinearScale(FusedOperation):
     """
 
     window = (BasicLinear, ConstantScale)
+    member_names = ("linear", "scale")
     side = "backward"
     communicates = True
 

@@ -27,6 +27,7 @@ class ForwardLinearBiasActivation(FusedOperation):
     """
 
     window = (BasicLinear, Bias, Optional(Activation))
+    member_names = ("linear", "bias", "activation")
     side = "forward"
     communicates = True
 

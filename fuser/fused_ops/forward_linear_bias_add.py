@@ -32,6 +32,7 @@ class ForwardLinearBiasAdd(FusedOperation):
     """
 
     window = (BasicLinear, Optional(Bias), AddExtraInput)
+    member_names = ("linear", "bias", "add")
     side = "forward"
     communicates = True
 

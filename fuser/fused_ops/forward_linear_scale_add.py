@@ -20,6 +20,7 @@ class ForwardLinearScaleAdd(FusedOperation):
     """``y = scale * (x @ weight.T) + extra``: one GEMM with ``alpha`` and ``beta = 1``."""
 
     window = (BasicLinear, ConstantScale, AddExtraInput)
+    member_names = ("linear", "scale", "add")
     side = "forward"
     communicates = True
 

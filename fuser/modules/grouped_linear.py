@@ -152,9 +152,11 @@ class GroupedLinear(Layer):
         self.hand_parameters_to_ops()
         self._op.backward_dw()
 
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
-        """Call ``hook()`` at the end of each :meth:`backward_dw`."""
-        self._op.register_wgrad_accumulation_and_reduce_hooks(hook)
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]
+    ) -> None:
+        """Call this hook, without arguments, at the end of each :meth:`backward_dw`."""
+        self._op.register_wgrad_accumulation_and_reduce_hooks(wgrad_accumulation_and_reduce_hook)
 
     @property
     def _op(self) -> basic_ops.GroupedLinear:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 import torch
 from torch.compiler import is_compiling
 
-from fuser.errors import InputError, StateError, refuse_unknown
+from fuser.errors import InputError, InputTypeError, StateError, refuse_unknown
 from fuser.op.fusible import FusibleOperation
 from fuser.specs import QuantSpec
 from fuser.tensors import Quantizer
@@ -80,7 +80,8 @@ class FusedOperation(FusibleOperation):
     Parameters
     ----------
     basic_ops
-        The ops that this one replaces, in their order.
+        The ops that this one replaces, in their order. Fusions that te.ops has take them by
+        keyword too: ``ForwardLinearBiasAdd(linear=..., bias=None, add=...)``.
     """
 
     window: ClassVar[tuple[Any, ...]] = ()
@@ -94,13 +95,28 @@ class FusedOperation(FusibleOperation):
     step_rebuild: ClassVar[Any]
     """Of such a fusion: ``(contexts, input or None) -> output``, in backward, with forward's bits;
     the input is None if the fusion saved it."""
+    member_names: ClassVar[tuple[str, ...]] = ()
+    """Names of the ops, in their order, by which a fusion of te.ops takes them as keywords."""
     makes_channels: ClassVar[bool] = False
     """Whether the window may have channels from one of its ops to another. The extra inputs that
     they end at are None in ``fuser_forward``: the fusion makes them itself."""
 
-    def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
+    def __init__(
+        self, basic_ops: Iterable[FusibleOperation] = (), **named: FusibleOperation | None
+    ) -> None:
         super().__init__()
-        self._set_members(basic_ops)
+        self._set_members([*basic_ops, *self._by_name(named)] if named else basic_ops)
+
+    def _by_name(self, named: Mapping[str, FusibleOperation | None]) -> list[FusibleOperation]:
+        """The ops that were given by ``member_names``, in their order."""
+        unknown = [name for name in named if name not in self.member_names]
+        if unknown:
+            taken = ", ".join(("basic_ops", *self.member_names))
+            raise InputTypeError(
+                f"{type(self).__name__} takes no argument {unknown[0]!r}; it takes {taken}."
+            )
+        ops = [named.get(name) for name in self.member_names]
+        return [op for op in ops if op is not None]
 
     def _set_members(self, basic_ops: Iterable[FusibleOperation]) -> None:
         self.basic_ops = _FixedOps(basic_ops)

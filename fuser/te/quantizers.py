@@ -281,8 +281,15 @@ class Float8CurrentScalingQuantizer(ChangeableQuantizer, tensors.Float8CurrentSc
         with_amax_reduction: bool = False,
         amax_reduction_group: Any = None,
         use_existing_amax: bool = False,
+        scale: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
         **options: Any,
     ) -> None:
+        if scale is not None or amax is not None:
+            raise InputError(
+                f"Float8CurrentScalingQuantizer got scale={scale} and amax={amax}; each tensor has "
+                "a scale and an amax of its own, which are written nowhere else. Leave them out."
+            )
         if use_existing_amax:
             raise InputError(
                 "Float8CurrentScalingQuantizer got use_existing_amax=True; it keeps no amax, "
@@ -302,7 +309,19 @@ class MXFP8Quantizer(ChangeableQuantizer, tensors.MXFP8Quantizer):
 
 @_changeable(tensors.Float8BlockQuantizer)
 class Float8BlockQuantizer(ChangeableQuantizer, tensors.Float8BlockQuantizer):
-    pass
+    def __init__(
+        self,
+        fp8_dtype: DType = DType.kFloat8E4M3,
+        *,
+        all_gather_usage: bool = False,
+        **options: Any,
+    ) -> None:
+        if all_gather_usage:
+            raise InputError(
+                "Float8BlockQuantizer got all_gather_usage=True; its tensors have one layout, and "
+                "ranks gather that. Leave it out."
+            )
+        tensors.Float8BlockQuantizer.__init__(self, fp8_dtype, **options)
 
 
 @_changeable(tensors.NVFP4Quantizer)
@@ -318,6 +337,7 @@ class NVFP4Quantizer(ChangeableQuantizer, tensors.NVFP4Quantizer):
         with_post_rht_amax: bool = False,
         with_2d_quantization: bool = False,
         stochastic_rounding: bool = False,
+        with_random_sign_mask: bool = True,
         **options: Any,
     ) -> None:
         if fp4_dtype is not DType.kFloat4E2M1:
@@ -340,6 +360,7 @@ class NVFP4Quantizer(ChangeableQuantizer, tensors.NVFP4Quantizer):
             with_2d_quantization=with_2d_quantization,
             with_rht=with_rht,
             stochastic_rounding=stochastic_rounding,
+            with_random_sign_mask=with_random_sign_mask,
             **options,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from enum import Enum
 from typing import Any
 
 import torch
@@ -21,6 +22,14 @@ from fuser.tensors.identity import IdentityTensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fuser.tensors.quantizer import Quantizer
 
+
+class Float8BlockScaleTensorFormat(Enum):
+    """The layouts of FP8 blocks in Transformer Engine, of which the first is here."""
+
+    GEMM_READY = 0
+    COMPACT = 1
+
+
 # The keywords of constructors, and the buffers that they set if the names differ.
 _KEYWORDS: dict[type[QuantizedTensor], dict[str, str]] = {
     Float8Tensor: {
@@ -34,6 +43,7 @@ _OPTIONS: dict[str, tuple[Any, ...] | None] = {
     "fp8_dtype": None,
     "fp4_dtype": (None, DType.kFloat4E2M1),
     "is_2D_scaled": None,
+    "data_format": (None, Float8BlockScaleTensorFormat.GEMM_READY),
     "device": None,
     "with_gemm_swizzled_scales": (False,),
 }
@@ -181,6 +191,7 @@ def get_metadata(self: QuantizedTensor) -> dict[str, Any]:
         return metadata | {"fp4_dtype": DType.kFloat4E2M1}
     if isinstance(self, Float8BlockwiseQTensor):
         metadata["is_2D_scaled"] = self._quantizer.block_scaling_dim == 2
+        metadata["data_format"] = Float8BlockScaleTensorFormat.GEMM_READY
     if isinstance(self, (HybridQuantizedTensor, IdentityTensor)):
         return metadata
     return metadata | {"fp8_dtype": self._quantizer.fp8_dtype}

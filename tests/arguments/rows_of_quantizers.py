@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 import fuser
 from fuser import DType
+from fuser.te.tensors import Float8BlockScaleTensorFormat
 from fuser.tensors.base import RowsOf
 
 one, rows, blocks, mxfp8, nvfp4 = (
@@ -32,15 +33,18 @@ FLOOR = 1e6
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "fuser.Float8CurrentScalingQuantizer": (*USAGES, "force_pow_2_scales", "amax_epsilon"),
+    "fuser.Float8BlockQuantizer": (
+        *(*USAGES, "amax_epsilon", "force_pow_2_scales", "block_scaling_dim"),
+    ),
     "fuser.NVFP4Quantizer": (
         *("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max", "nvfp4_4over6_err_mode"),
-        *("with_random_sign_mask", "seed"),
+        "seed",
     ),
     # Those of each class of quantized tensors: they share a constructor.
     "fuser.Float8BlockwiseQTensor": (
         *("data", "data_transpose", "fp8_scale_inv", "rowwise_data", "rowwise_scale_inv"),
         *("columnwise_data", "columnwise_scale_inv", "amax_rowwise", "amax_columnwise"),
-        *("fp8_dtype", "fp4_dtype", "is_2D_scaled", "with_gemm_swizzled_scales"),
+        *("fp8_dtype", "fp4_dtype", "is_2D_scaled", "with_gemm_swizzled_scales", "data_format"),
     ),
 }
 
@@ -114,6 +118,19 @@ has_usages("MXFP8Quantizer", mxfp8())
 makes("MXFP8Quantizer", mxfp8(E5M2), "fp8_dtype", IN_E5M2)
 makes("MXFP8Quantizer", mxfp8(is_square=True), "with_2d_quantization", True)
 
+refuses(
+    "fuser.Float8BlockQuantizer",
+    fuser.Float8BlockQuantizer,
+    "one layout",
+    all_gather_usage=True,
+)
+refuses(
+    "fuser.Float8CurrentScalingQuantizer",
+    fuser.Float8CurrentScalingQuantizer,
+    "which are written nowhere else",
+    scale=torch.ones(1),
+    amax=torch.ones(1),
+)
 ignores("fuser.Float8CurrentScalingQuantizer", "a tensor is quantized on its own device", "device")
 refuses(
     "fuser.Float8CurrentScalingQuantizer",
@@ -421,6 +438,12 @@ refuses(
     lambda **given: made_again(fuser.Float8BlockwiseQTensor, **given),
     "the only supported value is False",
     with_gemm_swizzled_scales=True,
+)
+refuses(
+    TENSOR,
+    lambda **given: made_again(fuser.Float8BlockwiseQTensor, **given),
+    "the only supported value is <Float8BlockScaleTensorFormat.GEMM_READY",
+    data_format=Float8BlockScaleTensorFormat.COMPACT,
 )
 refuses(
     TENSOR,

@@ -335,6 +335,12 @@ def _sequences_are_not_shared(given: Given) -> None:
     refuses(lambda: attention().set_context_parallel_group(**given), "a cp_group of 2 ranks")
 
 
+ignores(
+    f"{DPA}.set_context_parallel_group",
+    "sequences are not shared by ranks",
+    *("cp_global_ranks", "cp_stream", "cp_comm_type"),
+)
+
 for _name, _value in {"tp_group": TWO, "layer_number": 3, "attention_type": "cross"}.items():
 
     @sets(DPA, **{_name: _value})

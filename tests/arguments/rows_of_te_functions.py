@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import inspect
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 import fuser
 import fuser.te
 from fuser.recipe import QuantizerRole
+from fuser.runtime import graphs
 from fuser.te import pytorch as te
 from fuser.te.pytorch import cpu_offload, cross_entropy, custom_recipes, distributed, rope
 
@@ -533,3 +535,58 @@ def _the_version_that_programs_are_told(given: Given) -> None:
         fuser.te.install(**given)
         assert sys.modules["transformer_engine"].__version__ == "2.4.0"
         assert importlib.metadata.version("transformer-engine") == "2.4.0"
+
+
+# -- graphs ----------------------------------------------------------------------------------
+
+GRAPHED = f"{HERE}.make_graphed_callables"
+
+
+def passed_on(given: Given) -> Given:
+    """What fuser.make_graphed_callables gets, whose arguments have rows of their own."""
+    call = {"modules": torch.nn.Linear(1, 1), "sample_args": (torch.ones(1),), **given}
+    signature = inspect.signature(fuser.make_graphed_callables)
+    with mock.patch.object(graphs, "make_graphed_callables") as theirs:
+        te.make_graphed_callables(**call)
+    bound = signature.bind(*theirs.call_args.args, **theirs.call_args.kwargs)
+    return dict(bound.arguments)
+
+
+def _row_of_graphs(argument: str, value: Any, newer: str, expected: Any, instead: Any) -> None:
+    is_needed = argument in ("modules", "sample_args")
+
+    @sets(GRAPHED, **{argument: Of(value, instead=instead) if is_needed else value})
+    def _is_passed_on(given: Given) -> None:
+        assert passed_on(given)[newer] == expected
+
+
+_RECIPE = fuser.recipe.MXFP8BlockScaling()
+for _argument, _value, _newer, _expected in (
+    *((name, name, name, name) for name in ("modules", "sample_args", "pool")),
+    ("num_warmup_iters", 5, "num_warmup_iters", 5),
+    ("allow_unused_input", True, "allow_unused_input", True),
+    ("enabled", (True, True), "enabled", True),
+    ("fp8_enabled", False, "enabled", False),
+    ("recipe", _RECIPE, "recipe", _RECIPE),
+    ("fp8_recipe", _RECIPE, "recipe", _RECIPE),
+    ("amax_reduction_group", "ranks", "amax_reduction_group", "ranks"),
+    ("fp8_group", "ranks", "amax_reduction_group", "ranks"),
+):
+    _row_of_graphs(_argument, _value, _newer, _expected, "another")
+
+
+@sets(
+    GRAPHED,
+    sample_kwargs=({}, {"mask": torch.ones(1)}),
+    calibrating=True,
+    fp8_calibrating=True,
+    cache_quantized_params=True,
+    fp8_weight_caching=True,
+    retain_graph_in_backward=True,
+    _order=[1, -1],
+    _num_layers_per_chunk=[2],
+    _reuse_graph_input_output_buffers=True,
+)
+def _graphs_without(given: Given) -> None:
+    newer = {"fp8_calibrating": "calibrating", "fp8_weight_caching": "cache_quantized_params"}
+    refuses(lambda: passed_on(given), *(newer.get(name, name) for name in given))

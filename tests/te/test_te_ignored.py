@@ -72,6 +72,12 @@ def attention(made: dict[str, Any], called: dict[str, Any]) -> Any:
     return te.DotProductAttention(4, 8, **made)(QKV, QKV, QKV, **called)
 
 
+def grouped_attention(given: dict[str, Any]) -> Any:
+    module = te.DotProductAttention(4, 8)
+    module.set_context_parallel_group(**{"cp_group": None, **given})
+    return module(QKV, QKV, QKV)
+
+
 def step(name: str) -> Any:
     def run(given: dict[str, Any]) -> Any:
         parameter = torch.nn.Parameter(ROWS.clone())
@@ -150,6 +156,7 @@ CALLS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "TransformerLayer": layer("TransformerLayer", 8, 12, 4),
     "DotProductAttention": lambda given: attention(given, {}),
     "DotProductAttention.forward": lambda given: attention({}, given),
+    "DotProductAttention.set_context_parallel_group": grouped_attention,
     "layers.TransformerEngineBaseModule.init_fp8_metadata": with_a_meta,
     "moe_permute": lambda given: te.moe_permute(ROWS[:3], MASK, **given),
     "moe_unpermute": unpermuted,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 from typing import Any
 
 import argument_rows
@@ -12,11 +13,14 @@ import pytest
 import te_signatures
 import torch
 from arguments_listed import METHODS, MODULES, OPTIONS
+from said import said
 from te_signatures import MODULES as MODULES_THERE
 from te_signatures import NAMES, SIGNATURES
 
 import fuser
+from fuser.communication import PlannedGroup
 from fuser.te import import_paths
+from fuser.te import pytorch as te
 
 FIRST_NAMES = {id(value): path for path, value in argument_rows.public(MODULES)} | {
     id(argument_rows.found(path)): path for path in METHODS
@@ -165,36 +169,19 @@ MISSING: dict[str, str] = {
 """Names that are not here, with the reason."""
 
 MISSING_ARGUMENTS: dict[str, tuple[str, str]] = {
-    "pytorch.Float8BlockQuantizer": ("all_gather_usage", "a copy has one layout"),
-    "pytorch.Float8BlockwiseQTensor": ("data_format", "a copy has one layout"),
-    "pytorch.Float8BlockwiseQTensorStorage": ("data_format", "a copy has one layout"),
-    "pytorch.Float8CurrentScalingQuantizer": ("scale amax", "each call makes its own"),
-    "pytorch.make_graphed_callables": (
-        "sample_kwargs fp8_enabled fp8_calibrating fp8_recipe fp8_group fp8_weight_caching "
-        "calibrating cache_quantized_params retain_graph_in_backward",
-        "samples are positional, and the recipe has its newer names",
-    ),
+    "pytorch.Float8Tensor.make_like": ("data data_transpose", "a tensor is made of its keywords"),
     "pytorch.ops.op.OperationContext": (
         "saved_tensors to_save requires_grad",
         "it is made by the library",
     ),
-    **{
-        f"pytorch.ops.fused.{name}": (names, f"a fused op gets its ops in one list; {_FUSIONS}")
-        for name, names in {
-            "BackwardActivationBias": "bias activation",
-            "BackwardAddRMSNorm": "add rmsnorm",
-            "BackwardLinearAdd": "backward_add linear",
-            "BackwardLinearScale": "scale linear",
-            "ForwardLinearBiasActivation": "linear bias activation",
-            "ForwardLinearBiasAdd": "linear bias add",
-            "ForwardLinearScaleAdd": "linear scale add",
-        }.items()
-    },
 }
 """Arguments that are not here, and are refused, with the reason."""
 
 _BUFFERS = "quantized tensors are made from buffers by keyword"
+_TWO_NAMES = "by position it has torch's name; this one is a keyword"
 REORDERED: dict[str, str] = {
+    **{f"pytorch.ops.Sequential.{name}": _TWO_NAMES for name in ("extend", "insert", "pop")},
+    "pytorch.ops.op.OperationContext": "it is made by the library",
     "common.recipe.MXFP8BlockScaling": "a margin by position is refused: it is no format",
     "pytorch.Float8BlockwiseQTensorStorage": _BUFFERS,
     "pytorch.MXFP8TensorStorage": _BUFFERS,
@@ -202,6 +189,45 @@ REORDERED: dict[str, str] = {
     "pytorch.QuantizedTensor": _BUFFERS,
 }
 """What has other arguments by position, with the reason."""
+BY_KEYWORD = ("fp8_dpa", "fp8_mha")
+"""The last arguments of recipes, which are refused if they are on: they are keywords here."""
+
+_OF_LAYERS = "a step of its own layers, which are pipelines here"
+_META = "the state of a recipe is in the ops"
+_LAYOUTS = "the layout of a format is in fuser.formats"
+_OF_DEBUGGER = "for its debugger, which is not here"
+MISSING_METHODS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *("set_activation_dtype", "prepare_forward", "set_nccl_overlap_warning_if_tp"),
+            *("grad_output_preprocess", "get_weight_workspace", "reset_layer_norm_parameters"),
+            "maybe_fuse_ops",
+        ),
+        _OF_LAYERS,
+    ),
+    **dict.fromkeys(
+        (
+            *("adjust_amax_history_length", "set_meta_tensor", "init_fp8_meta_tensors"),
+            *("get_fp8_meta_tensors", "reset_fp8_meta_tensors", "reset_recipe_state"),
+            "init_fp8_metadata",
+        ),
+        _META,
+    ),
+    **dict.fromkeys(("is_debug_iter", "no_debug_features_active"), _OF_DEBUGGER),
+    **dict.fromkeys(
+        (
+            *("get_scale_shape", "get_columnwise_shape", "convert_shape_for_fp4"),
+            *("create_tensor_from_data", "supports_only_rowwise_all_gather"),
+        ),
+        _LAYOUTS,
+    ),
+    **dict.fromkeys(("quantize_impl", "calibrate"), "quantize is the method that programs call"),
+    "remove_caches": "a tensor keeps no transposed copy that it was not asked for",
+    **dict.fromkeys(
+        ("get_unscaled_state", "set_scaled_state", "get_momentums"), "states are in fp32 alone"
+    ),
+}
+"""Methods that are not here, or not in every class that has them there, with the reason."""
 
 E4M3 = fuser.DType.kFloat8E4M3
 TENSORS: dict[Any, Any] = {
@@ -235,10 +261,17 @@ def found(path: str) -> Any:
 
 
 def positional(value: Any) -> list[str]:
-    """The arguments that may be given by position, in their order."""
-    parameters = inspect.signature(value).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return names[1:] if names[:1] == ["self"] else names
+    """The arguments that may be given by position, in their order; ``*`` if they have no names."""
+    makers = [vars(each).get("__init__") for each in getattr(value, "__mro__", ())]
+    for call in (value, *filter(None, makers)):
+        parameters = inspect.signature(call).parameters.values()
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            continue  # they are passed on
+        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        further = inspect.getattr_static(value, "__init__") if inspect.isclass(value) else value
+        names += getattr(further, "further_positions", ())
+        return names[1:] if names[:1] == ["self"] else names
+    return ["*"]
 
 
 def accepted(value: Any) -> set[str]:
@@ -246,6 +279,7 @@ def accepted(value: Any) -> set[str]:
     names = {*argument_rows.arguments_of(value), *OPTIONS.get(FIRST_NAMES.get(id(value), ""), ())}
     if inspect.isclass(value):
         parameters = inspect.signature(value).parameters.values()
+        names.update(getattr(value, "member_names", ()))
         if value in TENSORS:
             names |= TENSORS[value].get_metadata().keys()
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -285,11 +319,21 @@ def test_a_signature_has_the_arguments_of_the_release(path: str) -> None:
 
 @pytest.mark.parametrize("path", [path for path in SIGNATURES if found(path) is not None])
 def test_an_argument_by_position_is_that_of_the_release(path: str) -> None:
-    names = SIGNATURES[path].split()
-    ends = [place for place, name in enumerate(names) if name.startswith("*")]
-    theirs = names[: ends[0] if ends else None]
-    pairs = zip(theirs, positional(found(path)), strict=False)
-    assert all(name == own for name, own in pairs) == (path not in REORDERED)
+    theirs = list(itertools.takewhile(lambda name: name[0] != "*", SIGNATURES[path].split()))
+    while theirs and (theirs[-1] in BY_KEYWORD or theirs[-1].startswith("_")):
+        theirs.pop()
+    own = positional(found(path))
+    is_same = own in (["*"], [*theirs, *own[len(theirs) :]])
+    assert is_same == (path not in REORDERED), own
+
+
+def test_classes_have_the_methods_of_the_release_or_a_reason() -> None:
+    absent = set()
+    for path in SIGNATURES:
+        owner, _, name = path.rpartition(".")
+        if owner in SIGNATURES and found(owner) is not None and found(path) is None:
+            absent.add(name)
+    assert absent == MISSING_METHODS.keys()
 
 
 def test_lists_of_what_is_missing_name_what_is_in_the_table() -> None:
@@ -300,3 +344,146 @@ def test_lists_of_what_is_missing_name_what_is_in_the_table() -> None:
 def test_an_argument_of_another_place_is_refused() -> None:
     with pytest.raises(fuser.InputError, match="fp8_format"):
         fuser.recipe.MXFP8BlockScaling(0)
+
+
+OPTIONS_OF_LINEARS = (False, False, None, 1, None, None, None, True, False, None, None)
+OF_CALLS: dict[str, tuple[Any, ...]] = {
+    "DotProductAttention": (
+        *(None,) * 8,
+        *("causal", None, False, "no_bias", None, None, True, None, None, False, 1),
+    ),
+    "MultiheadAttention": (
+        *(None,) * 5,
+        *(False, None, None, "no_bias", *(None,) * 8, True, None),
+    ),
+    "TransformerLayer": (
+        *(None,) * 8,
+        *(False, None, None, "no_bias", *(None,) * 8, True, None),
+    ),
+}
+"""What a call may give by position, after its main inputs, as the release has it by default."""
+OF_LAYERS: dict[str, tuple[Any, ...]] = {
+    "Linear": (8, 6, *OPTIONS_OF_LINEARS, None, "meta"),
+    "LayerNormLinear": (
+        *(8, 6, 1e-5, False, False, None, 1, None, None, True, "LayerNorm", False, None, None),
+        *(False, False, None, False, "meta"),
+    ),
+    "LayerNormMLP": (
+        *(8, 12, 1e-5, False, False, None, None, 1, None, True, "LayerNorm", "gelu", None, None),
+        *(False, None, False, False, None, None, False, False, "meta"),
+    ),
+    "GroupedLinear": (2, 8, 6, *OPTIONS_OF_LINEARS, "meta"),
+    "MultiheadAttention": (
+        *(8, 4, None, 0.1, 1e-5, None, None, None, "causal", None, None, 1, None, False, None),
+        *(False, None, False, False, False, "self", False, False, False, True, False),
+        *(*(False,) * 5, True, "LayerNorm", "meta"),
+    ),
+    "TransformerLayer": (
+        *(8, 12, 4, None, 1e-5, 0.1, 0.1, None, None, None, None, "causal", None, "no_mask"),
+        *(None, None, 1, None, None, False, None, None, False, False, False, False, "encoder"),
+        *(0.0, False, False, False, False, True, False, *(False,) * 5, True, "gelu", None),
+        *("LayerNorm", "meta"),
+    ),
+}
+"""What makes a layer by position, to the device, which has another value."""
+
+
+@pytest.mark.parametrize("name", OF_CALLS)
+def test_a_call_with_defaults_by_position_is_that_without(name: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"DotProductAttention": (4, 8), "MultiheadAttention": (32, 4)}.get(name, (32, 48, 4))
+    layer = getattr(te, name)(*sizes).eval()
+    inputs = torch.randn(3, 5, 2, 4, 8).unbind() if name == "DotProductAttention" else ()
+    inputs = inputs or (torch.randn(5, 2, 32),)
+    assert torch.equal(layer(*inputs, *OF_CALLS[name]), layer(*inputs))
+
+
+def test_an_argument_by_position_has_the_effect_of_its_name() -> None:
+    torch.manual_seed(0)
+    layer = te.TransformerLayer(32, 48, 4).eval()
+    x, angles = torch.randn(5, 2, 32), te.RotaryPositionEmbedding(8)(5)
+    places = [*OF_CALLS["TransformerLayer"]]
+    places[SIGNATURES["pytorch.TransformerLayer.forward"].split().index("rotary_pos_emb") - 1] = (
+        angles
+    )
+    y = layer(x, *places)
+    assert torch.equal(y, layer(x, rotary_pos_emb=angles))
+    assert not torch.equal(y, layer(x))
+    with pytest.raises(
+        fuser.InputError, match=said("transformer-tensor-shape-not", None, "encoder_output")
+    ):
+        layer(x, None, None, None, x)  # the fifth
+    with pytest.raises(TypeError, match="positional"):
+        layer(x, *places, None)
+
+
+@pytest.mark.parametrize("name", OF_LAYERS)
+def test_a_layer_is_made_by_position(name: str) -> None:
+    layer = getattr(te, name)(*OF_LAYERS[name])
+    assert all(parameter.is_meta for parameter in layer.parameters())
+
+
+def test_fused_ops_of_te_ops_take_their_ops_by_name() -> None:
+    linear, bias, add = fuser.BasicLinear(8, 8), fuser.Bias(8), fuser.AddExtraInput()
+    fused = fuser.ops.fused.ForwardLinearBiasAdd(add=add, linear=linear, bias=bias)
+    assert fused.members == (linear, bias, add)
+    x, extra = torch.randn(2, 4, 8).unbind()
+    torch.testing.assert_close(fused(x, extra), x @ linear.weight.T + bias.bias + extra)
+    without = fuser.ops.fused.ForwardLinearBiasAdd(linear=linear, bias=None, add=add)
+    assert without.members == (linear, add)
+    with pytest.raises(
+        fuser.InputTypeError, match=said("fused-takes-no-argument", None, "'activation'")
+    ):
+        fuser.ops.fused.ForwardLinearBiasAdd(linear=linear, activation=fuser.GELU())
+
+
+def test_a_sequential_takes_the_names_of_te_ops_and_of_torch() -> None:
+    ops = [fuser.GELU(), fuser.ReLU(), fuser.SiLU()]
+    model = fuser.Sequential(ops[0])
+    model.extend(modules=[ops[2]]).insert(idx=1, module=ops[1])
+    assert list(model) == ops
+    assert model.pop(idx=-1) is ops[2]
+    assert model.extend(sequential=[ops[2]]).pop(key=0) is ops[0]
+    assert list(model.insert(index=0, module=ops[0])) == ops
+    for call in (model.pop, model.extend, lambda: model.insert(0, ops[0], idx=0)):
+        with pytest.raises(fuser.InputTypeError, match=said("sequential-values-two-give")):
+            call()
+    assert list(model) == ops
+
+
+def test_groups_are_set_on_the_layers_of_a_transformer_layer() -> None:
+    layer = te.TransformerLayer(32, 48, 4)
+    layer.set_tensor_parallel_group(None)
+    layer.set_context_parallel_group(None, [0], None, "p2p")
+    with pytest.raises(fuser.InputError, match=said("layers-set-tensor-group", None, 2)):
+        layer.set_tensor_parallel_group(PlannedGroup(2))
+    with pytest.raises(fuser.InputError, match=said("attention-cp-group-ranks", 2)):
+        layer.set_context_parallel_group(cp_group=PlannedGroup(2), cp_global_ranks=[0, 1])
+
+
+def test_parameters_keep_their_values_where_they_are_made_later() -> None:
+    for layer in (te.Linear(8, 8), te.LayerNormMLP(8, 12), te.GroupedLinear(2, 8, 6)):
+        before = [parameter.clone() for parameter in layer.parameters()]
+        layer.reset_parameters(defer_init=True)
+        assert all(map(torch.equal, before, layer.parameters()))
+        layer.reset_parameters()
+        assert not all(map(torch.equal, before, layer.parameters()))
+        assert not layer.need_backward_dw()
+        layer.backward_dw()
+
+
+def test_weight_gradients_that_are_left_are_computed_by_the_layer() -> None:
+    layer = te.GroupedLinear(2, 8, 6, bias=False, delay_wgrad_compute=True)
+    assert layer.need_backward_dw()
+    layer(torch.ones(4, 8), [1, 3]).sum().backward()
+    assert layer.weight0.grad is None
+    layer.backward_dw()
+    assert torch.equal(layer.weight1.grad, torch.full((6, 8), 3.0))
+
+
+def test_one_argument_by_two_names_and_modules_of_two_kinds_are_refused_by_graphs() -> None:
+    module, sample = te.Linear(8, 6), (torch.ones(4, 8),)
+    with pytest.raises(fuser.InputError, match=said("graph-older-name-give", "enabled", True)):
+        te.make_graphed_callables(module, sample, enabled=True, fp8_enabled=False)
+    with pytest.raises(fuser.InputError, match=said("graph-enabled-modules-call", (True, False))):
+        te.make_graphed_callables((module,) * 2, (sample,) * 2, enabled=(True, False))

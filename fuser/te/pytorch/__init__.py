@@ -9,7 +9,6 @@ from fuser.precision.availability import (
 )
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import QuantizerRole
-from fuser.runtime.graphs import make_graphed_callables
 from fuser.te.functions import (
     checkpoint,
     deinterleave_glu_tensor,
@@ -23,6 +22,7 @@ from fuser.te.pytorch.attention import DotProductAttention
 from fuser.te.pytorch.cpu_offload import get_cpu_offload_context
 from fuser.te.pytorch.cross_entropy import parallel_cross_entropy
 from fuser.te.pytorch.distributed import CudaRNGStatesTracker
+from fuser.te.pytorch.graph import make_graphed_callables
 from fuser.te.pytorch.layers import (
     GroupedLinear,
     LayerNorm,

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fuser.communication import GroupArgument, group_size
 from fuser.errors import InputError
 from fuser.precision.contexts import current_recipe
+from fuser.te.pytorch.positions import also_by_position
 
 __all__ = ["DotProductAttention", "_SplitAlongDim"]
 
@@ -118,7 +119,13 @@ class DotProductAttention(torch.nn.Module):
         self.softmax_scale = channels[0] ** -0.5 if softmax_scale is None else softmax_scale
         _check_mask(attn_mask_type)
 
-    def set_context_parallel_group(self, cp_group: Any, *others: Any) -> None:
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
         """Accepts a group of one rank, or None.
 
         Raises
@@ -134,6 +141,12 @@ class DotProductAttention(torch.nn.Module):
             f"num_gqa_groups={self.num_gqa_groups}, attn_mask_type={self.attn_mask_type!r}"
         )
 
+    @also_by_position(
+        "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q "
+        "max_seqlen_kv attn_mask_type window_size checkpoint_core_attention "
+        "core_attention_bias_type core_attention_bias alibi_slopes fast_zero_fill "
+        "inference_params pad_between_seqs fp8_output num_splits"
+    )
     def forward(
         self,
         query_layer: torch.Tensor,
@@ -168,7 +181,8 @@ class DotProductAttention(torch.nn.Module):
                 "fp8_dpa and fp8_mha off."
             )
         for name, value in options.items():
-            if not (value is None or value is False or name == "fast_zero_fill"):
+            is_default = value is None or value is False or (name, value) == ("num_splits", 1)
+            if not is_default and name != "fast_zero_fill":
                 raise InputError(
                     f"DotProductAttention got {name}; torch's attention has no such argument. Give "
                     "a mask or core_attention_bias, or use the program's own attention."

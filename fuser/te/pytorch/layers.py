@@ -16,6 +16,7 @@ from fuser.communication import GroupArgument, group_size
 from fuser.errors import FuserWarning, InputError
 from fuser.modules.layer import InitMethod, Layer
 from fuser.te.pytorch import grouped_state
+from fuser.te.pytorch.positions import also_by_position
 
 __all__ = [
     "GroupedLinear",
@@ -77,9 +78,21 @@ class TransformerEngineBaseModule(Layer):
                 elif isinstance(op, CollectiveOperation):
                     op.process_group = tp_group
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        _zero_biases(self)
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Make the values of the parameters anew, unless ``defer_init`` leaves that to later."""
+        if not defer_init:
+            super().reset_parameters()
+            _zero_biases(self)
+
+    def need_backward_dw(self) -> bool:
+        """Whether :meth:`backward_dw` has weight gradients left to compute."""
+        return bool(getattr(self, "delay_wgrad_compute", False))
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that were left; a layer without such ones does nothing."""
+        compute = getattr(super(), "backward_dw", None)
+        if compute is not None:
+            compute()
 
 
 class _NamedTracker:
@@ -161,6 +174,11 @@ class Linear(TransformerEngineBaseModule, modules.Linear):
     deviation 0.023. Arguments for userbuffers are ignored, with a warning if they are on.
     """
 
+    @also_by_position(
+        "parameters_split device ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad "
+        "ub_bulk_dgrad ub_bulk_wgrad ub_name delay_wgrad_compute symmetric_ar_type "
+        "save_original_input name"
+    )
     def __init__(
         self,
         in_features: int,
@@ -219,6 +237,11 @@ class Linear(TransformerEngineBaseModule, modules.Linear):
 class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
     """A norm and a linear: :class:`fuser.modules.LayerNormLinear`, with the additions of Linear."""
 
+    @also_by_position(
+        "return_layernorm_output return_layernorm_output_gathered parameters_split "
+        "zero_centered_gamma device ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad "
+        "ub_bulk_wgrad ub_bulk_dgrad ub_name delay_wgrad_compute symmetric_ar_type name"
+    )
     def __init__(
         self,
         in_features: int,
@@ -280,6 +303,14 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
 class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
     """A feed-forward block: :class:`fuser.modules.LayerNormMLP`, with the additions of Linear."""
 
+    @also_by_position(
+        "get_rng_state_tracker tp_group tp_size init_method bias normalization activation "
+        "activation_params output_layer_init_method fuse_wgrad_accumulation params_dtype "
+        "return_layernorm_output return_layernorm_output_gathered seq_length "
+        "micro_batch_size set_parallel_mode zero_centered_gamma device ub_overlap_ag name "
+        "ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad delay_wgrad_compute "
+        "symmetric_ar_type checkpoint"
+    )
     def __init__(
         self,
         hidden_size: int,
@@ -352,6 +383,9 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
     ``return_bias=True`` returns the biases beside the output, a list of one for each group.
     """
 
+    @also_by_position(
+        "device ub_overlap_rs ub_overlap_ag ub_name delay_wgrad_compute save_original_input name"
+    )
     def __init__(
         self,
         num_gemms: int,

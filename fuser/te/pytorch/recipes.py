@@ -12,6 +12,7 @@ from typing import Any
 from fuser import recipe
 from fuser.recipe import made_by_new
 from fuser.te.import_paths import ROOT, is_installed
+from fuser.te.pytorch.positions import also_by_position
 
 __all__ = ["DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "NVFP4BlockScaling"]
 
@@ -70,10 +71,14 @@ class _FromEnvironment(metaclass=_CountsRecipes):
 class DelayedScaling(recipe.DelayedScaling, metaclass=_CountsRecipes):
     """:class:`fuser.recipe.DelayedScaling`, which ignores the arguments in ``IGNORED``."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    @also_by_position(
+        "margin fp8_format amax_history_len amax_compute_algo scaling_factor_compute_algo "
+        "reduce_amax"
+    )
+    def __init__(self, **options: Any) -> None:
         for name in IGNORED:
             options.pop(name, None)
-        super().__init__(*args, **options)
+        super().__init__(**options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Only the fields that are not defaults: readers of checkpoints take few classes."""
@@ -96,6 +101,13 @@ class Float8BlockScaling(_FromEnvironment, recipe.Float8BlockScaling):
 
 class NVFP4BlockScaling(_FromEnvironment, recipe.NVFP4BlockScaling):
     """:class:`fuser.recipe.NVFP4BlockScaling` with defaults of the environment."""
+
+    @made_by_new
+    @also_by_position(
+        "disable_rht disable_stochastic_rounding disable_2d_quantization fp4_format fp8_format"
+    )
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
 
 
 def take_name() -> None:

@@ -15,9 +15,11 @@ from fuser.te.pytorch.layers import (
     LayerNormLinear,
     LayerNormMLP,
     Linear,
+    TransformerEngineBaseModule,
     _warn_of_overlap,
     ranks_of,
 )
+from fuser.te.pytorch.positions import also_by_position
 from fuser.te.pytorch.rope import TensorFormat, apply_rotary_pos_emb
 
 __all__ = ["MultiheadAttention", "TransformerLayer"]
@@ -57,7 +59,29 @@ def _refuse(layer: str, options: dict[str, Any], off: dict[str, Any]) -> None:
             )
 
 
-class MultiheadAttention(torch.nn.Module):
+class _Block(torch.nn.Module):
+    """What multi-head attention and a transformer layer share: groups that are set later."""
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the group of each layer inside, whose size must be that of before."""
+        for child in self.children():
+            if isinstance(child, (TransformerEngineBaseModule, _Block)):
+                child.set_tensor_parallel_group(tp_group)
+
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Accepts a group of one rank, or None."""
+        for child in self.children():
+            if isinstance(child, (DotProductAttention, _Block)):
+                child.set_context_parallel_group(cp_group)
+
+
+class MultiheadAttention(_Block):
     """Self attention: a linear for queries, keys and values, attention, and a linear.
 
     Parameters
@@ -83,6 +107,13 @@ class MultiheadAttention(torch.nn.Module):
         For cross attention, norms of queries and keys, and other arguments that are not here.
     """
 
+    @also_by_position(
+        "return_layernorm_output input_layernorm attention_type set_parallel_mode "
+        "fuse_qkv_params zero_centered_gamma qkv_weight_interleaved rotary_pos_interleaved "
+        "ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad bias "
+        "normalization device qkv_format name qk_norm_type qk_norm_eps qk_norm_before_rope "
+        "seq_length micro_batch_size softmax_type"
+    )
     def __init__(
         self,
         hidden_size: int,
@@ -185,6 +216,11 @@ class MultiheadAttention(torch.nn.Module):
             **shared,
         )
 
+    @also_by_position(
+        "checkpoint_core_attention inference_params rotary_pos_emb core_attention_bias_type "
+        "core_attention_bias alibi_slopes cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded "
+        "cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv fast_zero_fill pad_between_seqs"
+    )
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -256,7 +292,7 @@ def _join_projections(
                 state[f"{prefix}{linear}.{kind}"] = torch.cat([state.pop(name) for name in names])
 
 
-class TransformerLayer(torch.nn.Module):
+class TransformerLayer(_Block):
     """A pre-norm transformer layer: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
     Parameters
@@ -278,6 +314,16 @@ class TransformerLayer(torch.nn.Module):
         For decoders, residuals after norms, drop paths, and other arguments that are not here.
     """
 
+    @also_by_position(
+        "enc_dec_attn_mask_type enc_dec_window_size tp_group tp_size params_dtype "
+        "get_rng_state_tracker fuse_wgrad_accumulation seq_length micro_batch_size "
+        "sequence_parallel apply_residual_connection_post_layernorm output_layernorm "
+        "parallel_attention_mlp layer_type drop_path_rate set_parallel_mode fuse_qkv_params "
+        "rotary_pos_interleaved zero_centered_gamma qkv_weight_interleaved "
+        "ub_tp_comm_overlap ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad "
+        "ub_bulk_wgrad bias activation activation_params normalization device "
+        "attn_input_format name qk_norm_type qk_norm_eps qk_norm_before_rope softmax_type"
+    )
     def __init__(
         self,
         hidden_size: int,
@@ -375,6 +421,13 @@ class TransformerLayer(torch.nn.Module):
         self.is_sequence_parallel = self.layernorm_mlp.sequence_parallel
         self.layer_number = layer_number
 
+    @also_by_position(
+        "encoder_output enc_dec_attn_mask enc_dec_attn_mask_type enc_dec_window_size "
+        "is_first_microbatch checkpoint_core_attention inference_params rotary_pos_emb "
+        "core_attention_bias_type core_attention_bias alibi_slopes cu_seqlens_q "
+        "cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv "
+        "fast_zero_fill pad_between_seqs"
+    )
     def forward(
         self,
         hidden_states: torch.Tensor,
