@@ -91,6 +91,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FACTOR",
         help=f"times the modelled step, for what is not modelled; default: {UNMODELLED:g}",
     )
+    add(
+        "--host",
+        type=float,
+        metavar="FACTOR",
+        help="times the host's time that was measured; 0 leaves the host out; default: 1",
+    )
     add("--draw", metavar="FILE", help="draw the table of GPUs too, as .svg or .png")
     add("--json", action="store_true", help="print JSON instead of text")
     return parser
@@ -131,6 +137,8 @@ def _hardware(options: argparse.Namespace, recipe: Recipe) -> Hardware:
         rate = getattr(options, name)
         if rate is not None and not (rate > 0 and math.isfinite(rate)):
             raise InputError(f"--{name} is {rate:g}; it must be more than 0.")
+    if options.host is not None and not (options.host >= 0 and math.isfinite(options.host)):
+        raise InputError(f"--host is {options.host:g}; it must be 0 or more.")
     hardware = GPUS[options.gpu]
     if options.network is not None:
         hardware = replace(hardware, network=options.network * 1e9 / 8)
@@ -138,6 +146,8 @@ def _hardware(options: argparse.Namespace, recipe: Recipe) -> Hardware:
         hardware = replace(hardware, nvlink=options.nvlink * 1e9)
     if options.unmodelled is not None:
         hardware = replace(hardware, unmodelled=options.unmodelled)
+    if options.host is not None:
+        hardware = replace(hardware, host=options.host)
     if options.tflops is not None:
         hardware = hardware.with_products(type(recipe).__name__, options.tflops * 1e12)
     return hardware

@@ -1,4 +1,4 @@
-"""A GPU and its links: measured rates, nominal links, and the time of collectives."""
+"""A GPU, its links and its host: measured rates, and the time of collectives."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ def _steps(rates: Mapping[str, Rate]) -> dict[str, float]:
 
 
 DENSE, GROUPED = _steps(DEVICES["h200"].dense), _steps(DEVICES["h200"].grouped)
-# Measured steps under fully_shard on two H200 take 1.11 to 1.27 of the modelled time
-# (docs/scale.md, "Two GPUs"): contention of collectives with products, power, launches, copies.
-UNMODELLED = 1.2
+# Steps that communicate nothing and that the GPU limits take 0.92 to 1.15 of the modelled time on
+# the host of benchmarks/results/ranks_h200.csv: power, copies, passes over amaxes.
+UNMODELLED = 1.03
+# A collective beside a layer's compute takes multiprocessors and power from it: the step is longer
+# by this share of the collective (docs/scale.md, "Overlap").
+BESIDE = 0.65
 
+# A collective begins when the last rank is there. With this start and the rate of NVLink, seven
+# measured times of exchanges alone are within 14% (docs/scale.md, "Four GPUs").
+START = 40e-6
 # NCCL's own model of its latency: src/graph/tuning.cc, baseLat and hwLat, protocol Simple. A
 # collective costs BASE; a ring costs a hop for each of its steps, a tree for each of its levels.
-BASE = 8.4e-6
+BASE = 8.4e-6 + START
 RING_HOP = {"NVLink": 3.4e-6, "network": 14.0e-6}
 TREE_HOP = {"NVLink": 4.0e-6, "network": 14.0e-6}
 # A few bytes go through a tree of protocol LL.
-SMALL_BASE = 6.8e-6
+SMALL_BASE = 6.8e-6 + START
 SMALL_HOP = {"NVLink": 0.6e-6, "network": 5.0e-6}
 
 
@@ -120,9 +126,10 @@ class Hardware:
 
     ``dense`` and ``grouped`` have the rates of products by recipe; those of a recipe in
     ``emulated`` are of bf16, on dequantized operands. ``peak`` is the nominal bf16 rate, to which a
-    step's use of FLOPs (MFU) refers. ``nvlink`` and ``network`` are nominal, in one direction, for
-    one GPU. ``attention`` is assumed. A step takes ``unmodelled`` times as long as its formulas
-    say. ``is_measured``: rates and bandwidth were measured on this GPU.
+    step's use of FLOPs (MFU) refers. ``nvlink`` and ``network`` are in one direction, for one GPU;
+    ``network`` is nominal. The host takes ``host`` times as long as the one that was measured
+    (``host.py``); 0 leaves it out. A step takes ``unmodelled`` times as long as its formulas say.
+    ``is_measured``: rates, bandwidth and NVLink were measured on this GPU.
     """
 
     name: str
@@ -137,6 +144,7 @@ class Hardware:
     emulated: tuple[str, ...]
     is_measured: bool
     unmodelled: float = UNMODELLED
+    host: float = 1.0
 
     def products(self, recipe: str, *, is_grouped: bool) -> float:
         """FLOP/s of the products of ``recipe``.

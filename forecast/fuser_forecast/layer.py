@@ -95,15 +95,13 @@ class Product:
 class Sent:
     """A collective of tensor parallelism: the bytes that a rank receives.
 
-    ``nbytes`` are those of the plan, ``value_bytes`` those of unquantized values. It runs during
-    ``during`` operations of a product, 0 if nothing runs during it.
+    ``nbytes`` are those of the plan, ``value_bytes`` those of unquantized values.
     """
 
     side: str
     collective: Collective
     nbytes: int
     value_bytes: int
-    during: int
 
 
 @dataclass(frozen=True)
@@ -235,7 +233,7 @@ def plan_layer(model: Transformer, tp: int, ep: int, tokens: int, recipe: Recipe
         if recipe is not None:
             quantizing = _grouped_quantization(recipe, list(own_products.values()))
             elementwise = {side: elementwise[side] + quantizing[side] for side in SIDES}
-        sent += _sent(graph, own_products)
+        sent += _sent(graph)
         saved += plan.kept_bytes_per_token * graph.tokens
     if model.experts and ep > 1:  # rows from other ranks are not computed again
         rows = (tokens * model.top_k, model.hidden)
@@ -389,20 +387,14 @@ def _grouped_quantization(recipe: Recipe, products: Sequence[Product]) -> dict[s
     return seconds
 
 
-def _sent(graph: OpGraph, products: dict[int, Product]) -> list[Sent]:
-    """The communication of a pipeline's tensor parallel linears.
-
-    In backward an input is gathered during dgrad, and dgrad's result added during wgrad
-    (docs/parallel.md); nothing runs during the rest.
-    """
+def _sent(graph: OpGraph) -> list[Sent]:
+    """The communication of a pipeline's tensor parallel linears."""
     tensors = []
     for side in SIDES:
-        for i, op in enumerate(graph.ops):
+        for i in range(len(graph.ops)):
             for collective, nbytes in graph.collectives(i, i + 1, side, {}):
                 is_after = collective.tensor in ("output", "grad_output")
                 spec = graph.main_specs[i + is_after]
                 values = replace(collective, quantization=None).nbytes(spec)
-                overlaps = side == "backward" and collective.tensor in ("input", "grad_input")
-                during = products[i].flops if overlaps and isinstance(op, BasicLinear) else 0
-                tensors.append(Sent(side, collective, nbytes, values, during))
+                tensors.append(Sent(side, collective, nbytes, values))
     return tensors

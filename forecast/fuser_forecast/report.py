@@ -50,8 +50,8 @@ class ScaleReport:
     hardware: Hardware
 
     def network_limit(self, index: int) -> int | None:
-        """The least number of GPUs at which the network limits variant ``index``, or None."""
-        counts = (one.gpus for one in self.elsewhere if one.steps[index].limit == "network")
+        """The least number of GPUs that make the network busier than compute, or None."""
+        counts = (one.gpus for one in self.elsewhere if not one.steps[index].hides_network)
         return min(counts, default=None)
 
     def __str__(self) -> str:
@@ -63,6 +63,7 @@ class ScaleReport:
             sizes += f", {model.active_parameters / 1e9:.1f} for a token"
         batch = f"{step.tokens * step.microbatches * mesh.gpus:,} tokens"
         recompute = ", every layer's forward recomputed" if step.recompute else ""
+        waiting = f", {step.host:.0%} waiting for the host" if step.host >= 0.005 else ""
         rows = [
             (line.name, *_traffic(line.nvlink, line.network), *_times(line.busy, line.exposed))
             for line in step.lines
@@ -79,8 +80,8 @@ class ScaleReport:
                 [(f"time, {step.variant.name}", "NVLink", "network", "busy", "exposed"), *rows],
                 left=1,
             ),
-            f"  step {_seconds(step.modelled)}, {step.exposed:.0%} of it exposed communication; "
-            f"times {hardware.unmodelled:g} for what is not modelled: {_seconds(step.seconds)}",
+            f"  step {_seconds(step.modelled)}, {step.exposed:.0%} of it exposed communication"
+            f"{waiting}; times {hardware.unmodelled:g} for what is not modelled: {_seconds(step.seconds)}",
             "",
             *columns(
                 [
@@ -134,7 +135,7 @@ class ScaleReport:
         for one in self.elsewhere:
             cells = (
                 f"{self._mesh(step)}: {_seconds(step.seconds)}, {step.exposed:.0%}"
-                f"{', network' * (step.limit == 'network')}"
+                f"{f', {step.limit}' * (step.limit in ('network', 'host'))}"
                 if step.fits
                 else "-"
                 for step in one.steps
@@ -157,7 +158,7 @@ class ScaleReport:
         return [
             f"  mesh: replicas x fsdp x tp{ep}, r with recomputation; then the step, and its "
             "exposed share",
-            "  - does not fit into memory; network: the network is busiest",
+            "  - does not fit into memory; network, host: it is busiest",
             f"  GPUs that make the network busier than compute: {', '.join(limits)}",
         ]
 
@@ -195,8 +196,8 @@ class ScaleReport:
             + (cut if 1 - share > 0 and step.mesh.shards.size > 1 else "")
             + f" Memory of {hardware.name} {hardware.memory_bandwidth / 1e12:.1f} TB/s, NVLink "
             f"{hardware.nvlink / 1e9:.0f} GB/s, network {hardware.network * 8 / 1e9:.0f} Gb/s a "
-            f"GPU{measured}. MFU is of the nominal bf16 rate, half of FP8's. A forecast: "
-            "docs/scale.md has the formulas.",
+            f"GPU{measured}. Times of the host are {hardware.host:g} of those that were measured. MFU "
+            "is of the nominal bf16 rate, half of FP8's. A forecast: docs/scale.md has the formulas.",
             96,
         )
 
@@ -365,7 +366,7 @@ def scale(
 def least_tokens(
     model: Transformer, mesh: Mesh, variant: Variant, *, recompute: bool, hardware: Hardware
 ) -> int | None:
-    """The least tokens of a microbatch on one GPU with which the network is not the busiest.
+    """The least tokens of a microbatch on one GPU with which compute is as busy as the network.
 
     Compute grows with tokens, and the traffic of weights does not. None if there are none up to
     :data:`MOST_TOKENS`.
@@ -375,7 +376,7 @@ def least_tokens(
     def is_hidden(times: int) -> bool:
         tokens = times * least
         options: dict[str, Any] = {"recompute": recompute, "hardware": hardware}
-        return training_step(model, mesh, variant, tokens=tokens, **options).busiest != "network"
+        return training_step(model, mesh, variant, tokens=tokens, **options).hides_network
 
     choices = range(1, max(2, MOST_TOKENS // least + 1))
     index = bisect.bisect_left(choices, True, key=is_hidden)

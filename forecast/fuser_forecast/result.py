@@ -28,7 +28,7 @@ class Variant:
 class Line:
     """A part of a step on one GPU: its bytes over links, and seconds.
 
-    ``kind`` is ``"compute"``, ``"NVLink"`` or ``"network"``. ``busy`` is the time of the part
+    ``kind`` is ``"compute"``, ``"NVLink"``, ``"network"`` or ``"host"``. ``busy`` is the time of the part
     alone, ``exposed`` the time by which it makes the step longer.
     """
 
@@ -89,13 +89,24 @@ class TrainingStep:
 
     @property
     def exposed(self) -> float:
-        """The share of the modelled step in which a GPU only waits for others."""
-        return sum(line.exposed for line in self.lines if line.kind != "compute") / self.modelled
+        """The share of the modelled step by which communication makes it longer."""
+        links = ("NVLink", "network")
+        return sum(line.exposed for line in self.lines if line.kind in links) / self.modelled
+
+    @property
+    def host(self) -> float:
+        """The share of the modelled step in which the GPU waits for the host."""
+        return sum(line.exposed for line in self.lines if line.kind == "host") / self.modelled
+
+    @property
+    def hides_network(self) -> bool:
+        """Whether compute is busy as long as the network."""
+        return self.busy("network") <= self.busy("compute")
 
     @property
     def busiest(self) -> str:
-        """The resource that is busy longest: ``"compute"``, ``"NVLink"`` or ``"network"``."""
-        return max(("compute", "NVLink", "network"), key=self.busy)
+        """The kind of line that is busy longest: ``"compute"``, ``"NVLink"``, and so on."""
+        return max(("compute", "NVLink", "network", "host"), key=self.busy)
 
     @property
     def limit(self) -> str:

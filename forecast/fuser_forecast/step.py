@@ -1,7 +1,4 @@
-"""The time and the memory of one training step, from a layer's plan, a mesh and a GPU.
-
-Time is that of the GPU: launches and the host are left out.
-"""
+"""The time and the memory of one training step, from a layer's plan, a mesh, a GPU and its host."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from fuser.errors import InputError
 from fuser.plan.transformers import Transformer
 from fuser.recipe import DelayedScaling
 from fuser_forecast.hardware import (
+    BESIDE,
     H200,
     Hardware,
     Ranks,
@@ -22,6 +20,7 @@ from fuser_forecast.hardware import (
     one_number,
     ring,
 )
+from fuser_forecast.host import MAPS, host_seconds, scales_seconds
 from fuser_forecast.layer import (
     SIDES,
     VALUE,
@@ -110,7 +109,7 @@ class _Step:
         self.name = "bf16" if self.recipe is None else type(self.recipe).__name__
 
     def result(self) -> TrainingStep:
-        lines = [*self._compute(), *self._wait_lines(), *self._shards()]
+        lines = [*self._compute(), *self._wait_lines(), *self._shards(), *self._host()]
         return TrainingStep(
             self.mesh,
             self.variant,
@@ -251,7 +250,11 @@ class _Step:
         return [*self._tensor_parallel(), *self._experts()]
 
     def _tensor_parallel(self) -> Iterator[_Wait]:
-        """Collectives of tensor parallel linears: exposed, except during a product."""
+        """Collectives of tensor parallel linears.
+
+        Those of backward run beside products (docs/parallel.md), which they make longer by as much
+        as they take alone: 0.98 of 1.03 ms on four H200, 0.88 of 0.92 on two.
+        """
         ranks = self.mesh.tensor
         for sent in self.layer.sent:
             nbytes = sent.nbytes if self.variant.quantized_traffic else sent.value_bytes
@@ -259,10 +262,8 @@ class _Step:
             traffic = ring(nbytes * ranks.size / (ranks.size - 1), ranks)
             if self.variant.quantized_traffic and self._agrees(sent):
                 traffic += one_number(ranks)
-            during = sent.during / self.hardware.products(self.name, is_grouped=False)
-            exposed = _beyond(self.hardware.seconds(traffic), during)
             name = f"TP {sent.collective.kind} {sent.collective.tensor}, {sent.side}"
-            yield _Wait(name, sent.side, traffic, exposed)
+            yield _Wait(name, sent.side, traffic, self.hardware.seconds(traffic))
 
     def _agrees(self, sent: Sent) -> bool:
         """Whether ranks reduce an amax before they quantize the rows that they send.
@@ -285,9 +286,12 @@ class _Step:
 
         A row is sent for each expert of a token. With quantized traffic rows and the gradients of
         the experts' outputs are sent as one copy; tensors that are added up are sent as values.
+        Before the first exchange the host reads counts of rows.
         """
         if self.mesh.ep == 1:
             return
+        maps = MAPS * self.hardware.host
+        yield _Wait("EP counts and maps, forward", "forward", Traffic(latency=maps), maps)
         shape = (self.tokens * self.model.top_k, self.model.hidden)
         for side, tensor, role in (
             ("forward", "dispatch", "input"),
@@ -361,19 +365,13 @@ class _Step:
         """FSDP: a layer's weights arrive during the layer before, gradients leave during the next.
 
         So the first gather and the last reduction of a microbatch are exposed, and between them the
-        time beyond a layer's compute. Replicas add their gradients once a step. Embedding and head
-        are one more collective, during the head.
+        time beyond a layer's compute; the rest is exposed by a share (:data:`BESIDE`). Replicas add
+        their gradients once a step. Embedding and head are one more collective, during the head.
         """
         layers, seconds = self.model.layers, self.hardware.seconds
-        first, again, back = self._gather("forward"), self._gather("backward"), self._reduce()
-        forward = seconds(first) + (layers - 1) * _beyond(seconds(first), self._covering("forward"))
-        lines = [
-            line_of("FSDP all-gather, forward", first * layers, seconds(first) * layers, forward)
-        ]
-        parts = [("FSDP all-gather, backward", again), ("FSDP reduce-scatter", back)]
-        lines += self._backward_lines(parts)
-        lines = [repeated(line, self.microbatches) for line in lines]
+        lines = [repeated(line, self.microbatches) for line in self._of_shards]
         if self.mesh.replicas > 1:
+            parts = self._backward_parts
             extra = ("all-reduce over replicas", self._replicate())
             without = sum(line.exposed for line in self._backward_lines(parts))
             backward_lines = self._backward_lines([*parts, extra])
@@ -386,17 +384,37 @@ class _Step:
             lines.append(Line("amaxes of weights", kind, number, number))
         if self.model.vocab:
             traffic = ring(self._ends() * VALUE, self.mesh.shards) * 2
-            exposed = _beyond(seconds(traffic), self._head_seconds())
+            exposed = _beside(seconds(traffic), _beyond(seconds(traffic), self._head_seconds()))
             line = line_of("embedding and head", traffic, seconds(traffic), exposed)
             lines.append(repeated(line, self.microbatches))
         return lines
+
+    @functools.cached_property
+    def _backward_parts(self) -> list[tuple[str, Traffic]]:
+        """The collectives of one layer's backward."""
+        return [
+            ("FSDP all-gather, backward", self._gather("backward")),
+            ("FSDP reduce-scatter", self._reduce()),
+        ]
+
+    @functools.cached_property
+    def _of_shards(self) -> list[Line]:
+        """The collectives of weights and of their gradients in one microbatch."""
+        layers, seconds = self.model.layers, self.hardware.seconds
+        gather = self._gather("forward")
+        one = seconds(gather)
+        alone = one + (layers - 1) * _beyond(one, self._covering("forward"))
+        exposed = _beside(one * layers, alone)
+        forward = line_of("FSDP all-gather, forward", gather * layers, one * layers, exposed)
+        return [forward, *self._backward_lines(self._backward_parts)]
 
     def _backward_lines(self, parts: Sequence[tuple[str, Traffic]]) -> list[Line]:
         """The collectives of backward; the exposed time is divided among them by their times."""
         layers, seconds = self.model.layers, self.hardware.seconds
         one = sum(seconds(traffic) for _, traffic in parts)
         last = sum(seconds(traffic) for _, traffic in parts[1:])
-        exposed = last + (layers - 1) * _beyond(one, self._covering("backward"))
+        alone = last + (layers - 1) * _beyond(one, self._covering("backward"))
+        exposed = _beside(one * layers, alone)
         return [
             line_of(name, part * layers, seconds(part) * layers, exposed * seconds(part) / one)
             for name, part in parts
@@ -411,6 +429,29 @@ class _Step:
             total += sum(self._side("forward", is_again=True).values())
             sides = SIDES
         return total + sum(wait.exposed for wait in self._waits if wait.side in sides)
+
+    # -- host ---------------------------------------------------------------------
+
+    def _host(self) -> Iterator[Line]:
+        """The host on each side, exposed by the time by which it is slower than the GPU.
+
+        A half of a layer's time is taken for each side.
+        """
+        products = self.layer.products
+        layer = host_seconds(
+            self.model,
+            self.mesh,
+            self.recipe,
+            is_sharded=any(self._ranks(experts=one.is_expert).size > 1 for one in products),
+            gathered=sum(self._travels_quantized(one) for one in products),
+        )
+        half = (self.model.layers * layer + scales_seconds(self.recipe)) / 2 * self.hardware.host
+        shards = self._of_shards
+        for side, lines in zip(SIDES, (shards[:1], shards[1:]), strict=True):
+            forwards = 2 if self.recompute and side == "backward" else 1
+            gpu = self.model.layers * self._covering(side) + sum(one.exposed for one in lines)
+            line = Line(f"host, {side}", "host", half * forwards, _beyond(half * forwards, gpu))
+            yield repeated(line, self.microbatches)
 
     # -- memory -------------------------------------------------------------------
 
@@ -466,3 +507,8 @@ class _Step:
 
 def _beyond(seconds: float, covered: float) -> float:
     return max(0.0, seconds - covered)
+
+
+def _beside(seconds: float, alone: float) -> float:
+    """The exposed time of collectives of which ``alone`` is not beside compute."""
+    return alone + BESIDE * (seconds - alone)

@@ -46,8 +46,9 @@ class Device:
     those of unquantized ones (fp32 without TF32); a recipe without an entry runs in bf16 on
     dequantized operands. ``peak`` is the nominal bf16 rate without sparsity. ``bandwidth`` is bytes
     a second that a copy reads and writes, ``launch`` the seconds of a launch on the host, ``link``
-    bytes a second to another rank, ``memory`` bytes. ``attention`` is assumed. ``arch`` is the
-    compute capability, None for a CPU. ``is_measured``: rates and bandwidth were measured.
+    bytes a second to another rank, ``memory`` bytes. ``attention`` is the rate of a step of
+    attention. ``arch`` is the compute capability, None for a CPU. ``is_measured``: rates,
+    bandwidth and link were measured.
     """
 
     name: str
@@ -109,15 +110,15 @@ H200 = Device(
     # Copies move 4.2 TB/s, a launch costs about 5 us of host time (docs/dev/facts.md).
     bandwidth=4.2e12,
     launch=5e-6,
-    link=4.5e11,  # NVLink in one direction, nominal
+    # NVLink in one direction, nominal 450 GB/s, and a step of attention: docs/dev/facts.md,
+    # "Several GPUs" and "Eight layers".
+    link=3e11,
     memory=141e9,
-    # FlashAttention-3 (Shah et al., 2024) reports up to 740 TFLOP/s forward and about 550 backward
-    # in fp16 on an H100; nothing here measures it.
-    attention=500e12,
+    attention=374e12,
     source="benchmarks/results; NVIDIA's data sheet of the H200 SXM",
     is_measured=True,
 )
-_BANDWIDTH, _FP8_PEAK = 4.8e12, 1979e12  # nominal, of an H200
+_BANDWIDTH, _LINK, _FP8_PEAK = 4.8e12, 450e9, 1979e12  # nominal, of an H200
 
 
 def _nominal(
@@ -131,7 +132,8 @@ def _nominal(
 ) -> Device:
     """A GPU that reaches the shares of its nominal rates that an H200 reaches of its own.
 
-    ``peaks`` are nominal FLOP/s without sparsity, by precision; ``bandwidth`` is nominal too.
+    ``peaks`` are nominal FLOP/s without sparsity, by precision; ``bandwidth`` and ``link`` are
+    nominal too.
     """
     of_h200 = {"bf16": H200.peak, "fp32": 67e12}
     rates = {
@@ -145,7 +147,7 @@ def _nominal(
         grouped=rates,
         peak=peaks["bf16"],
         bandwidth=bandwidth * H200.bandwidth / _BANDWIDTH,
-        link=link,
+        link=link * H200.link / _LINK,
         memory=memory,
         attention=H200.attention * peaks["bf16"] / H200.peak,
         source=source,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import errno
+import functools
 import json
 import math
 import re
+import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -96,12 +98,12 @@ def test_a_group_of_one_rank_sends_nothing() -> None:
     assert one_number(Ranks(1, 1)) == Traffic()
 
 
-def test_latency_is_that_of_nccls_model() -> None:
-    # 64 ranks in 8 nodes: 63 steps, 7 of them between nodes (src/graph/tuning.cc).
-    assert ring(0.0, Ranks(64, 8)).latency == pytest.approx(8.4e-6 + 56 * 3.4e-6 + 7 * 14e-6)
-    tree = 8.4e-6 + 2 * (7 * 4.0e-6 + 3 * 14e-6)
+def test_latency_is_that_of_nccls_model_after_a_start() -> None:
+    # 64 ranks in 8 nodes: 63 steps, 7 of them between nodes (src/graph/tuning.cc); and the start.
+    assert ring(0.0, Ranks(64, 8)).latency == pytest.approx(48.4e-6 + 56 * 3.4e-6 + 7 * 14e-6)
+    tree = 48.4e-6 + 2 * (7 * 4.0e-6 + 3 * 14e-6)
     assert all_reduce(0.0, Ranks(64, 8)).latency == pytest.approx(tree)
-    small = 6.8e-6 + 2 * (7 * 0.6e-6 + 3 * 5.0e-6)
+    small = 46.8e-6 + 2 * (7 * 0.6e-6 + 3 * 5.0e-6)
     assert one_number(Ranks(64, 8)).latency == pytest.approx(small)
 
 
@@ -238,22 +240,15 @@ def test_a_model_that_no_mesh_holds_has_no_time(capsys: pytest.CaptureFixture[st
 def test_a_step_takes_the_factor_of_what_is_not_modelled(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    block, mesh = PRESETS["swiglu-blocks"], Mesh(2, 2)
-    ratios = []
-    for recipe, travels, milliseconds in (
-        (None, False, 120.6),
-        (Float8CurrentScaling(), False, 76.0),
-        (Float8CurrentScaling(), True, 72.4),
-        (Float8BlockScaling(), False, 87.5),
-        (Float8BlockScaling(), True, 86.9),
-    ):
-        step = training_step(block, mesh, Variant("", recipe, travels), tokens=8192)
-        ratios.append(milliseconds / 1e3 / (step.modelled - busy(step, "optimizer")))
-        assert f"| {milliseconds} |" in DOCUMENT
-    assert min(ratios) == pytest.approx(1.10, abs=0.005)
-    assert max(ratios) == pytest.approx(1.24, abs=0.005)
-    assert min(ratios) < step.hardware.unmodelled == links.UNMODELLED < max(ratios)
-    assert step.seconds == step.modelled * 1.2
+    """The median of steps that communicate nothing, over their modelled times."""
+    ratios = [
+        row.without / row.alone * links.UNMODELLED
+        for row in rows_of_several_gpus()
+        if row.without is not None
+    ]
+    assert statistics.median(ratios) == pytest.approx(links.UNMODELLED, abs=0.01)
+    step = training_step(BLOCK, Mesh(2, 2), VALUES, tokens=8192)
+    assert step.seconds == step.modelled * 1.03
     sizes = ("--model", "llama3-8b", "--gpus", "16", "--json")
     once, twice = (
         json.loads(printed(capsys, *sizes, "--unmodelled", factor))["here"]["steps"][-1]
@@ -446,7 +441,8 @@ def test_quantized_weights_that_ops_keep_are_those_that_were_measured() -> None:
 @pytest.mark.parametrize("variant", [BF16, CURRENT, VALUES])
 @pytest.mark.parametrize("model", [TINY, TINY_MOE])
 def test_one_gpu_communicates_nothing(model: Transformer, variant: Variant) -> None:
-    step = training_step(model, Mesh(1, 1), variant, tokens=64)
+    hardware = replace(H200, host=0.0)
+    step = training_step(model, Mesh(1, 1), variant, tokens=64, hardware=hardware)
     assert {line.kind for line in step.lines} == {"compute"}
     assert step.exposed == 0
     assert step.limit == "compute"
@@ -462,7 +458,7 @@ def test_infinitely_fast_links_leave_compute_alone(
     for hops in (links.RING_HOP, links.TREE_HOP, links.SMALL_HOP):
         for link in hops:
             monkeypatch.setitem(hops, link, 0.0)
-    perfect = replace(H200, nvlink=math.inf, network=math.inf)
+    perfect = replace(H200, nvlink=math.inf, network=math.inf, host=0.0)
     mesh = node_mesh(model, 64)
     step = training_step(model, mesh, CURRENT, tokens=64, hardware=perfect)
     assert step.exposed == 0
@@ -699,6 +695,246 @@ def test_a_group_inside_a_node_needs_no_network() -> None:
         assert Mesh(size, size).shards == Ranks(size, size)
 
 
+# -- several GPUs -------------------------------------------------------------------
+
+
+LLAMA = replace(PRESETS["llama3-8b"], layers=8, vocab=0, sequence=4096)
+BLOCK = replace(PRESETS["swiglu-blocks"], layers=1)
+EXPERTS = Transformer("experts", 1, 2048, 768, 0, 0, 0, sequence=1, experts=128, top_k=8)
+COARSE = replace(EXPERTS, hidden=4096, intermediate=2048, experts=32, top_k=4)
+MEASURED_RECIPES: dict[str, Recipe | None] = {
+    **NAMES,
+    "MXFP8": MXFP8BlockScaling(),
+}
+BOTH, OPTIMIZER = "forward + backward", "with AdamW"
+OF_LLAMA = "fsdp, 8 layers of Llama-3-8B"
+OF_BLOCK = "tp, RMSNorm-Linear-SwiGLU-Linear"
+OF_EXPERTS = "experts, 128, top 8, H 2048, F 768"
+OF_COARSE = "experts, 32, top 4, H 4096, F 2048"
+# Rows that are further than 15% from their forecast. Quantized weights break the graph of
+# torch.compile at every pipeline: the forecast is of launched passes. The host's time for experts in
+# MXFP8, which are emulated, was not measured.
+OUTSIDE = {
+    (OF_LLAMA, 4, OPTIMIZER, "fuser current, quantized weights, compiled"),
+    (OF_LLAMA, 4, OPTIMIZER, "fuser current, gathered weights, compiled"),
+    (OF_EXPERTS, 2, BOTH, "fuser MXFP8"),
+}
+# Forecasts of both are within 15%, and in the other order.
+REVERSED = {
+    (OF_BLOCK, 4, "fuser bf16", "fuser delayed"),
+    (OF_COARSE, 2, "fuser bf16", "fuser current, compiled"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured step on several GPUs, its forecast, and both without communication; in ms."""
+
+    case: str
+    ranks: int
+    call: str
+    variant: str
+    measured: float
+    forecast: float
+    without: float | None
+    alone: float
+
+    @property
+    def exposed(self) -> float:
+        """The forecast less that of the same step without communication."""
+        return self.forecast - self.alone
+
+    @property
+    def key(self) -> tuple[str, int, str, str]:
+        return self.case, self.ranks, self.call, self.variant
+
+
+def forecast_of(model: Transformer, mesh: Mesh, variant: Variant, tokens: int, call: str) -> float:
+    step = training_step(model, mesh, variant, tokens=tokens)
+    seconds = step.modelled - busy(step, "optimizer") * (call == BOTH)
+    return seconds * step.hardware.unmodelled * 1e3
+
+
+@functools.cache
+def rows_of_several_gpus() -> tuple[Row, ...]:
+    """The rows of the library, without those of a capacity, which the forecast does not have."""
+    return tuple(
+        _row(row)
+        for row in rows_of("ranks_h200.csv")
+        if row["variant"].startswith("fuser") and "capacity" not in row["variant"]
+    )
+
+
+def _row(row: dict[str, str]) -> Row:
+    case, ranks, variant = row["case"], int(row["ranks"]), row["variant"]
+    recipe = MEASURED_RECIPES[re.findall(r"^\S+ ([\w-]+)", variant)[0]]
+    travels = case != OF_LLAMA or "quantized" in variant or "gathered" in variant
+    tokens = 8192
+    if case == OF_LLAMA:
+        model = part = LLAMA
+        mesh = Mesh(ranks, ranks)
+    elif case == OF_BLOCK:
+        model, mesh, tokens = BLOCK, Mesh(ranks, 1, tp=ranks), 8192 // ranks
+        part = replace(BLOCK, intermediate=BLOCK.intermediate // ranks)
+    else:
+        model = part = EXPERTS if case == OF_EXPERTS else COARSE
+        mesh = Mesh(ranks, ranks, ep=ranks)
+    of = Variant(variant, recipe, travels)
+    forecast = forecast_of(model, mesh, of, tokens, row["call"])
+    without = row["ms without communication"]
+    return Row(
+        case,
+        ranks,
+        row["call"],
+        variant,
+        float(row["ms"]),
+        forecast,
+        float(without) if without else None,
+        forecast_of(part, Mesh(1, 1), of, 8192, row["call"]),
+    )
+
+
+def test_forecasts_are_within_15_percent_of_steps_on_several_gpus() -> None:
+    rows = rows_of_several_gpus()
+    far = {row.key for row in rows if abs(row.forecast / row.measured - 1) > 0.15}
+    assert len(rows) > 40
+    assert far == OUTSIDE
+
+
+def test_exposed_communication_is_within_a_factor_of_measurements() -> None:
+    """The step less the same step without communication, as it was measured."""
+    ratios = {
+        row.key: row.exposed / (row.measured - row.without)
+        for row in rows_of_several_gpus()
+        if row.without is not None
+    }
+    assert len(ratios) > 15
+    assert {key for key, ratio in ratios.items() if not 1 / 1.5 < ratio < 1.5} == set()
+
+
+def test_the_forecast_prefers_what_was_faster() -> None:
+    """Of two steps of a case that measurements tell apart by more than 15%."""
+    pairs = [
+        (one, other)
+        for one, other in product(rows_of_several_gpus(), repeat=2)
+        if (one.case, one.ranks, one.call) == (other.case, other.ranks, other.call)
+        and not {one.key, other.key} & OUTSIDE
+        and one.measured * 1.15 < other.measured
+    ]
+    assert len(pairs) > 60
+    reversed_pairs = {
+        (*one.key[:2], one.variant, other.variant)
+        for one, other in pairs
+        if one.forecast > other.forecast
+    }
+    assert reversed_pairs == REVERSED
+    # On one node weights whose values are gathered were faster than those whose bytes are.
+    steps = scale(LLAMA, 4, sizes=Sizes(tp=1, fsdp=4), batch=32768, tokens=8192, counts=())
+    seconds = {step.variant.name: step.seconds for step in steps.here.steps}
+    assert min(seconds, key=seconds.__getitem__) == "values travel"
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks", "bytes_of_gathers"),
+    [
+        *((OF_BLOCK, ranks, nbytes) for ranks in (4, 2) for nbytes in (2, 1)),
+        *((case, ranks, 2) for case, ranks in ((OF_EXPERTS, 4), (OF_EXPERTS, 2), (OF_COARSE, 2))),
+    ],
+)
+def test_exchanges_alone_take_the_time_that_was_measured(
+    case: str, ranks: int, bytes_of_gathers: int
+) -> None:
+    group = Ranks(ranks, ranks)
+    if case == OF_BLOCK:
+        values = 8192 * 4096
+        traffic = ring(2 * values, group) * 2 + ring(bytes_of_gathers * values, group) * 3
+    else:
+        model = EXPERTS if case == OF_EXPERTS else COARSE
+        traffic = all_to_all(2 * 8192 * model.top_k * model.hidden, group) * 4
+    variant = f"exchanges alone, {'bf16' if bytes_of_gathers == 2 else 'FP8 gathers'}"
+    (measured,) = (
+        float(row["ms"])
+        for row in rows_of("ranks_h200.csv")
+        if (row["variant"], row["case"], row["ranks"]) == (variant, case, str(ranks))
+    )
+    assert H200.seconds(traffic) * 1e3 == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("case", "variant"),
+    [
+        (OF_LLAMA, "fuser bf16"),
+        (OF_LLAMA, "fuser current, bf16 weights"),
+        (OF_LLAMA, "fuser current, quantized weights"),
+        (OF_BLOCK, "fuser delayed"),
+        *((OF_EXPERTS, f"fuser {name}") for name in ("bf16", "current", "delayed", "128-block")),
+    ],
+)
+def test_times_of_the_host_are_those_that_were_measured(case: str, variant: str) -> None:
+    (measured,) = (
+        float(row["ms of the host"])
+        for row in rows_of("ranks_h200.csv")
+        if (row["case"], row["ranks"], row["call"], row["variant"]) == (case, "4", BOTH, variant)
+    )
+    model, mesh = {
+        OF_LLAMA: (LLAMA, Mesh(4, 4)),
+        OF_BLOCK: (BLOCK, Mesh(4, 1, tp=4)),
+        OF_EXPERTS: (EXPERTS, Mesh(4, 4, ep=4)),
+    }[case]
+    recipe = MEASURED_RECIPES[re.findall(r"^\S+ ([\w-]+)", variant)[0]]
+    of, tokens = Variant("", recipe, "quantized" in variant), 8192 // mesh.tp
+    here, twice, never = (
+        training_step(model, mesh, of, tokens=tokens, hardware=replace(H200, host=factor))
+        for factor in (1.0, 2.0, 0.0)
+    )
+    assert here.busy("host") * 1e3 == pytest.approx(measured)
+    assert twice.busy("host") == pytest.approx(2 * here.busy("host"))
+    assert never.busy("host") == never.host == 0
+    assert never.modelled <= here.modelled < twice.modelled
+
+
+def test_a_slow_host_makes_a_step_longer_by_the_time_that_the_gpu_does_not_cover() -> None:
+    step = training_step(LLAMA, Mesh(4, 4), CURRENT, tokens=8192)
+    lines = {line.name: line for line in step.lines}
+    gpu = sum(
+        line.exposed
+        for line in step.lines
+        if line.kind != "host" and line.name.endswith(", forward")
+    )
+    host = lines["host, forward"]
+    assert host.busy == lines["host, backward"].busy
+    assert host.exposed == pytest.approx(host.busy - gpu)
+    assert host.exposed > 0
+    assert lines["host, backward"].exposed == 0
+    recomputed = training_step(LLAMA, Mesh(4, 4), CURRENT, tokens=8192, recompute=True)
+    assert recomputed.busy("host") == pytest.approx(1.5 * step.busy("host"))
+
+
+def test_communication_beside_compute_makes_it_longer_by_a_share() -> None:
+    """All of tensor parallelism's; of FSDP's the first gather, the last reduction and a share."""
+    step = training_step(LLAMA, Mesh(4, 4), BF16, tokens=8192)
+    gather, again, back = (line for line in step.lines if line.name.startswith("FSDP"))
+    assert gather.exposed == pytest.approx(gather.busy / 8 + 0.65 * gather.busy * 7 / 8)
+    both = again.busy + back.busy
+    exposed = again.exposed + back.exposed
+    assert exposed == pytest.approx(back.busy / 8 + 0.65 * (both - back.busy / 8))
+    step = training_step(BLOCK, Mesh(4, 1, tp=4), BF16, tokens=2048)
+    tensor = [line for line in step.lines if line.name.startswith("TP")]
+    assert len(tensor) == 5
+    assert all(line.exposed == line.busy for line in tensor)
+
+
+def test_the_document_has_the_forecasts_of_several_gpus() -> None:
+    cells = {row.key: f"{row.forecast:.1f}; {row.measured:.1f}" for row in rows_of_several_gpus()}
+    for variant in dict.fromkeys(key[3] for key in cells if key[0] == OF_LLAMA):
+        text = " | ".join(cells[OF_LLAMA, 4, call, variant] for call in (BOTH, OPTIMIZER))
+        assert f"| {variant} | {text} |" in DOCUMENT
+    columns = [(OF_BLOCK, 4), (OF_BLOCK, 2), (OF_EXPERTS, 4), (OF_EXPERTS, 2), (OF_COARSE, 2)]
+    for name in MEASURED_RECIPES:
+        keys = [(*column, BOTH, f"fuser {name}") for column in columns]
+        assert f"| {name} | {' | '.join(cells.get(key, '') for key in keys)} |" in DOCUMENT
+
+
 # -- the command --------------------------------------------------------------------
 
 
@@ -710,7 +946,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_a_report_is_exactly_this_text(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--layers", "4", "--batch", "131072", "--tokens", "8192", "--tp", "1"]
+    sizes = ["--layers", "4", "--batch", "131072", "--tokens", "8192", "--tp", "1", "--fsdp", "8"]
     text = printed(capsys, "--model", "llama3-8b", "--gpus", "8", *sizes)
     assert text == EXPECTED
 
@@ -745,6 +981,7 @@ def test_json_has_the_numbers_of_the_text(capsys: pytest.CaptureFixture[str]) ->
         (["--layers", "0"], ["layers 0"]),
         (["--network", "0"], ["--network is 0"]),
         (["--tflops", "nan"], ["--tflops is nan"]),
+        (["--host", "-1"], ["--host is -1"]),
         (["--batch", "1000"], ["1000 tokens", "1024 GPUs", "multiple of 1024"]),
         (["--tokens", "512"], ["512 tokens", "1024 or more"]),
         (["--tokens", "-4"], ["-4 tokens"]),
@@ -840,20 +1077,22 @@ Training step of llama3-8b on 8 H200: 1 replica x fsdp 8 x tp 1, nodes of 8
 
   time, bytes travel                 NVLink  network      busy   exposed
   products, forward                                    21.8 ms   21.8 ms
-  attention, forward                                    8.8 ms    8.8 ms
+  attention, forward                                   11.8 ms   11.8 ms
   elementwise, forward                                  2.8 ms    2.8 ms
   quantization of weights, forward                    207.7 us  207.7 us
   products, backward                                   43.6 ms   43.6 ms
-  attention, backward                                  22.0 ms   22.0 ms
+  attention, backward                                  29.4 ms   29.4 ms
   elementwise, backward                                 6.3 ms    6.3 ms
   quantization of weights, backward                   830.9 us  830.9 us
   head and loss                                        78.8 ms   78.8 ms
   optimizer                                             1.6 ms    1.6 ms
-  FSDP all-gather, forward           1.5 GB             3.8 ms  943.0 us
-  FSDP all-gather, backward          1.5 GB             3.7 ms  601.1 us
-  FSDP reduce-scatter                3.1 GB             7.0 ms    1.2 ms
-  embedding and head                 7.4 GB            16.5 ms    0.0 us
-  step 189.5 ms, 1% of it exposed communication; times 1.2 for what is not modelled: 227.4 ms
+  FSDP all-gather, forward           1.5 GB             6.1 ms    4.5 ms
+  FSDP all-gather, backward          1.5 GB             5.7 ms    4.0 ms
+  FSDP reduce-scatter                3.1 GB            10.8 ms    7.6 ms
+  embedding and head                 7.4 GB            24.8 ms   16.1 ms
+  host, forward                                        57.0 ms   15.9 ms
+  host, backward                                       57.0 ms    0.0 us
+  step 245.3 ms, 13% of it exposed communication, 6% waiting for the host; times 1.03 for what is not modelled: 252.6 ms
 
   memory of a GPU, bytes travel
   fp32 weights, gradients, Adam               3.8 GB
@@ -866,19 +1105,19 @@ Training step of llama3-8b on 8 H200: 1 replica x fsdp 8 x tp 1, nodes of 8
   total                          15.3 GB of 141.0 GB
 
   variant         mesh      step  tokens/s a GPU   MFU   NVLink  network  exposed   memory    limit
-  bf16           1x8x1  300.6 ms           54502  0.51  16.5 GB                1%  15.3 GB  compute
-  values travel  1x8x1  229.1 ms           71515  0.66  16.5 GB                2%  16.0 GB  compute
-  bytes travel   1x8x1  227.4 ms           72059  0.67  13.5 GB                1%  15.3 GB  compute
+  bf16           1x8x1  305.2 ms           53677  0.50  16.5 GB               13%  15.3 GB  compute
+  values travel  1x8x1  243.8 ms           67190  0.62  16.5 GB               16%  16.0 GB  compute
+  bytes travel   1x8x1  252.6 ms           64855  0.60  13.5 GB               13%  15.3 GB  compute
 
   GPUs  tokens/GPU                  bf16         values travel          bytes travel
-  8          16384   1x8x1: 300.6 ms, 1%   1x8x1: 229.1 ms, 2%   1x8x1: 227.4 ms, 1%
-  16          8192  1x16x1: 150.8 ms, 2%  1x16x1: 115.1 ms, 2%  1x16x1: 114.0 ms, 2%
+  8          16384  1x8x1: 305.2 ms, 13%  1x8x1: 243.8 ms, 16%  1x8x1: 252.6 ms, 13%
+  16          8192  2x8x1: 157.0 ms, 15%  2x8x1: 126.3 ms, 19%  2x8x1: 130.7 ms, 15%
   mesh: replicas x fsdp x tp, r with recomputation; then the step, and its exposed share
-  - does not fit into memory; network: the network is busiest
+  - does not fit into memory; network, host: it is busiest
   GPUs that make the network busier than compute: bf16 none, values travel none, bytes travel none
 
 Values travel: FSDP, TP and EP send bf16. Bytes travel: weights, inputs and gradients that are
 gathered or dispatched are sent as quantized bytes and scales. Memory of H200 4.2 TB/s, NVLink
-450 GB/s, network 400 Gb/s a GPU. MFU is of the nominal bf16 rate, half of FP8's. A forecast:
-docs/scale.md has the formulas.
+300 GB/s, network 400 Gb/s a GPU. Times of the host are 1 of those that were measured. MFU is of
+the nominal bf16 rate, half of FP8's. A forecast: docs/scale.md has the formulas.
 """

@@ -332,13 +332,13 @@ RTX5090 = {
 }
 CORES = {"bf16": (0.1, 0.1)}
 # Compute capability; dense rates; rates of groups; nominal TFLOP/s in bf16; TB/s of a copy;
-# microseconds of a launch; GB/s of a link; GB of memory; assumed TFLOP/s of attention.
+# microseconds of a launch; GB/s of a link; GB of memory; TFLOP/s of attention.
 FIGURES: dict[str, tuple[Any, ...]] = {
-    "H200": ((9, 0), HOPPER, HOPPER_GROUPED, 989, 4.2, 5, 450, 141, 500),
-    "H100": ((9, 0), HOPPER, HOPPER_GROUPED, 989, 2.93125, 5, 450, 80, 500),
-    "A100": ((8, 0), A100, A100, 312, 1.784125, 5, 300, 80, 157.735),
-    "B200": ((10, 0), B200, B200, 2250, 7, 5, 900, 180, 1137.513),
-    "RTX 5090": ((12, 0), RTX5090, RTX5090, 209.5, 1.568, 5, 64, 32, 105.915),
+    "H200": ((9, 0), HOPPER, HOPPER_GROUPED, 989, 4.2, 5, 300, 141, 374),
+    "H100": ((9, 0), HOPPER, HOPPER_GROUPED, 989, 2.93125, 5, 300, 80, 374),
+    "A100": ((8, 0), A100, A100, 312, 1.784125, 5, 200, 80, 117.985),
+    "B200": ((10, 0), B200, B200, 2250, 7, 5, 600, 180, 850.86),
+    "RTX 5090": ((12, 0), RTX5090, RTX5090, 209.5, 1.568, 5, 42.6667, 32, 79.2245),
     "CPU": (None, CORES, CORES, 0.1, 0.02, 2, 1, 0, 0.1),
 }
 SOURCES = {"H200": "results", "A100": "A100", "RTX 5090": "Blackwell", "CPU": "two cores"}
