@@ -1,7 +1,7 @@
 """The time of the host in a layer: launches, hooks and maps, as measured on one host.
 
-Measured on 2026-11-28 on a host of four H200 (b523989, benchmarks/results/ranks_h200.csv), which is a
-slow one: other hosts take a part of it (``Hardware.host``).
+Measured on 2026-11-28 on a host of four H200 (b523989, benchmarks/results/ranks_h200.csv), which is
+a slow one: other hosts take a part of it (``Hardware.host``).
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ class ScaleReport:
                 left=1,
             ),
             f"  step {_seconds(step.modelled)}, {step.exposed:.0%} of it exposed communication"
-            f"{waiting}; times {hardware.unmodelled:g} for what is not modelled: {_seconds(step.seconds)}",
+            f"{waiting}",
+            f"  times {hardware.unmodelled:g} for what is not modelled: {_seconds(step.seconds)}",
             "",
             *columns(
                 [
@@ -196,8 +197,9 @@ class ScaleReport:
             + (cut if 1 - share > 0 and step.mesh.shards.size > 1 else "")
             + f" Memory of {hardware.name} {hardware.memory_bandwidth / 1e12:.1f} TB/s, NVLink "
             f"{hardware.nvlink / 1e9:.0f} GB/s, network {hardware.network * 8 / 1e9:.0f} Gb/s a "
-            f"GPU{measured}. Times of the host are {hardware.host:g} of those that were measured. MFU "
-            "is of the nominal bf16 rate, half of FP8's. A forecast: docs/scale.md has the formulas.",
+            f"GPU{measured}. Times of the host are {hardware.host:g} of those that were measured. "
+            "MFU is of the nominal bf16 rate, half of FP8's. A forecast: docs/scale.md has the "
+            "formulas.",
             96,
         )
 

@@ -28,8 +28,8 @@ class Variant:
 class Line:
     """A part of a step on one GPU: its bytes over links, and seconds.
 
-    ``kind`` is ``"compute"``, ``"NVLink"``, ``"network"`` or ``"host"``. ``busy`` is the time of the part
-    alone, ``exposed`` the time by which it makes the step longer.
+    ``kind`` is ``"compute"``, ``"NVLink"``, ``"network"`` or ``"host"``. ``busy`` is the time of
+    the part alone, ``exposed`` the time by which it makes the step longer.
     """
 
     name: str

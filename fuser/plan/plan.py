@@ -266,9 +266,7 @@ class FusionPlan:
             ),
         ]
         if any(step.link_bytes_per_token for step in self.forward + self.backward):
-            lines.append(
-                "Bytes sent to other ranks take the time of the link, without overlap."
-            )
+            lines.append("Bytes sent to other ranks take the time of the link, without overlap.")
         if any("(emulated)" in step.kernel for step in self.forward + self.backward):
             lines.append("An emulated product dequantizes its operands before it.")
         if any(not call.ops for call in self.modules):

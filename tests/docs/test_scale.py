@@ -712,8 +712,8 @@ OF_BLOCK = "tp, RMSNorm-Linear-SwiGLU-Linear"
 OF_EXPERTS = "experts, 128, top 8, H 2048, F 768"
 OF_COARSE = "experts, 32, top 4, H 4096, F 2048"
 # Rows that are further than 15% from their forecast. Quantized weights break the graph of
-# torch.compile at every pipeline: the forecast is of launched passes. The host's time for experts in
-# MXFP8, which are emulated, was not measured.
+# torch.compile at every pipeline: the forecast is of launched passes. The host's time for experts
+# in MXFP8, which are emulated, was not measured.
 OUTSIDE = {
     (OF_LLAMA, 4, OPTIMIZER, "fuser current, quantized weights, compiled"),
     (OF_LLAMA, 4, OPTIMIZER, "fuser current, gathered weights, compiled"),
@@ -1092,7 +1092,8 @@ Training step of llama3-8b on 8 H200: 1 replica x fsdp 8 x tp 1, nodes of 8
   embedding and head                 7.4 GB            24.8 ms   16.1 ms
   host, forward                                        57.0 ms   15.9 ms
   host, backward                                       57.0 ms    0.0 us
-  step 245.3 ms, 13% of it exposed communication, 6% waiting for the host; times 1.03 for what is not modelled: 252.6 ms
+  step 245.3 ms, 13% of it exposed communication, 6% waiting for the host
+  times 1.03 for what is not modelled: 252.6 ms
 
   memory of a GPU, bytes travel
   fp32 weights, gradients, Adam               3.8 GB
