@@ -170,6 +170,7 @@ class Runner:
         above = [path for name in kept for path in _paths_above(name)]
         self._looked_at = list(dict.fromkeys(("", *paths, *above, *(p for p, _ in self._children))))
         self._known = KnownModules()
+        self._has_values = False
         self._attributes = [
             (path, attributes_of(child_of(owner, path)))
             for path in ("", *paths)
@@ -247,7 +248,15 @@ class Runner:
         return values, others
 
     def run(self, owner: torch.nn.Module, values: list[Any], others: dict[str, Any]) -> Any:
-        """The output of the forward."""
+        """The output of the forward.
+
+        Raises
+        ------
+        StateError
+            If weights are on meta, and inputs are not.
+        """
+        if not self._has_values:
+            self._check_values(owner, values)
         for index, step in enumerate(self.unit.steps):
             args = _filled(step.args, values)
             pipeline = self.pipelines.get(index)
@@ -262,6 +271,23 @@ class Runner:
             called = owner.get_submodule(step.target) if type(step.target) is str else step.target
             values.append(called(*args, **keywords))
         return _filled(self.unit.output, values)
+
+    def _check_values(self, owner: torch.nn.Module, values: Iterable[Any]) -> None:
+        """Refuse weights on meta, of which torch multiplies whatever memory holds."""
+        if torch.compiler.is_compiling():
+            return
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
+        if device is None:
+            return  # of shapes alone
+        for name, parameter in owner.named_parameters():
+            if parameter.is_meta:
+                raise StateError(
+                    f"{type(owner).__name__} has {name} of shape {tuple(parameter.shape)} on the "
+                    f"meta device, which has no values, and is called on {device}: call "
+                    "model.to_empty(device=...) and load its weights before a forward."
+                )
+        self._has_values = True
 
 
 class Pipeline:

@@ -1040,6 +1040,33 @@ def test_a_model_on_meta_is_converted_and_filled_later(dtype: torch.dtype) -> No
     assert_same(results(model, x), results(expected, x))
 
 
+@pytest.mark.parametrize("make", [GatedMLP, PackedMLP, PreNorm])
+@pytest.mark.parametrize("recipe", [None, CURRENT])
+def test_a_converted_module_on_meta_says_so(
+    make: Callable[[], nn.Module], recipe: fuser.recipe.Recipe | None
+) -> None:
+    """torch multiplies by a weight on meta, and returns whatever memory holds."""
+    with on_meta(torch.float32):
+        model = make()
+    fuser.convert(model, recipe=recipe)
+    name, parameter = next(model.named_parameters())
+    for _ in range(2):
+        with pytest.raises(
+            fuser.StateError,
+            match=said(
+                "unit-shape-meta-device", type(model).__name__, name, tuple(parameter.shape), "cpu"
+            ),
+        ):
+            model(data())
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model(data().to("meta")).is_meta  # shapes alone, as in torch
+    expected = seeded(make)
+    model.to_empty(device="cpu")
+    model.load_state_dict(expected.state_dict())
+    fuser.convert(expected, recipe=recipe)
+    assert torch.equal(model(data()), expected(data()))
+
+
 def test_loading_with_assign_gives_the_loaded_values() -> None:
     model, other, x = seeded(GatedMLP), seeded(GatedMLP, seed=5), data()
     fuser.convert(model)
