@@ -20,6 +20,7 @@ extensions = [
     "myst_nb",  # in place of myst_parser: it also runs notebooks
     "sphinx_copybutton",
     "sentences",
+    "bases",
     "figures",
     "commands",
 ]
@@ -37,13 +38,8 @@ include_patterns = [
     "examples/README.md",
 ]
 
-autodoc_default_options = {
-    "members": True,
-    "show-inheritance": True,
-    # torch's, whose docstrings are not of this format.
-    "exclude-members": "register_forward_pre_hook, register_forward_hook, register_backward_hook, "
-    "register_full_backward_pre_hook, register_full_backward_hook",
-}
+# Pages of docs/reference name the members that users call or override.
+autodoc_default_options = {"show-inheritance": True}
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"

@@ -66,6 +66,44 @@ def test_every_public_name_has_an_entry_in_the_reference(site: Path) -> None:
                 assert {f"{path}.{name}", f"fuser.{name}"} & names, f"{path}.{name}"
 
 
+def test_the_reference_shows_what_users_call_and_no_internal_class(site: Path) -> None:
+    """Members are those that a page names; bases are those that can be imported."""
+    from sphinx.util.inventory import InventoryFile
+
+    entries = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
+    shown = {name for kind, found in entries.items() if kind.startswith("py:") for name in found}
+    assert {
+        "fuser.Sequential.plan",
+        "fuser.LoRALinear.from_linear",
+        "fuser.BasicOperation.op_forward",
+        "fuser.FusionPlan.draw",
+        "fuser.QuantizedTensor.dequantize",
+    } <= shown
+    for name in (
+        "BasicLinear.op_forward",
+        "GroupedLinear.runs_at_once",
+        "Quantizer.launch_key",
+        "OperationContext.keeps_source",
+        "BasicOperation.context_constants",
+        "FusionPlan.gap_labels",
+    ):
+        assert f"fuser.{name}" not in shown
+    classes = [name for name, object_ in vars(fuser).items() if isinstance(object_, type)]
+    assert len(classes) > 80
+    for page in (site / "docs" / "reference").glob("*.html"):
+        text = re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8"))
+        for bases in re.findall(r"^Bases: (.*)$", text, re.M):
+            assert not re.search(r"\b_|ChangeableQuantizer|LoRAAdapters", bases), (page, bases)
+
+
+def test_printed_plans_scroll_in_the_column(site: Path) -> None:
+    text = (site / "docs" / "plans.html").read_text(encoding="utf-8")
+    assert re.search(r'class="highlight-text .*\n?.*Plan of llama3-8b', text)
+    css = (site / "_static" / "site.css").read_text(encoding="utf-8")
+    (rule,) = re.findall(r"^[^{}]*\.highlight-text pre[^{}]*{([^}]*)}", css, re.M)
+    assert "overflow-x: auto" in rule
+
+
 def test_pages_show_what_the_library_and_the_results_say(site: Path) -> None:
     def text(page: str) -> str:
         return (site / page).read_text(encoding="utf-8")
