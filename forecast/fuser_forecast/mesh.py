@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,27 +65,27 @@ class Mesh:
                 "GPUs, which it does not divide."
             )
 
-    @property
+    @functools.cached_property
     def tensor(self) -> Ranks:
         """The ranks of a tensor parallel group."""
         return self._group(1, self.tp)
 
-    @property
+    @functools.cached_property
     def shards(self) -> Ranks:
         """The ranks over which weights are sharded, except those of experts."""
         return self._group(self.tp, self.fsdp)
 
-    @property
+    @functools.cached_property
     def experts(self) -> Ranks:
         """The ranks over which experts are spread."""
         return self._group(1, self.ep)
 
-    @property
+    @functools.cached_property
     def expert_shards(self) -> Ranks:
         """The ranks over which the weights of the same experts are sharded."""
         return self._group(self.ep, self.fsdp * self.tp // self.ep)
 
-    @property
+    @functools.cached_property
     def copies(self) -> Ranks:
         """The ranks that have the same shards."""
         return self._group(self.fsdp * self.tp, self.replicas)

@@ -125,8 +125,13 @@ class _Step:
 
     # -- compute ------------------------------------------------------------------
 
+    @functools.cached_property
+    def _sides(self) -> dict[str, dict[str, float]]:
+        """Seconds of the parts of one layer's compute: on each side, and of forward recomputed."""
+        again = {"recomputed": self._side("forward", is_again=True)} if self.recompute else {}
+        return {side: self._side(side) for side in SIDES} | again
+
     def _side(self, side: str, *, is_again: bool = False) -> dict[str, float]:
-        """Seconds of one layer's compute on ``side``; ``is_again`` for a recomputed forward."""
         hardware, layer = self.hardware, self.layer
         quantized = self._weights_quantized(side, is_again)
         products = sum(one.flops / self._rate(one) for one in layer.products) * (
@@ -211,9 +216,7 @@ class _Step:
     def _compute(self) -> list[Line]:
         times = self.model.layers * self.microbatches
         lines = []
-        for side in (*SIDES, *(("recomputed",) if self.recompute else ())):
-            is_again = side == "recomputed"
-            parts = self._side("forward" if is_again else side, is_again=is_again)
+        for side, parts in self._sides.items():
             for name, seconds in parts.items():
                 total = seconds * times
                 lines.append(Line(f"{name}, {side}", "compute", total, total))
@@ -423,10 +426,10 @@ class _Step:
 
     def _covering(self, side: str) -> float:
         """Seconds of one layer's ``side`` and its waiting, during which FSDP communicates."""
-        total = sum(self._side(side).values())
+        total = sum(self._sides[side].values())
         sides: tuple[str, ...] = (side,)
         if side == "backward" and self.recompute:
-            total += sum(self._side("forward", is_again=True).values())
+            total += sum(self._sides["recomputed"].values())
             sides = SIDES
         return total + sum(wait.exposed for wait in self._waits if wait.side in sides)
 
