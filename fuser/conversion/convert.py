@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NoReturn, get_args, get_type_hints
+from dataclasses import replace
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 
@@ -37,6 +35,7 @@ from fuser.conversion.modules import (
     original_class,
 )
 from fuser.conversion.parts import PLAIN_TENSORS, Chain, Part
+from fuser.conversion.report import ConversionReport, ConversionRow
 from fuser.conversion.routers import routers
 from fuser.conversion.trace import Untraceable
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit, unit_of
@@ -46,112 +45,12 @@ from fuser.recipe import Recipe, recipe_named
 Filter = Callable[[str, torch.nn.Module], bool]
 
 
-@dataclass(frozen=True)
-class ConversionRow:
-    """A module in the report of a conversion.
-
-    Parameters
-    ----------
-    path, cls
-        The module, and the name of its class.
-    is_converted
-        Whether it runs a pipeline now.
-    text
-        What the pipeline computes, or why there is none.
-    """
-
-    path: str
-    cls: str
-    is_converted: bool
-    text: str
-
-
-IN_PLACE = (
-    "fuser.convert changes the model in place and returns a report on it. Write "
-    "fuser.convert(model), and go on with model."
-)
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """What :func:`convert` did: printed, a table with a row for each kind of module.
-
-    ``note`` is a sentence on the whole model, or empty. ``routers`` has the paths of the linears
-    whose output chooses, such as experts: they are never quantized. ``left`` has the other linears
-    and norms that stay torch's, each with its reason.
-    """
-
-    rows: tuple[ConversionRow, ...]
-    note: str = ""
-    routers: tuple[str, ...] = ()
-    left: tuple[ConversionRow, ...] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        # ``model = fuser.convert(model)``, as other libraries have it.
-        if not name.startswith("_") and hasattr(torch.nn.Module, name):
-            raise AttributeError(f"A ConversionReport has no {name!r}: {IN_PLACE}")
-        return object.__getattribute__(self, name)  # Python's own sentence
-
-    def __call__(self, *args: object, **keywords: object) -> NoReturn:
-        """Refused: a report is no model.
-
-        Raises
-        ------
-        InputTypeError
-            Always.
-        """
-        raise InputTypeError(f"A ConversionReport was called as a model: {IN_PLACE}")
-
-    @property
-    def converted(self) -> tuple[ConversionRow, ...]:
-        """The modules that run a pipeline now."""
-        return tuple(row for row in self.rows if row.is_converted)
-
-    @property
-    def refused(self) -> tuple[ConversionRow, ...]:
-        """The modules that look as if they could, and do not."""
-        return tuple(row for row in self.rows if not row.is_converted)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        lines = [
-            f"fuser.convert: {len(self.converted)} modules run pipelines, "
-            f"{len(self.refused)} stay as they are"
-        ]
-        of_titles = {
-            "converted": self.converted,
-            "not converted": self.refused,
-            "left to torch": self.left,
-        }
-        for title, rows in of_titles.items():
-            kinds: dict[tuple[str, str], int] = {}
-            for row in rows:
-                kind = f"{_starred(row.path) or 'the model'} ({row.cls})", row.text
-                kinds[kind] = kinds.get(kind, 0) + 1
-            width = max((len(name) for name, _ in kinds), default=0)
-            lines += [f"{title}:"] * bool(kinds)
-            lines += [f"{n:5d} x {name:{width}}  {text}" for (name, text), n in kinds.items()]
-        if self.routers:
-            paths = Counter(map(_starred, self.routers))
-            lines.append("routers, in high precision:")
-            lines += [f"{n:5d} x {path}" for path, n in paths.items()]
-        return "\n".join([*lines, *([self.note] if self.note else ())])
-
-
 NEVER = ", never quantized"
 
 
 def _without_never(row: ConversionRow) -> ConversionRow:
     """A row of a conversion without a recipe, under which nothing could be quantized."""
     return replace(row, text=row.text.removesuffix(NEVER))
-
-
-def _starred(path: str) -> str:
-    """A path with a star for each number, which layers that are alike have in common."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 def convert(
