@@ -19,6 +19,7 @@ from fuser.conversion.converted import (
     why_no_subclass,
 )
 from fuser.conversion.experts import experts_unit
+from fuser.conversion.gains import Gains
 from fuser.conversion.leaves import (
     SMALLEST_LINEAR,
     are_close,
@@ -34,7 +35,7 @@ from fuser.conversion.modules import (
     joint,
     original_class,
 )
-from fuser.conversion.parts import PLAIN_TENSORS, Chain, Part
+from fuser.conversion.parts import PLAIN_TENSORS, Chain, LinearPart, Part
 from fuser.conversion.report import ConversionReport, ConversionRow
 from fuser.conversion.routers import routers
 from fuser.conversion.trace import Untraceable
@@ -128,22 +129,27 @@ def convert(
     if rounding == "torch" and norms == "all":
         norms = "fused"  # a norm alone is torch's
     with _plain_defaults():
-        parts = ((path, linear_part(m, "")) for path, m in model.named_modules())
-        shapes = {path: part.shape for path, part in parts if part is not None}
+        recognized = ((path, linear_part(m, "")) for path, m in model.named_modules())
+        parts = {path: part for path, part in recognized if part is not None}
+        shapes = {path: part.shape for path, part in parts.items()}
         chosen_by = routers(model, shapes)
         search = _Search(filter, linears, norms, _kept(shapes, keep, chosen_by), chosen_by)
         search.visit(model, "")
-        left = tuple(search.left(model, shapes))
+        gains = Gains(model, recipe, rounding)
+        left = tuple(search.left(model, parts, gains))
     rows = {row.path for row in search.rows if row.is_converted}
     units = [(path, unit) for path, _, unit in search.units if path in rows and unit.linears]
     is_never = bool(units) and all(search.keeps(path, unit) for path, unit in units)
+    for path, module, unit in search.units:
+        if path in rows and search.keeps(path, unit):
+            gains.note(path, module, unit.chains, is_converted=True)
     note = (
         f"No linear is quantized: keep={tuple(keep)!r} holds those of every chain; keep=() "
         "quantizes them."
     )
     note *= recipe is not None and is_never
     rows_of_report = search.rows if recipe is not None else map(_without_never, search.rows)
-    report = ConversionReport(tuple(rows_of_report), note, tuple(chosen_by), left)
+    report = ConversionReport(tuple(rows_of_report), note, tuple(chosen_by), left, gains)
     if strict and report.refused:
         raise InputError(
             "fuser.convert(strict=True) has converted nothing, because of "
@@ -219,7 +225,7 @@ class _Search:
         self._seen: set[torch.nn.Module] = set()
         self._known: dict[object, tuple[Unit | None, str | None]] = {}
         self._chains: dict[torch.nn.Module, Unit] = {}
-        self._are_norms: dict[object, bool] = {}
+        self._norms_of_kinds: dict[object, Part | None] = {}
 
     def visit(self, module: torch.nn.Module, path: str) -> None:
         """Look at a module's children, and then at the module."""
@@ -251,9 +257,12 @@ class _Search:
         self.rows.append(ConversionRow(path, _name(module), True, text))
 
     def left(
-        self, model: torch.nn.Module, shapes: Mapping[str, tuple[int, int]]
+        self, model: torch.nn.Module, linears: Mapping[str, LinearPart], gains: Gains
     ) -> Iterator[ConversionRow]:
-        """The linears and norms that no pipeline has, and are no routers, with the reason."""
+        """The linears and norms that no pipeline has, and are no routers, with the reason.
+
+        Those that an option would convert are noted in ``gains``.
+        """
         taken = {path for path, _, _ in self.units} | {
             joint(path, name)
             for path, _, unit in self.units
@@ -263,27 +272,33 @@ class _Search:
         for path, module in model.named_modules():
             if path in taken or path in self._routers or is_fuser(module):
                 continue
-            shape = shapes.get(path)
-            if shape is not None:
-                reason = f"{shape[1]} to {shape[0]} features: of fewer than 32 no format gains"
-                if min(shape) >= SMALLEST_LINEAR:
+            part: Part | None = linears.get(path)
+            if part is None and self._norms != "all":
+                part = self._norm(module)
+            if part is None:
+                continue
+            is_gained = path not in self._kept
+            reason = 'outside of chains: norms="all" makes it one kernel in an eager model'
+            if isinstance(part, LinearPart):
+                rows, columns = part.shape
+                reason = f"{columns} to {rows} features: of fewer than 32 no format gains"
+                is_gained &= min(part.shape) >= SMALLEST_LINEAR
+                if min(part.shape) >= SMALLEST_LINEAR:
                     reason = 'outside of chains: recipe=, or linears="all", converts it'
                 if not self._accepts(path, module):
-                    reason = "the filter leaves it out"
-            elif self._norms != "all" and self._is_norm(module):
-                reason = 'outside of chains: norms="all" makes it one kernel in an eager model'
-            else:
-                continue
+                    is_gained, reason = False, "the filter leaves it out"
+            if is_gained:
+                gains.note(path, module, [Chain((part,), ())], is_converted=False)
             yield ConversionRow(path, _name(module), False, reason)
 
-    def _is_norm(self, module: torch.nn.Module) -> bool:
-        """Whether a module is a norm; of those that are alike it is tried once."""
+    def _norm(self, module: torch.nn.Module) -> Part | None:
+        """The part of a module that is a norm; of modules that are alike it is found once."""
         if module._modules:
-            return False
+            return None
         kind = _kind(module, ())
-        if kind not in self._are_norms:
-            self._are_norms[kind] = norm_part(module, "") is not None
-        return self._are_norms[kind]
+        if kind not in self._norms_of_kinds:
+            self._norms_of_kinds[kind] = norm_part(module, "")
+        return self._norms_of_kinds[kind]
 
     def keeps(self, path: str, unit: Unit) -> bool:
         """Whether a linear of the unit is kept unquantized, and with it the whole unit."""

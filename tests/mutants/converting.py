@@ -367,4 +367,20 @@ CONVERTING = (
         'keywords["training"] = True',
         "test_dropouts_of_the_mode.py::test_the_values_are_those_of_the_module_in_each_mode",
     ),
+    Mutant(
+        "a linear that is never quantized has the time of eager torch",
+        "conversion/gains.py",
+        "Gains._planned",
+        "return plain.microseconds if noted.is_converted else eager[EAGER], then",
+        "return eager[EAGER], then",
+        "test_gains.py",
+    ),
+    Mutant(
+        "times are those of another device",
+        "conversion/gains.py",
+        "Gains.times",
+        "device = self._device if device is None else device",
+        "device = self._device",
+        "test_gains.py",
+    ),
 )
