@@ -42,6 +42,7 @@ from fuser.conversion.trace import Untraceable
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit, unit_of
 from fuser.errors import FuserError, InputError, InputTypeError
 from fuser.recipe import Recipe, recipe_named
+from fuser.sequential import Sequential
 
 Filter = Callable[[str, torch.nn.Module], bool]
 
@@ -161,8 +162,21 @@ def convert(
     for _, module, unit in search.units:
         set_conversion(module, unit.as_torch() if rounding == "torch" else unit, recipe)
     if recipe is not None:
-        set_conversion(model, None, recipe)
+        for module in (model, *_holders(model)):
+            set_conversion(module, None, recipe)
     return report
+
+
+def _holders(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules that call pipelines of fuser's own, which have no recipe of a conversion."""
+
+    def is_own(module: torch.nn.Module) -> bool:
+        return is_fuser(module) or isinstance(module, Sequential)
+
+    for module in model.modules():
+        is_holder = not is_own(module) and any(map(is_own, module.children()))
+        if is_holder and why_no_subclass(module) is None:
+            yield module
 
 
 @contextlib.contextmanager
@@ -285,8 +299,12 @@ class _Search:
                 is_gained &= min(part.shape) >= SMALLEST_LINEAR
                 if min(part.shape) >= SMALLEST_LINEAR:
                     reason = 'outside of chains: recipe=, or linears="all", converts it'
+                refusal = part.refusal(module) if _has_plain_weights(module) else None
                 if not self._accepts(path, module):
-                    is_gained, reason = False, "the filter leaves it out"
+                    refusal = "the filter leaves it out"
+                elif hooks_of(module) == OWN_FORWARD:
+                    refusal = f"it has {OWN_FORWARD}"
+                is_gained, reason = is_gained and not refusal, refusal or reason
             if is_gained:
                 gains.note(path, module, [Chain((part,), ())], is_converted=False)
             yield ConversionRow(path, _name(module), False, reason)

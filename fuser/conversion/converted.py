@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from fuser.conversion.joined import join
-from fuser.conversion.modules import joint, original_class
+from fuser.conversion.modules import child_of, joint, original_class
 from fuser.conversion.parts import LinearPart
 from fuser.conversion.unit import Runner, Unit
+from fuser.errors import FuserWarning
 from fuser.op import BasicOperation, FusedOperation
-from fuser.precision.contexts import default_autocast, is_autocast_entered
+from fuser.precision.contexts import current_recipe, default_autocast, is_autocast_entered
 from fuser.recipe import Recipe
+from fuser.torch_private import call_while_tracing, traced_subject, users_level
 
 UNIT, RECIPE, RUNNER = "_fuser_unit", "_fuser_recipe", "_fuser_runner"
 
@@ -78,9 +81,55 @@ def _run(self: Any, cls: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -
     unit: Unit | None = self.__dict__.get(UNIT)
     if unit is not None:
         runner: Runner = self.__dict__[RUNNER]
-        if runner.refusal(self) is None and (bound := runner.bound(args, keywords)) is not None:
+        refusal = runner.refusal(self)
+        if refusal is None and (bound := runner.bound(args, keywords)) is not None:
             return runner.run(self, *bound)
+        if refusal is not None and torch.compiler.is_dynamo_compiling():
+            call_while_tracing(_warn_traced, self)
+        elif refusal is not None:
+            _warn_if_unquantized(self, refusal, current_recipe())
     return cls.forward(self, *args, **keywords)
+
+
+def _warn_traced(context: Any) -> None:
+    module = traced_subject(context)
+    refusal = module.__dict__[UNIT].refusal(module) or "an attribute or a child of it was changed"
+    recipe = current_recipe() if is_autocast_entered() else module.__dict__.get(RECIPE)
+    _warn_if_unquantized(module, refusal, recipe)
+
+
+def _warn_if_unquantized(module: Any, refusal: str, recipe: Recipe | None) -> None:
+    """Warn, once in a process, of a forward that a recipe should quantize, and nothing does."""
+    global _has_warned
+    unit: Unit = module.__dict__[UNIT]
+    if _has_warned or recipe is None or not unit.is_quantized or not _is_plain(module, unit):
+        return
+    _has_warned = True
+    warnings.warn(
+        f"A {original_class(module).__name__} that fuser.convert has converted runs its own "
+        f"forward, unquantized under {type(recipe).__name__}: {refusal}. Call fuser.convert after "
+        "such a change, whose report says what it does not convert.",
+        FuserWarning,
+        stacklevel=users_level(),
+    )
+
+
+_has_warned = False
+
+
+def _is_plain(module: torch.nn.Module, unit: Unit) -> bool:
+    """Whether a product of a module's own forward is torch's: no converted child computes it."""
+    for chain in unit.chains:
+        classes = dict(chain.replaced)
+        if not classes and any(part.weights for part in chain.parts):
+            return True
+        for path in chain.linears:
+            names = path.split(".")
+            inner = [child_of(module, ".".join(names[: i + 1])) for i in range(len(names))]
+            is_converted_inside = any(child is None or UNIT in child.__dict__ for child in inner)
+            if not is_converted_inside and type(inner[-1]) is classes.get(path):
+                return True
+    return False
 
 
 def set_conversion(module: torch.nn.Module, unit: Unit | None, recipe: Recipe | None) -> None:

@@ -23,6 +23,10 @@ SMALLEST_LINEAR = 32
 """A linear alone with fewer inputs or outputs stays torch's: a router or a score."""
 
 
+NEVER_CALLED = torch.nn.modules.linear.NonDynamicallyQuantizableLinear
+"""A linear of which nn.MultiheadAttention reads the weight."""
+
+
 def _probe() -> torch.Tensor:
     """Inputs of an activation: a dense middle, and values that a clamp would change."""
     large = torch.logspace(1, 30, 59, dtype=torch.float32)
@@ -96,7 +100,10 @@ def is_fuser(module: torch.nn.Module) -> bool:
 def linear_part(module: torch.nn.Module, name: str) -> LinearPart | None:
     """The part of a module that is a linear, also with weights ``[in, out]``; else None."""
     weight = _own_parameters(module, 2)
-    if weight is None:
+    # nn.MultiheadAttention reads the weight of such a linear, and never calls it.
+    if weight is None or isinstance(
+        module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear
+    ):
         return None
     is_transposed = False if _has_linears_forward(module) else _is_transposed(module)
     if is_transposed is None:

@@ -137,7 +137,8 @@ class LinearPart(Part):
     def refusal(self, owner: torch.nn.Module) -> str | None:
         rows, linears = 0, self._linears(owner)
         first = linears[0].weight
-        for name, linear in zip(self.names, linears, strict=True):
+        for path, linear in zip(self.names, linears, strict=True):
+            name = path or "it"
             weight = linear._parameters.get("weight")
             if type(weight) not in PLAIN_TENSORS:
                 return f"the weight of {name} is a {type(weight).__name__}"
@@ -232,12 +233,12 @@ class NormPart(Part):
         return replace(self, size=self.values(owner)[0].numel())
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
-        norm = child_of(owner, self.name)
+        norm, name = child_of(owner, self.name), self.name or "it"
         present = [type(value) for value in norm._parameters.values() if value is not None]
         if len(present) != 1 + (self.op == "LayerNorm") or set(present) - set(PLAIN_TENSORS):
-            return f"the parameters of {self.name} were changed"
+            return f"the parameters of {name} were changed"
         if norm.weight.dtype not in COMPUTE_DTYPES:
-            return f"the weight of {self.name} is {norm.weight.dtype}"
+            return f"the weight of {name} is {norm.weight.dtype}"
         return None
 
     @property

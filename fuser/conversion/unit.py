@@ -125,7 +125,7 @@ class Unit:
         """Why the owner's own forward has to run; None if it has not."""
         if getattr(owner, "_is_replica", False):
             return "replicas of torch.nn.DataParallel share a pipeline"
-        if has_global_hooks():
+        if has_global_hooks() and any(chain.replaced for chain in self.chains):
             return "there are hooks for the calls of every module"
         for step in self.steps:
             if isinstance(step.target, Chain):

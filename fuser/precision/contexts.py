@@ -48,6 +48,8 @@ _is_entered = False
 _keys_of_threads: dict[int, str] = {}
 INSIDE = "inside "
 """The beginning of the key of a recipe that was entered in a graph, whatever its callers use."""
+AROUND = "around "
+"""That of one that an autocast around the graph gives to code with a recipe of its own."""
 
 
 class EnteredInGraph:
@@ -91,10 +93,11 @@ def _enter_traced(context: Any) -> None:
 
 def _enter_default_traced(context: Any) -> None:
     entered = entered_in(context)
-    if entered.keys:
-        entered.keys.append(entered.keys[-1])
+    key = traced_subject(context)
+    if entered.keys or key == AROUND:
+        entered.keys.append(entered.keys[-1] if entered.keys else AROUND)
     else:
-        entered.enter(traced_subject(context))
+        entered.enter(key)
 
 
 def _exit_traced(context: Any) -> None:
@@ -313,12 +316,13 @@ class autocast(contextlib.ContextDecorator):
 class default_autocast(autocast):
     """An autocast to be entered unless :func:`is_autocast_entered`.
 
-    In a graph of Dynamo, which may have entered another one, that one stays in effect.
+    Traced code always enters it: another one that its graph has entered, or that a thread is in
+    around the graph, stays in effect.
     """
 
     def __enter__(self) -> None:
         if is_dynamo_compiling():
-            call_while_tracing(_enter_default_traced, self._key)
+            call_while_tracing(_enter_default_traced, AROUND if _is_entered else self._key)
             return
         super().__enter__()
 
@@ -326,10 +330,10 @@ class default_autocast(autocast):
 def is_autocast_entered() -> bool:
     """Whether this code is in an autocast, or recomputes a forward under what that had.
 
-    Traced code sees those around its graph alone.
+    Never in traced code, which runs later, in any thread.
     """
     if is_dynamo_compiling():
-        return _is_entered
+        return False
     return bool(_scopes.get()) or recomputed_state() is not None
 
 

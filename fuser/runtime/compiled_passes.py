@@ -20,11 +20,13 @@ from fuser.errors import StateError
 from fuser.functional.random_seeds import given_seeds, rounding_seeds
 from fuser.op import BasicOperation
 from fuser.precision.contexts import (
+    AROUND,
     INSIDE,
     AutocastState,
     autocast,
     current_recipe,
     current_state,
+    is_autocast_entered,
     recomputing_under,
     use_autocast,
 )
@@ -78,6 +80,8 @@ class Passes:
         self.output_count = 1 + len(pipeline.returned)
         self.is_inside = facts.recipe_key.startswith(INSIDE)
         """Whether the graph itself enters autocast."""
+        self.is_around = facts.recipe_key.startswith(AROUND)
+        """Whether an autocast around the graph replaces that of a conversion."""
         self.is_delayed = isinstance(recipe, DelayedScaling)
         self._pipeline = pipeline
         self._runner = Runner(self.noted, pipeline)
@@ -130,6 +134,8 @@ class Passes:
             recipe = current_recipe()
             if recipe is not self.recipe and recipe != self.recipe:
                 return None  # it is refused
+            if self.is_around and not is_autocast_entered():
+                return None  # so is this
         elif self.is_delayed:
             return None
         if not self.is_delayed:
@@ -264,6 +270,13 @@ class Passes:
         if self.is_inside or graph_task() != -1:
             return
         recipe = current_recipe()
+        if self.is_around and not is_autocast_entered():
+            raise StateError(
+                f"A compiled {self.noted.title} of a converted module was called outside of "
+                "fuser.autocast, under the recipe of its conversion, while another thread is in "
+                "an autocast, which its graph took for one around this call. Enter fuser.autocast "
+                "inside the compiled function if threads use different recipes."
+            )
         if recipe is not self.recipe and recipe != self.recipe:
             raise StateError(
                 f"A compiled {self.noted.title} runs under {self.recipe}, which another thread "

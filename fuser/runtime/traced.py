@@ -21,7 +21,7 @@ from fuser.op import BasicOperation, FusibleOperation
 from fuser.op.fusible import traces_ops
 from fuser.op.structure import REFUSED, structure_of
 from fuser.plan.rebuilt import limit_here
-from fuser.precision.contexts import EnteredInGraph, entered_in, recipe_key_here
+from fuser.precision.contexts import AROUND, EnteredInGraph, entered_in, recipe_key_here
 from fuser.runtime.compiled import forward, forward_on_host
 from fuser.runtime.compiled_passes import lock
 from fuser.runtime.compiled_runner import quantizing
@@ -83,7 +83,10 @@ class Trace(NamedTuple):
     is_checkpointed: bool = False
     """Whether the call is in a checkpoint inside the graph, which runs it again."""
     recipe_key: str | None = None
-    """That of the innermost autocast that the graph enters; None outside of all of them."""
+    """That of the innermost autocast that the graph enters; None outside of all of them.
+
+    :data:`AROUND` for code with a recipe of its own in an autocast around the graph.
+    """
     is_repeated: bool = False
     """Whether one of its ops was called before in the outermost of them."""
 
@@ -298,9 +301,12 @@ def _traced_pipeline(
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     first = tuple([min([j for j in range(i + 1) if extras[j] is e]) for i, e in enumerate(extras)])
     own = getattr(container, "_memory_budget", None)
+    recipe_key = trace.recipe_key
+    if recipe_key is None or recipe_key == AROUND:
+        recipe_key = (recipe_key or "") + recipe_key_here()
     call = describe(
         pipeline.structure,
-        recipe_key_here() if trace.recipe_key is None else trace.recipe_key,
+        recipe_key,
         torch.is_grad_enabled(),
         device,
         autocast,

@@ -13,6 +13,7 @@ from fuser.cuda.launch import kernel_refusal
 from fuser.errors import InputError, StateError
 from fuser.gemm.matmul import architecture
 from fuser.precision.contexts import (
+    AROUND,
     INSIDE,
     AutocastState,
     current_recipe,
@@ -84,7 +85,7 @@ def describe(
     registered: int,
 ) -> Call:
     """The call with such facts; ``read`` is there for Dynamo to compare it at each call."""
-    recipe, key = None, recipe_key.removeprefix(INSIDE)
+    recipe, key = None, recipe_key.removeprefix(INSIDE).removeprefix(AROUND)
     pipeline = _pipelines[structure]
     if key:
         here = current_recipe()
@@ -158,7 +159,7 @@ def describe(
     quantized = _quantized.get(tuple([k if k.startswith(QUANTIZED) else "" for k in kinds]))
     add_passes(name, lambda: Passes(pipeline, facts, recipe, quantized))
     is_delayed = isinstance(recipe, DelayedScaling)
-    is_inside = is_delayed and recipe_key != key
+    is_inside = is_delayed and recipe_key.startswith(INSIDE)
     return Call("", name, is_delayed, is_inside, facts.rounds, reads_sizes)
 
 

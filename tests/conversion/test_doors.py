@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import sys
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from said import said, sentence
 from test_convert import CURRENT, HIDDEN, GatedMLP, data
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -78,6 +82,50 @@ def with_a_wrapped_forward(model: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+class Repeated(torch.autograd.Function):
+    """A checkpoint that a program writes by hand: its backward runs the forward again."""
+
+    @staticmethod
+    def forward(ctx: Any, run: nn.Module, x: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        y: torch.Tensor = run(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        y.backward(*grads)
+        return None, x.grad, None
+
+
+def in_a_thread(model: Any, x: torch.Tensor) -> torch.Tensor:
+    results: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(layer_by_layer(model, x)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def in_another_model(model: Any, x: torch.Tensor) -> torch.Tensor:
+    other = nn.Sequential(nn.Identity(), model.body, nn.Sequential(model.head))
+    y: torch.Tensor = other(x)
+    return y
+
+
+def after_to(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return layer_by_layer(model.double().to("cpu").float(), x)
+
+
+def compiled_parts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.reset()
+    body: Any = torch.compile(model.body, backend="aot_eager", fullgraph=True)
+    y: torch.Tensor = model.head(body(x))
+    return y
+
+
 DOORS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "the body": lambda model, x: model.head(model.body(x)),
     "layer by layer": layer_by_layer,
@@ -87,6 +135,13 @@ DOORS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "reentrant checkpoints": lambda m, x: m.head(checkpoint(m.body, x, use_reentrant=True)),
     "a copy": lambda model, x: layer_by_layer(copy.deepcopy(model), x),
     "a pickle": lambda model, x: layer_by_layer(pickle.loads(pickle.dumps(model)), x),
+    "a shallow copy": lambda model, x: layer_by_layer(copy.copy(model), x),
+    "a checkpoint by hand": lambda m, x: m.head(Repeated.apply(m.body, x, m.head.weight)),
+    "a checkpoint of fuser": lambda model, x: model.head(fuser.checkpoint(model.body, x)),
+    "a thread": in_a_thread,
+    "another model": in_another_model,
+    "after to()": after_to,
+    "compiled": compiled_parts,
 }
 
 
@@ -229,3 +284,191 @@ def test_an_argument_that_is_given_twice_is_the_error_of_the_own_forward() -> No
     for module in (model.body.mixer, model.body.layers[0]):
         with pytest.raises(TypeError, match="multiple values"):
             module(data(), **{"input" if module is model.body.mixer else "x": data()})
+
+
+# -- forwards that no recipe can quantize --------------------------------------------------------
+
+
+def with_a_hook_for_all(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """As torch's counter of operations sets them."""
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        return plain_call(model, x)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_under_hooks_for_all_modules_each_linear_is_quantized() -> None:
+    model, x = made(), data()
+    fuser.convert(model, recipe=CURRENT, keep=(), filter=lambda path, m: isinstance(m, nn.Linear))
+    expected = plain_call(model, x)
+    assert not torch.allclose(expected, plain_call(made(), x), rtol=1e-4, atol=1e-6)
+    assert torch.equal(with_a_hook_for_all(converted(), x), expected)
+
+
+class WithPipeline(nn.Module):
+    """A module with a pipeline of fuser's own in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = fuser.Sequential(fuser.Linear(HIDDEN, HIDDEN), fuser.GELU())
+        self.mixer = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.mixer(self.own(x))
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_pipelines_of_fuser_in_a_part_run_under_the_recipe_too() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(WithPipeline(), nn.Linear(HIDDEN, HIDDEN))
+    x = data()
+    plain = model[0](x)
+    fuser.convert(model, recipe=CURRENT, keep=("1",))
+    found = model[0](x)
+    with fuser.autocast(recipe=CURRENT):
+        assert torch.equal(found, model[0](x))
+    assert torch.equal(copy.deepcopy(model)[0](x), found)
+    assert not torch.allclose(found, plain, rtol=1e-4, atol=1e-6)
+    # Called by itself, a pipeline is as it always was.
+    assert not torch.equal(found, model[0].mixer(model[0].own(x)))
+    fuser.revert(model)
+    assert torch.equal(model[0](x), plain)
+
+
+def pruned(model: Any) -> str:
+    nn.utils.prune.identity(model.head, "weight")
+    return "the weight of it is a NoneType"
+
+
+def parametrized(model: Any) -> str:
+    nn.utils.parametrize.register_parametrization(model.head, "weight", nn.Identity())
+    return "the weight of it is a NoneType"
+
+
+def replicated(model: Any) -> str:
+    model.head._is_replica = True
+    return "replicas of torch.nn.DataParallel share a pipeline"
+
+
+CHANGES = {"pruned": pruned, "parametrized": parametrized, "replica": replicated}
+
+
+def warnings_of(call: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in caught if w.category is fuser.FuserWarning]
+
+
+@pytest.fixture
+def may_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The package has a function of the module's name.
+    monkeypatch.setattr(sys.modules["fuser.conversion.converted"], "_has_warned", False)
+
+
+def head_of(change: str) -> tuple[Any, torch.Tensor, str]:
+    model, x = converted(), data()
+    reason = CHANGES[change](model)
+    return (
+        model,
+        x,
+        sentence("converted-fuser-convert-runs", "Linear", "Float8CurrentScaling", reason),
+    )
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.usefixtures("may_warn")
+def test_a_linear_that_cannot_be_quantized_any_more_warns_once(
+    change: str, is_compiled: bool
+) -> None:
+    model, x, expected = head_of(change)
+    torch._dynamo.reset()
+    call: Any = torch.compile(model.head, backend="aot_eager") if is_compiled else model.head
+    assert warnings_of(lambda: call(x)) == [expected]
+    assert warnings_of(lambda: call(2 * x)) == []
+
+
+@pytest.mark.usefixtures("may_warn")
+def test_nothing_is_said_where_no_recipe_was_meant_or_its_linears_are_quantized() -> None:
+    model, x, _ = head_of("pruned")
+    with fuser.autocast(enabled=False):
+        assert warnings_of(lambda: model.head(x)) == []
+    chain = converted()
+    chain.body.layers[0].act = nn.Tanh()  # its linears run, each by itself
+    assert warnings_of(lambda: chain(x)) == []
+    kept = made()
+    fuser.convert(kept, recipe=CURRENT, keep=("head",))
+    pruned(kept)
+    assert warnings_of(lambda: kept(x)) == []
+    fuser.convert(kept)
+    assert warnings_of(lambda: kept(x)) == []
+
+
+@pytest.mark.usefixtures("may_warn")
+def test_a_chain_whose_linears_were_not_converted_warns() -> None:
+    model, x = made(), data()
+    fuser.convert(model, recipe=CURRENT, keep=(), linears="none")
+    model.body.layers[0].act = nn.Tanh()
+    (message,) = warnings_of(lambda: model.body.layers[0](x))
+    assert message.startswith("A GatedMLP that fuser.convert has converted")
+
+
+@pytest.mark.usefixtures("may_warn")
+def test_linears_inside_of_converted_children_are_quantized() -> None:
+    model, x = nn.Sequential(GatedMLP(), nn.SiLU(), GatedMLP()), data()
+    report = fuser.convert(model, recipe=CURRENT, keep=(), linears="none")
+    assert report.converted[-1].path == ""
+    model[1] = nn.Sigmoid()
+    assert warnings_of(lambda: model(x)) == []
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_a_compiled_part_takes_no_autocast_of_another_thread_for_its_own() -> None:
+    torch._dynamo.reset()
+    model, x = converted(), data()
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = compiled(x)
+    refused = said("compiled-passes-converted-module-called", None)
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with fuser.autocast(enabled=False):
+            entered.set()
+            left.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait()
+    try:
+        for _ in range(4):
+            with pytest.raises(fuser.StateError, match=refused):
+                compiled(x)
+        with fuser.autocast(recipe=MXFP8):  # the last that was entered
+            found = compiled(x)
+    finally:
+        left.set()
+        thread.join()
+    assert torch.equal(found, plain_call(converted(MXFP8), x))
+    assert torch.equal(compiled(x), expected)
+
+
+def test_a_linear_that_is_never_called_is_not_said_to_be_converted() -> None:
+    """torch's attention reads the weight of its last projection."""
+    report = fuser.convert(nn.MultiheadAttention(HIDDEN, 1), recipe=CURRENT)
+    assert (report.rows, report.left) == ((), ())
+
+
+def test_a_linear_with_a_forward_of_its_own_is_left_with_that_reason() -> None:
+    model = made()
+    model.head.forward = functools.partial(nn.Linear.forward, model.head)
+    model.body.mixer.double()
+    report = fuser.convert(model, recipe=CURRENT)
+    assert {row.path: row.text for row in report.left} == {
+        "body.mixer": "the weight of it is torch.float64",
+        "head": "it has a forward of its own",
+    }
+    assert report.gains().keys().isdisjoint(("body.mixer", "head"))
