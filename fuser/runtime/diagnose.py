@@ -247,7 +247,9 @@ def refuse_second_derivative() -> NoReturn:
     raise StateError(
         "A fuser pipeline cannot be differentiated twice, and this backward was asked for with "
         "create_graph=True: the backward runs fused operations that have no derivative of their "
-        "own. Compute this part with plain torch modules if you need second derivatives."
+        "own. For second derivatives of a converted module take the first gradient with "
+        "torch.func.grad or torch.func.vjp, under which it runs its own forward, unquantized; "
+        "compute other pipelines with plain torch modules."
     )
 
 

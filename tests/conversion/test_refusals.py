@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from said import said
 from test_convert import (
     HIDDEN,
     WIDTH,
@@ -318,3 +319,34 @@ def test_a_norm_whose_mode_decides_stays(kind: str, in_training: bool) -> None:
     found = [model.train(mode)(data()) for mode in (True, False)]
     assert all(map(torch.equal, found, expected))
     assert not torch.equal(*found)
+
+
+# -- second derivatives ------------------------------------------------------------------------
+
+
+def penalty(model: nn.Module, x: torch.Tensor, *, is_transformed: bool) -> list[torch.Tensor]:
+    """The gradients of a gradient penalty: of the input, and of the parameters."""
+    x = x.detach().requires_grad_()
+    if is_transformed:
+        grad = torch.func.grad(lambda x: model(x).square().sum())(x)
+    else:
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    model.zero_grad()
+    grad.square().sum().backward()
+    return [t.grad for t in (x, *model.parameters()) if t.grad is not None]
+
+
+@pytest.mark.parametrize("recipe", [None, "current"])
+@pytest.mark.parametrize("make", [GatedMLP, PreNorm])
+def test_second_derivatives_of_a_converted_module_are_those_of_its_own_forward(
+    make: Callable[[], nn.Module], recipe: str | None
+) -> None:
+    model, x = seeded(make), data()
+    expected = penalty(model, x, is_transformed=False)
+    fuser.convert(model, recipe=recipe, keep=(), linears="all")
+    with pytest.raises(fuser.StateError, match=said("diagnose-pipeline-differentiated-twice")):
+        penalty(model, x, is_transformed=False)
+    found = penalty(model, x, is_transformed=True)
+    assert len(found) == len(expected) == 1 + len(list(model.parameters()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
