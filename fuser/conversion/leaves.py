@@ -100,10 +100,7 @@ def is_fuser(module: torch.nn.Module) -> bool:
 def linear_part(module: torch.nn.Module, name: str) -> LinearPart | None:
     """The part of a module that is a linear, also with weights ``[in, out]``; else None."""
     weight = _own_parameters(module, 2)
-    # nn.MultiheadAttention reads the weight of such a linear, and never calls it.
-    if weight is None or isinstance(
-        module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear
-    ):
+    if weight is None or isinstance(module, NEVER_CALLED):
         return None
     is_transposed = False if _has_linears_forward(module) else _is_transposed(module)
     if is_transposed is None:
