@@ -166,11 +166,13 @@ CONVERTING = (
         PARTS,
         "LinearPart.refusal",
         "first = linears[0].weight\n"
-        "for name, linear in zip(self.names, linears, strict=True):\n"
+        "for path, linear in zip(self.names, linears, strict=True):\n"
+        '    name = path or "it"\n'
         '    weight = linear._parameters.get("weight")\n'
         "    if type(weight) not in PLAIN_TENSORS:",
         "first = linears[0].weight\n"
-        "for name, linear in zip(self.names, linears, strict=True):\n"
+        "for path, linear in zip(self.names, linears, strict=True):\n"
+        '    name = path or "it"\n'
         '    weight = linear._parameters.get("weight")\n'
         "    if type(first) not in PLAIN_TENSORS:",
         "test_refusals.py::test_a_change_of_any_linear_is_seen",
