@@ -136,9 +136,9 @@ class LinearPart(Part):
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
         rows, linears = 0, self._linears(owner)
+        names = [name or "it" for name in self.names]
         first = linears[0].weight
-        for path, linear in zip(self.names, linears, strict=True):
-            name = path or "it"
+        for name, linear in zip(names, linears, strict=True):
             weight = linear._parameters.get("weight")
             if type(weight) not in PLAIN_TENSORS:
                 return f"the weight of {name} is a {type(weight).__name__}"
