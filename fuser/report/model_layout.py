@@ -25,7 +25,7 @@ BOX = 30.0  # height of the box of a part
 INDENT = 58.0  # room for the bracket of repeated layers and its count
 OP_GAP = 3.0
 BAR = 170.0  # of the longest time
-PLAIN = "torch eager"
+PLAIN, COMPILED = "torch eager", "torch.compile"
 
 
 def lay_out_model(plan: Item) -> Picture:
@@ -77,17 +77,22 @@ class _ModelLayout:
         for line in lines:
             y += 15
             self._text(MARGIN, y, line, size=9.0, color="muted")
-        longest = max(plan["microseconds"], *plan["baselines"].values()) or 1.0
+        own, compiled = plan["microseconds"], plan["compiled_microseconds"]
+        plain = plan["baselines"]
+        longest = max(own, compiled, *plain.values()) or 1.0
         y += 8
-        rows = [("as planned", plan["microseconds"], "GEMM edge")]
-        rows += [(name, time, "faint") for name, time in plan["baselines"].items()]
-        for name, time, color in rows:
+        # Each time of plain torch below that of the plan which it is compared with.
+        rows = [("as planned", own, None), (PLAIN, plain[PLAIN], own)]
+        rows += [("within torch.compile", compiled, None), (COMPILED, plain[COMPILED], compiled)]
+        x = MARGIN + 106
+        for name, time, planned in rows:
             y += 16
-            self._text(MARGIN, y, name, size=8.5, bold=color != "faint")
-            self._box(MARGIN + 78, y - 7, max(BAR * time / longest, 1.0), 8, color, color, 1.0)
-            end = self._text(MARGIN + 84 + BAR, y, f"{format_time(time)}  ", size=8.5).bounds[2]
-            if color == "faint":
-                self._ratio(end, y, time, plan["microseconds"])
+            color = "GEMM edge" if planned is None else "faint"
+            self._text(MARGIN, y, name, size=8.5, bold=planned is None)
+            self._box(x, y - 7, max(BAR * time / longest, 1.0), 8, color, color, 1.0)
+            end = self._text(x + 6 + BAR, y, f"{format_time(time)}  ", size=8.5).bounds[2]
+            if planned is not None:
+                self._ratio(end, y, time, planned)
         return y + 20
 
     def _ratio(self, x: float, y: float, time: float, own: float) -> None:
