@@ -772,6 +772,7 @@ OF_A_KEY: dict[str, Any] = {
     "fusions": (),
     "registered": ("a function",),
     "no_kernels": "there is no compiler",
+    "is_elsewhere": True,
 }
 OF_AN_OP: dict[str, Any] = {
     "input_dtype": torch.float16,
