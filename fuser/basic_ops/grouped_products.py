@@ -707,10 +707,10 @@ class QuantizedProduct(GroupedProduct):
         operand = x[0] if rebuilt is None else self._rebuilt(rebuilt, scaling)
         if observing.now is not None:
             note_operands(self.linear, input=operand, groups=self.padded, only_new=True)
-        is_split = self.ctx.split_accumulators[2]
-        return quantized_groups.quantized_wgrad(
-            dy, operand, self.padded, self.dtype, is_split=is_split
-        )
+        how = {"is_split": self.ctx.split_accumulators[2]}
+        if self.ctx.state.is_transposed:
+            return quantized_groups.quantized_wgrad(operand, dy, self.padded, self.dtype, **how).mT
+        return quantized_groups.quantized_wgrad(dy, operand, self.padded, self.dtype, **how)
 
 
 def product_at_once(
