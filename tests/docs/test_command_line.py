@@ -28,6 +28,8 @@ from fuser.errors import KernelUnavailable
 from fuser.gemm import native as native_gemm
 from fuser.plan.transformers import PRESETS
 from fuser.precision.contexts import current_recipe
+from fuser.report.model_layout import lay_out_model
+from fuser.report.picture import Text
 from fuser.testing import doctor
 
 MODELS = '''
@@ -296,6 +298,23 @@ def test_a_plan_of_a_model_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixtur
     text = printed(capsys, "plan", "swiglu-blocks", "--device", "b200", "--draw", str(path))
     assert f"Drawn into {path}." in text
     assert ">8 \N{MULTIPLICATION SIGN}<" in path.read_text(encoding="utf-8")
+
+
+def test_the_picture_compares_plain_torch_with_what_the_text_compares_it_with() -> None:
+    pytest.importorskip("matplotlib")
+    about = {"name": "M", "inputs": [], "parameters": 8, "training": False, "device": "H200"}
+    times = {"microseconds": 4.0, "compiled_microseconds": 2.0}
+    plain = {"torch eager": 6.0, "torch.compile": 5.0}
+    picture = lay_out_model({**about, **times, "baselines": plain, "parts": []})
+    words = [item.string.strip() for item in picture.items if isinstance(item, Text)]
+    for name, drawn in {
+        "as planned": ["4.0 us"],
+        "torch eager": ["6.0 us", "1.50x"],
+        "within torch.compile": ["2.0 us"],
+        "torch.compile": ["5.0 us", "2.50x"],
+    }.items():
+        first = words.index(name) + 1
+        assert words[first : first + len(drawn)] == drawn
 
 
 @pytest.mark.parametrize(
