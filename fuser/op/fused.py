@@ -105,9 +105,12 @@ class FusedOperation(FusibleOperation):
         self, basic_ops: Iterable[FusibleOperation] = (), **named: FusibleOperation | None
     ) -> None:
         super().__init__()
-        self._set_members([*basic_ops, *self._by_name(named)] if named else basic_ops)
+        given = list(basic_ops)
+        self._set_members(self._by_name(given, named) if named else given)
 
-    def _by_name(self, named: Mapping[str, FusibleOperation | None]) -> list[FusibleOperation]:
+    def _by_name(
+        self, given: Sequence[FusibleOperation], named: Mapping[str, FusibleOperation | None]
+    ) -> list[FusibleOperation]:
         """The ops that were given by ``member_names``, in their order."""
         unknown = [name for name in named if name not in self.member_names]
         if unknown:
@@ -115,7 +118,13 @@ class FusedOperation(FusibleOperation):
             raise InputTypeError(
                 f"{type(self).__name__} takes no argument {unknown[0]!r}; it takes {taken}."
             )
-        ops = [named.get(name) for name in self.member_names]
+        if given or len(named) < len(self.member_names):
+            got = ", ".join([*["basic_ops"] * bool(given), *named])
+            raise InputTypeError(
+                f"{type(self).__name__} got {got}; give basic_ops alone, or each of "
+                f"{', '.join(self.member_names)}, None for one that is not there."
+            )
+        ops = [named[name] for name in self.member_names]
         return [op for op in ops if op is not None]
 
     def _set_members(self, basic_ops: Iterable[FusibleOperation]) -> None:

@@ -21,6 +21,7 @@ import fuser
 from fuser.communication import PlannedGroup
 from fuser.te import import_paths
 from fuser.te import pytorch as te
+from fuser.te.pytorch import recipes as te_recipes
 
 FIRST_NAMES = {id(value): path for path, value in argument_rows.public(MODULES)} | {
     id(argument_rows.found(path)): path for path in METHODS
@@ -268,8 +269,6 @@ def positional(value: Any) -> list[str]:
         if any(p.kind is p.VAR_POSITIONAL for p in parameters):
             continue  # they are passed on
         names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        further = inspect.getattr_static(value, "__init__") if inspect.isclass(value) else value
-        names += getattr(further, "further_positions", ())
         return names[1:] if names[:1] == ["self"] else names
     return ["*"]
 
@@ -413,8 +412,29 @@ def test_an_argument_by_position_has_the_effect_of_its_name() -> None:
         fuser.InputError, match=said("transformer-tensor-shape-not", None, "encoder_output")
     ):
         layer(x, None, None, None, x)  # the fifth
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(
+        fuser.InputTypeError,
+        match=said("positions-arguments-position-takes", None, len(places) + 2),
+    ):
         layer(x, *places, None)
+
+
+def test_signatures_say_the_arguments_that_may_be_given_by_position() -> None:
+    shown = inspect.signature(te_recipes.DelayedScaling.__init__).parameters
+    assert {"margin", "reduce_amax"} <= shown.keys()
+    for name in OF_LAYERS:
+        theirs = SIGNATURES[f"pytorch.{name}"].split()
+        bound = inspect.signature(getattr(te, name)).bind(*OF_LAYERS[name]).arguments
+        assert list(bound) == theirs[: len(OF_LAYERS[name])]
+        assert bound["device"] == "meta"
+
+
+def test_a_position_too_many_is_refused_with_the_number_that_there_are() -> None:
+    words = said("positions-arguments-position-takes", "DelayedScaling.__init__", 7, 6)
+    with pytest.raises(fuser.InputTypeError, match=words):
+        te_recipes.DelayedScaling(0, fuser.recipe.Format.HYBRID, 16, "max", None, True, False)
+    with pytest.raises(TypeError, match="device"):
+        te.Linear(*OF_LAYERS["Linear"], device="cpu")
 
 
 @pytest.mark.parametrize("name", OF_LAYERS)
@@ -435,6 +455,23 @@ def test_fused_ops_of_te_ops_take_their_ops_by_name() -> None:
         fuser.InputTypeError, match=said("fused-takes-no-argument", None, "'activation'")
     ):
         fuser.ops.fused.ForwardLinearBiasAdd(linear=linear, activation=fuser.GELU())
+
+
+def test_a_fused_op_takes_all_of_its_names_or_none() -> None:
+    linear, add = fuser.BasicLinear(8, 8), fuser.AddExtraInput()
+    fused = fuser.ops.fused.ForwardLinearBiasAdd
+    for ops, named, got in (
+        ((), {"bias": None, "add": add}, "bias, add"),
+        ((), {"linear": linear}, "linear"),
+        (
+            (linear, add),
+            {"linear": linear, "bias": None, "add": add},
+            "basic_ops, linear, bias, add",
+        ),
+    ):
+        words = said("fused-alone-each-none", "ForwardLinearBiasAdd", got, "linear, bias, add")
+        with pytest.raises(fuser.InputTypeError, match=words):
+            fused(ops, **named)
 
 
 def test_a_sequential_takes_the_names_of_te_ops_and_of_torch() -> None:
