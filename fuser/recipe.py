@@ -7,7 +7,7 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast, get_args
 
@@ -94,11 +94,27 @@ def _made(
     return name
 
 
+def _check_values(settings: Any, accepted: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse values of fields that are not among those ``accepted``, and of flags all but two."""
+    flags = {each.name: (True, False) for each in fields(settings) if each.type in ("bool", bool)}
+    for name, values in {**flags, **accepted}.items():
+        given = getattr(settings, name)
+        if given not in values:
+            listed = " or ".join(str(getattr(value, "name", repr(value))) for value in values)
+            raise InputError(
+                f"{type(settings).__name__} got {name} {getattr(given, 'name', repr(given))}; "
+                f"it takes {listed}."
+            )
+
+
 @dataclass(frozen=True)
 class MMParams(_MadeInGraphs):
     """Options of one GEMM."""
 
     use_split_accumulator: bool = True
+
+    def __post_init__(self) -> None:
+        _check_values(self, {})
 
 
 @dataclass(frozen=True)
@@ -125,6 +141,7 @@ class QParams(_MadeInGraphs):
     """Whether the recipe made it from its other fields, and makes it again when they change."""
 
     def __post_init__(self) -> None:
+        _check_values(self, {})
         if not 0 <= self.amax_epsilon < math.inf:
             raise InputError(
                 f"QParams got amax_epsilon {self.amax_epsilon}; it must be finite and not negative."
@@ -208,20 +225,13 @@ class Recipe(_MadeInGraphs):
 
     def __post_init__(self) -> None:
         self._refuse_absent()
+        _check_values(self, self.accepted)
         self._complete_params()
         object.__setattr__(self, "_key", f"{type(self).__module__}.{self!r}")
         if not self.custom():
             while len(_by_key) >= MOST_KEYS:
                 _by_key.pop(next(iter(_by_key)), None)
             _by_key[self._key] = self
-        for name, values in self.accepted.items():
-            if getattr(self, name) not in values:
-                listed = " or ".join(str(getattr(value, "name", repr(value))) for value in values)
-                given = getattr(self, name)
-                raise InputError(
-                    f"{type(self).__name__} got {name} {getattr(given, 'name', repr(given))}; "
-                    f"it takes {listed}."
-                )
         override = self.backward_override
         if override is None:
             return

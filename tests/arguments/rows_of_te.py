@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import rows_of_te_attention
 import rows_of_te_experts
 import rows_of_te_functions
 import rows_of_te_layers
 import rows_of_te_optimizers
+from argument_rows import refuses, sets
+
+import fuser
+from fuser.te.pytorch import recipes
 
 MODULES = (
     "fuser.te",
@@ -45,3 +52,32 @@ RESULTS = {
         "the base of layers, of which programs ask isinstance"
     ),
 }
+
+
+_FLAGS = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
+
+
+@sets(
+    "fuser.te.pytorch.recipes.DelayedScaling",
+    margin=3,
+    fp8_format=fuser.recipe.Format.E4M3,
+    amax_history_len=2,
+    amax_compute_algo="most_recent",
+    reduce_amax=False,
+)
+@sets("fuser.te.pytorch.recipes.NVFP4BlockScaling", **dict.fromkeys(_FLAGS, True))
+def _reaches_the_recipe_of_fuser(given: dict[str, Any]) -> None:
+    cls: Any = recipes.NVFP4BlockScaling if given.keys() <= {*_FLAGS} else recipes.DelayedScaling
+    own, unset = getattr(fuser.recipe, cls.__name__)(**given), cls()
+    assert all(getattr(cls(**given), f.name) == getattr(own, f.name) for f in fields(own))
+    assert cls(**given) != unset
+
+
+@sets("fuser.te.pytorch.recipes.DelayedScaling", scaling_factor_compute_algo=abs)
+def _scales_have_one_formula(given: dict[str, Any]) -> None:
+    refuses(lambda: recipes.DelayedScaling(**given), "scaling_factor_compute_algo")
+
+
+@sets("fuser.te.pytorch.recipes.NVFP4BlockScaling", fp4_format="E5M2", fp8_format="E5M2")
+def _elements_of_nvfp4(given: dict[str, Any]) -> None:
+    refuses(lambda: recipes.NVFP4BlockScaling(**given), "_format 'E5M2'")

@@ -69,8 +69,8 @@ GROUPED_LINEARS = (
         "wgrad of groups has the accumulator of dgrad",
         PRODUCTS,
         "QuantizedProduct._wgrad",
-        "is_split = self.ctx.split_accumulators[2]",
-        "is_split = self.ctx.split_accumulators[1]",
+        '{"is_split": self.ctx.split_accumulators[2]}',
+        '{"is_split": self.ctx.split_accumulators[1]}',
         ACCUMULATORS,
     ),
     Mutant(

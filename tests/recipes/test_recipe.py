@@ -92,6 +92,19 @@ def test_recipes_are_equal_and_hash_alike_by_contents(recipe: type[Recipe]) -> N
     assert pickle.loads(pickle.dumps(recipe())) == recipe()
 
 
+@pytest.mark.parametrize("cls", [*RECIPES, fuser.recipe.QParams, MMParams])
+def test_a_flag_takes_true_and_false_alone(cls: type[Any]) -> None:
+    unset = ("fp8_dpa", "fp8_mha", "follows_recipe")
+    for field in dataclasses.fields(cls):
+        if field.type == "bool" and field.name not in unset:
+            for given in ("0", None, Format.E4M3):
+                with pytest.raises(
+                    fuser.InputError,
+                    match=said("recipe-takes", cls.__name__, holds(field.name), "True or False"),
+                ):
+                    cls(**{field.name: given})
+
+
 def test_recipes_of_two_kinds_are_never_equal() -> None:
     assert len({recipe() for recipe in RECIPES}) == len(RECIPES)
 
