@@ -430,9 +430,10 @@ def test_signatures_say_the_arguments_that_may_be_given_by_position() -> None:
 
 
 def test_a_position_too_many_is_refused_with_the_number_that_there_are() -> None:
+    places: list[Any] = [0, fuser.recipe.Format.HYBRID, 16, "max", None, True, False]
     words = said("positions-arguments-position-takes", "DelayedScaling.__init__", 7, 6)
     with pytest.raises(fuser.InputTypeError, match=words):
-        te_recipes.DelayedScaling(*(0, fuser.recipe.Format.HYBRID, 16, "max", None, True, False))
+        te_recipes.DelayedScaling(*places)
     with pytest.raises(TypeError, match="device"):
         te.Linear(*OF_LAYERS["Linear"], device="cpu")
 
