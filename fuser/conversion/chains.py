@@ -176,7 +176,7 @@ class Chains:
 
     def _part(self, module: torch.nn.Module, path: str) -> Part | None:
         if isinstance(module, torch.nn.Dropout) and module.p:
-            return ModulePart(path)
+            return None if module.inplace else ModulePart(path)
         part: LinearPart | NormPart | None = linear_part(module, path)
         return norm_part(module, path) if part is None and self._takes_norms else part
 

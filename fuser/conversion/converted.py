@@ -121,7 +121,7 @@ def _is_plain(module: torch.nn.Module, unit: Unit) -> bool:
     """Whether a product of a module's own forward is torch's: no converted child computes it."""
     for chain in unit.chains:
         classes = dict(chain.replaced)
-        if not classes and any(part.weights for part in chain.parts):
+        if not (classes and chain.linears) and any(part.weights for part in chain.parts):
             return True
         for path in chain.linears:
             names = path.split(".")

@@ -11,7 +11,7 @@ import torch
 
 from fuser import basic_ops
 from fuser.conversion.leaves import are_close
-from fuser.conversion.modules import bare
+from fuser.conversion.modules import bare, original_class
 from fuser.conversion.parts import PLAIN_TENSORS, Chain, Part
 from fuser.conversion.trace import parameters_of
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit
@@ -153,7 +153,8 @@ def experts_unit(module: torch.nn.Module) -> Unit | str | None:
     for candidate in _with_gates(module, part):
         if _pass(candidate, trials):
             inputs = tuple((name, REQUIRED) for name in names)
-            step = Step(Chain((candidate,), ()), (Ref(0), Ref(1), Ref(2)))
+            children = [(p, original_class(m)) for p, m in module.named_modules() if p]
+            step = Step(Chain((candidate,), tuple(children)), (Ref(0), Ref(1), Ref(2)))
             return Unit(inputs, (step,), Ref(3))
     return f"its values are not those of {' or '.join(GATES)} experts"
 
@@ -179,6 +180,11 @@ def _part(module: torch.nn.Module) -> ExpertsPart | str | None:
         return f"the shapes {shapes[up]} and {shapes[down]} are not those of a gate"
     if len(biases) not in (0, 2) or part.shapes != shapes:
         return f"its experts have {' and '.join(biases)}, which are not a bias of each linear"
+    others = [
+        n for n, _ in (*module.named_buffers(), *module.named_parameters()) if n not in shapes
+    ]
+    if others:
+        return f"its experts have {' and '.join(others)}, which may change what they compute"
     return part
 
 
@@ -201,7 +207,7 @@ class _Trial(NamedTuple):
 
     module: torch.nn.Module
     inputs: tuple[torch.Tensor, ...]
-    expected: tuple[torch.Tensor, ...]
+    expected: tuple[torch.Tensor | None, ...]
     """The output, and the gradients unless they are nearly zeros, as those of large gates."""
 
 
@@ -215,22 +221,24 @@ def _pass(part: ExpertsPart, trials: Sequence[_Trial]) -> bool:
             y: torch.Tensor = pipeline(owner, given, is_quantized=False)
             return y
 
-        if not all(map(are_close, _results(call, *inputs), expected)):
+        if not all(map(are_close, _results(call, module, *inputs), expected)):
             return False
     return True
 
 
 def _results(
     function: Callable[..., torch.Tensor],
+    owner: torch.nn.Module,
     x: torch.Tensor,
     chosen: torch.Tensor,
     probs: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """The output, and the gradients of the tokens and of their weights."""
+) -> tuple[torch.Tensor | None, ...]:
+    """The output, and the gradients of tokens, their weights and the parameters of ``owner``."""
     leaves = [value.clone().requires_grad_() for value in (x, probs)]
     with torch.enable_grad():
         y = function(leaves[0], chosen, leaves[1])
-        return y.detach(), *torch.autograd.grad(y.square().sum(), leaves)
+        of = [*leaves, *owner.parameters()]
+        return y.detach(), *torch.autograd.grad(y.square().sum(), of, allow_unused=True)
 
 
 def _trials(module: torch.nn.Module, part: ExpertsPart) -> list[_Trial] | str:
@@ -249,11 +257,11 @@ def _trials(module: torch.nn.Module, part: ExpertsPart) -> list[_Trial] | str:
         x = spread * torch.randn(tokens, hidden, generator=generator)
         order = torch.rand(tokens, experts, generator=generator).argsort(-1)
         chosen = order[:, : min(2, experts)]
-        probs = torch.rand(chosen.shape, generator=generator)
+        probs = torch.randn(chosen.shape, generator=generator)
         inputs = -x.abs() if weights is below else x, chosen, probs
-        tried = bare(module, weights).train(len(trials) % 2 == 1)
+        tried = bare(module, weights).train(len(trials) % 2 == 1).requires_grad_()
         try:
-            results = _results(tried, *inputs)
+            results = _results(tried, tried, *inputs)
         except Exception as error:
             sentence = str(error).partition("\n")[0] or type(error).__name__
             return f"its forward fails with tokens, experts and their weights: {sentence:.150}"

@@ -28,6 +28,15 @@ class Untraceable(Exception):
     """A forward has no graph that holds for all its calls; the message says why."""
 
 
+class _Proxy(fx.Proxy):
+    """A value of which a graph would record ``x += y`` as ``x = x + y``."""
+
+    def _write(self, other: object) -> Any:
+        raise Untraceable("its forward writes into a tensor, as += does")
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = _write
+
+
 class _Tracer(fx.Tracer):
     """Traces a call with ``inputs``; submodules are calls, but for those at paths ``opened``."""
 
@@ -41,6 +50,9 @@ class _Tracer(fx.Tracer):
         if _modes() != self._modes:
             raise Untraceable("its forward changes autocast or whether gradients are recorded")
         return super().create_node(*args, **kwargs)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened

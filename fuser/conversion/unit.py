@@ -448,7 +448,8 @@ def unit_of(
 def _target(node: fx.Node, owner: torch.nn.Module) -> Any:
     """What a step between chains calls; None if that may have an effect besides its result."""
     if node.op == "call_module":
-        is_inplace = getattr(child_of(owner, str(node.target)), "inplace", False)
+        called = child_of(owner, str(node.target))
+        is_inplace = any(getattr(module, "inplace", False) for module in called.modules())
         return None if is_inplace else str(node.target)
     if node.op == "call_method":
         return Method(str(node.target)) if node.target in METHODS else None
@@ -480,8 +481,13 @@ def _filled(argument: Any, values: Sequence[Any]) -> Any:
     """An argument with values in place of references."""
     if type(argument) is Ref:
         return values[argument.index]
-    if isinstance(argument, (tuple, list)):
-        return type(argument)(_filled(a, values) for a in argument)
+    if isinstance(argument, tuple):
+        return type(argument)([_filled(a, values) for a in argument])
+    if isinstance(argument, list):
+        return [_filled(a, values) for a in argument]  # a graph's own list cannot be changed
+    if isinstance(argument, slice):
+        ends = argument.start, argument.stop, argument.step
+        return slice(*[_filled(end, values) for end in ends])
     if isinstance(argument, dict):
         return {k: _filled(v, values) for k, v in argument.items()}
     return argument

@@ -466,10 +466,44 @@ class DetachedWeights(GptOss):
         return super().forward(hidden_states, router_indices, routing_weights.detach())
 
 
+class WeightsOfAnySign(Experts):
+    """Tokens are weighted by what their weights are without a sign."""
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        return super().forward(hidden_states, top_k_index, top_k_weights.abs())
+
+
+class DetachedExperts(GptOss):
+    """The last linear is never trained."""
+
+    def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        gate_up = x @ self.gate_up_proj[e] + self.gate_up_proj_bias[e]
+        return self.gated(gate_up) @ self.down_proj[e].detach() + self.down_proj_bias[e]
+
+
+class WithBuffer(Experts):
+    """A buffer of one, which a state dict may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        return super().expert(x, e) * self.scale
+
+
+class WithLinear(AnyArguments):
+    """A linear inside, which has parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(HIDDEN, E)
+
+
 LOOK_ALIKES = (
     *(Gelu, Swapped, Clamped, ScaledBefore, Averaged, Shared, Overwriting, WithBiases),
     *(WithOneBias, BiasOfEachToken, GateFirst, BoundedBelow, BoundedAbove, WithoutOffset),
-    *(ScaledInTraining, DetachedWeights),
+    *(ScaledInTraining, DetachedWeights, WeightsOfAnySign, DetachedExperts, WithBuffer, WithLinear),
 )
 
 
@@ -560,6 +594,37 @@ def assert_changes_count(make: Callable[[], Experts], change: str, name: str, ca
 )
 def test_changed_biases_are_those_of_the_experts_own_forward(change: str, name: str) -> None:
     assert_changes_count(GptOss, change, name, 1)
+
+
+class WithActivation(Experts):
+    """The activation is a module, as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = nn.SiLU()
+
+    def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        gate, up = F.linear(x, self.gate_up_proj[e]).chunk(2, dim=-1)
+        return F.linear(self.act_fn(gate) * up, self.down_proj[e])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda experts: setattr(experts, "act_fn", nn.GELU()),
+        lambda experts: experts.act_fn.register_forward_hook(lambda m, args, y: 3 * y),
+        lambda experts: setattr(experts.act_fn, "forward", torch.tanh),
+    ],
+    ids=["another", "a hook", "a forward"],
+)
+def test_a_changed_activation_counts(change: Callable[[Any], object]) -> None:
+    plain, model = (made(lambda: Block(WithActivation)) for _ in range(2))
+    fuser.convert(model)
+    assert pipelines_run(model, data()) == 1
+    for one in (plain, model):
+        change(one.experts)
+    assert pipelines_run(model, data()) == 0
+    assert_close(results(model, data()), results(plain, data()))
 
 
 @pytest.mark.parametrize("name", ["limit", "alpha"])

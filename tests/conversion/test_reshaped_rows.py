@@ -83,6 +83,35 @@ class InPlace(FeedForward):
         return y
 
 
+class Augmented(FeedForward):
+    """``*=`` writes into a value of which there is a view."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.fc2(torch.relu(self.fc1(self.norm(x))))
+        rows = h.view(-1)
+        h *= 2
+        return rows
+
+
+class InPlaceInside(InPlace):
+    """The module that writes is inside of one that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Sequential(nn.LeakyReLU(0.1, inplace=True))  # type: ignore[assignment]
+
+
+class InPlaceDropout(FeedForward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5, inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * 1.0
+        y: torch.Tensor = h + self.fc2(torch.relu(self.fc1(self.drop(h))))
+        return y
+
+
 class Strided(FeedForward):
     """Depends on the strides of its input."""
 
@@ -151,12 +180,34 @@ def test_rows_that_have_no_such_view_raise_as_before() -> None:
             each(x)
 
 
-@pytest.mark.parametrize("make", [WrittenTo, InPlace, Strided])
+@pytest.mark.parametrize(
+    "make", [WrittenTo, InPlace, InPlaceInside, InPlaceDropout, Augmented, Strided]
+)
 def test_a_step_that_writes_or_reads_strides_is_left(make: Any) -> None:
-    plain, model = made(make)
+    plain, model = (each.eval() for each in made(make))
     assert not fuser.convert(model).converted
     with torch.no_grad():
         torch.testing.assert_close(model(data(2, 3)), plain(data(2, 3)))
+
+
+class Listed(FeedForward):
+    """Sizes in a slice, and a list that the caller may change."""
+
+    def forward(self, x: Any, shifts: Any) -> Any:  # type: ignore[override]
+        h = self.fc2(torch.relu(self.fc1(self.norm(x))))
+        return [h, shifts[: x.size(0)] + x]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_sizes_in_slices_and_lists_are_those_of_the_call(is_compiled: bool) -> None:
+    torch._dynamo.reset()
+    plain, model = made(Listed)
+    assert fuser.convert(model).converted
+    if is_compiled:
+        model.compile(backend="aot_eager", fullgraph=True)
+    listed = model(data(2), data(5))
+    assert type(listed) is list
+    torch.testing.assert_close(listed, plain(data(2), data(5)), rtol=1e-5, atol=2e-5)
 
 
 def test_compiled_reshapes_follow_the_shape() -> None:
