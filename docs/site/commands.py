@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import shlex
+from typing import Any
 from unittest import mock
 
 from fuser.__main__ import main
@@ -23,7 +24,10 @@ def output(command: str) -> str:
     assert name == "fuser", command
     printed = io.StringIO()
     with mock.patch.dict(os.environ, COLUMNS="80"), contextlib.redirect_stdout(printed):
-        status = main(arguments)
+        try:
+            status: Any = main(arguments)
+        except SystemExit as end:  # of the help of a command with options of its own
+            status = end.code
     if status:
         raise ValueError(f"{command!r} in a document ends with status {status}")
     return printed.getvalue()

@@ -19,7 +19,7 @@ import torch
 from fuser import tensors
 from fuser.communication import resolved
 from fuser.errors import InputError
-from fuser.formats import DType
+from fuser.formats import BlockScalingDim, DType
 from fuser.functional.lazy import LazyTensor
 from fuser.op import default_device
 from fuser.op.fusible import shows_quantizers
@@ -313,15 +313,27 @@ class Float8BlockQuantizer(ChangeableQuantizer, tensors.Float8BlockQuantizer):
         self,
         fp8_dtype: DType = DType.kFloat8E4M3,
         *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: BlockScalingDim = 2,
         all_gather_usage: bool = False,
-        **options: Any,
     ) -> None:
         if all_gather_usage:
             raise InputError(
                 "Float8BlockQuantizer got all_gather_usage=True; its tensors have one layout, and "
                 "ranks gather that. Leave it out."
             )
-        tensors.Float8BlockQuantizer.__init__(self, fp8_dtype, **options)
+        tensors.Float8BlockQuantizer.__init__(
+            self,
+            fp8_dtype,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            amax_epsilon=amax_epsilon,
+            force_pow_2_scales=force_pow_2_scales,
+            block_scaling_dim=block_scaling_dim,
+        )
 
 
 @_changeable(tensors.NVFP4Quantizer)

@@ -163,5 +163,8 @@ def test_the_picture_of_kernels_is_that_of_its_script() -> None:
 
 def test_a_command_prints_what_the_program_prints() -> None:
     assert commands.output("fuser --version") == f"fuser {fuser.__version__}\n"
-    with pytest.raises(ValueError, match="status 2"):
-        commands.output("fuser fly")
+    for command in ("fuser", "fuser demo", "fuser scale"):
+        assert f"{command} [-h]" in commands.output(f"{command} --help")
+    for command in ("fuser fly", "fuser demo --steps none"):
+        with pytest.raises(ValueError, match="status 2"):
+            commands.output(command)
