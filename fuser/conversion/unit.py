@@ -420,6 +420,7 @@ def unit_of(
         inputs.append((str(node.target), REQUIRED if is_required else default))
         places[node] = Ref(len(places))
     output: Any = None
+    order = {node: index for index, node in enumerate(nodes)}
     for node in nodes:
         if node.op == "placeholder":
             continue
@@ -428,6 +429,10 @@ def unit_of(
             continue
         if node in ends:
             found = ends[node]
+            start = min(order[part] for part in found.nodes)
+            for earlier in nodes[start : order[node]]:
+                if earlier not in taken and _may_write(earlier, module, found.inputs):
+                    return f"{earlier.target} is called within a chain, whose input it may write"
             chain = Chain(found.parts, chains.replaced(found))
             step = Step(chain, tuple(places[n] for n in found.inputs))
         elif node in taken or (not node.users and node.target is operator.getitem):
@@ -475,6 +480,23 @@ def _names_of_children(module: torch.nn.Module | None) -> list[str] | None:
     if module is None:
         return None
     return [name for name, child in module._modules.items() if child is not None]
+
+
+def _may_write(node: fx.Node, owner: torch.nn.Module, tensors: Sequence[fx.Node]) -> bool:
+    """Whether a module of a user's class is called with one of ``tensors``, or a view of one."""
+    if node.op != "call_module":
+        return False
+    modules = child_of(owner, str(node.target)).modules()
+    if all(type(module).__module__.startswith("torch.nn.") for module in modules):
+        return False
+    return not {_viewed(n) for n in node.all_input_nodes}.isdisjoint(map(_viewed, tensors))
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """The node of which a node may be a view."""
+    while node.op == "call_method" or node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _filled(argument: Any, values: Sequence[Any]) -> Any:

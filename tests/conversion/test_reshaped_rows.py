@@ -190,6 +190,44 @@ def test_a_step_that_writes_or_reads_strides_is_left(make: Any) -> None:
         torch.testing.assert_close(model(data(2, 3)), plain(data(2, 3)))
 
 
+class Doubling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2)
+
+
+class WrittenInBetween(FeedForward):
+    """A module of the user's writes into the input of a chain, after its first linear read it."""
+
+    def __init__(self, is_view: bool) -> None:
+        super().__init__()
+        self.doubling, self.is_view = Doubling(), is_view
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 1.0
+        h = torch.relu(self.fc1(y))
+        z = self.doubling(y.view(-1, HIDDEN) if self.is_view else y)
+        return self.fc2(h) + z.view(x.shape)
+
+
+class Beside(WrittenInBetween):
+    """It writes into another tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.fc1(x))
+        return self.fc2(h) + self.doubling(x * 1.0)
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_chain_reads_what_a_module_that_is_called_in_it_has_not_written(is_view: bool) -> None:
+    for make, is_converted in ((WrittenInBetween, False), (Beside, True)):
+        torch.manual_seed(0)
+        model = make(is_view)
+        plain, x = copy.deepcopy(model), torch.randn(2, 5, HIDDEN)
+        rows = fuser.convert(model).rows
+        assert [row.is_converted for row in rows if row.path == ""] == [is_converted]
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
+
+
 class Listed(FeedForward):
     """Sizes in a slice, and a list that the caller may change."""
 

@@ -415,4 +415,12 @@ CONVERTING = (
         "if False:",
         "test_doors.py::test_a_compiled_part_takes_no_autocast_of_another_thread_for_its_own",
     ),
+    Mutant(
+        "a chain reads what a module that is called within it has written",
+        UNIT,
+        "unit_of",
+        "if earlier not in taken and _may_write(earlier, module, found.inputs):",
+        "if False:",
+        "test_reshaped_rows.py::test_a_chain_reads_what_a_module_that_is_called_in_it_has_not_written",
+    ),
 )
