@@ -206,7 +206,8 @@ class WrittenInBetween(FeedForward):
         y = x * 1.0
         h = torch.relu(self.fc1(y))
         z = self.doubling(y.view(-1, HIDDEN) if self.is_view else y)
-        return self.fc2(h) + z.view(x.shape)
+        out: torch.Tensor = self.fc2(h) + z.view(x.shape)
+        return out
 
 
 class Beside(WrittenInBetween):
@@ -214,7 +215,8 @@ class Beside(WrittenInBetween):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.relu(self.fc1(x))
-        return self.fc2(h) + self.doubling(x * 1.0)
+        out: torch.Tensor = self.fc2(h) + self.doubling(x * 1.0)
+        return out
 
 
 @pytest.mark.parametrize("is_view", [False, True])
