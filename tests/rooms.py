@@ -149,7 +149,7 @@ class Name:
     def is_forbidden(self) -> bool:
         """Whether it leads from the core into a wing, or into a product from elsewhere.
 
-        A product may be imported when it is asked for, and the command line is there to do it.
+        A function may import a product when it is called, and the command line may import all.
         """
         source, target = self.rooms
         if source == target or source.name == "command line":
@@ -188,7 +188,7 @@ def names(texts: Mapping[str, str]) -> Iterator[Name]:
 
 
 def _defining(module: str, name: str, texts: Mapping[str, str]) -> str | None:
-    """The file behind ``from module import name``; through a package, which re-exports it."""
+    """The file that defines a name of ``module``, which may be a package that re-exports it."""
     for path in (f"{module}/{name}.py", f"{module}/{name}/__init__.py", f"{module}.py"):
         if path.lstrip("/") in texts:
             return path.lstrip("/")

@@ -135,7 +135,7 @@ def _is_plain(module: torch.nn.Module, unit: Unit) -> bool:
 def set_conversion(module: torch.nn.Module, unit: Unit | None, recipe: Recipe | None) -> None:
     """Convert a module: set its unit, and the recipe under which it and all it holds run.
 
-    The recipe applies to each call that no autocast surrounds, whoever makes it.
+    The recipe applies to each call outside of an autocast, also if a trainer calls a part alone.
     """
     if not is_converted(module):
         cls: Any = type(module)

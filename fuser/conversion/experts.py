@@ -155,13 +155,18 @@ def experts_unit(module: torch.nn.Module) -> Unit | str | None:
             inputs = tuple((name, REQUIRED) for name in names)
             children = [(p, original_class(m)) for p, m in module.named_modules() if p]
             step = Step(Chain((candidate,), tuple(children)), (Ref(0), Ref(1), Ref(2)))
-            return Unit(inputs, (step,), Ref(3))
+            return Unit(inputs, (step, Step(_in_shape_of, (Ref(3), Ref(0)))), Ref(4))
     return f"its values are not those of {' or '.join(GATES)} experts"
 
 
 def experts_chain(module: torch.nn.Module, up: str, down: str) -> Chain:
     """The chain of experts with the parameters ``up`` and ``down``, of their present shapes."""
     return Chain((ExpertsPart(up, down, 0, 0, 0).sized(module),), ())
+
+
+def _in_shape_of(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Rows as the tokens that a forward got, which may be sequences."""
+    return y if y.shape == x.shape else y.view(x.shape)
 
 
 def _part(module: torch.nn.Module) -> ExpertsPart | str | None:

@@ -244,6 +244,27 @@ def test_gradients_of_transposed_weights_are_not_copied(
         assert strides == {key: weight.stride() for key, weight in weights.items()}
 
 
+class OfSequences(Experts):
+    """Tokens of sequences are rows inside, and sequences again."""
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        shape = hidden_states.shape
+        rows = hidden_states.reshape(-1, shape[-1])
+        return super().forward(rows, top_k_index, top_k_weights).view(shape)
+
+
+def test_tokens_of_sequences_with_choices_of_rows_keep_their_shape() -> None:
+    torch.manual_seed(0)
+    model = OfSequences()
+    plain, x = copy.deepcopy(model), torch.randn(2, 5, HIDDEN)
+    probs, chosen = torch.rand(10, E).topk(2)
+    assert fuser.convert(model).converted
+    for tokens in (x, x.view(10, HIDDEN)):
+        y = model(tokens, chosen, probs)
+        assert y.shape == tokens.shape
+        torch.testing.assert_close(y, plain(tokens, chosen, probs), rtol=1e-4, atol=1e-5)
+
+
 class ByName(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         probs, experts = self.router(x).softmax(-1).topk(self.k, dim=-1)

@@ -79,7 +79,7 @@ class TransformerEngineBaseModule(Layer):
                     op.process_group = tp_group
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Make the values of the parameters anew, unless ``defer_init`` leaves that to later."""
+        """Initialise the parameters again; with ``defer_init`` nothing is done."""
         if not defer_init:
             super().reset_parameters()
             _zero_biases(self)
