@@ -87,18 +87,21 @@ class FusibleOperation(Stateful, abc.ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_change = self.__dict__.get(name, _ABSENT) is not value
+        held = self._holds(name)
         try:
             super().__setattr__(name, value)
         except AttributeError:
             if "_parameters" not in self.__dict__:
                 raise _no_init(type(self)) from None
             raise
-        tensors = (self.__dict__.get(kept, ()) for kept in ("_parameters", "_buffers"))
-        if is_change and not any(name in kept for kept in tensors):
+        holds = self._holds(name)
+        if is_change and holds is None:
             self._count_change()
             if name == "training":  # graphs read it apart
                 return
-        if is_change and "_structure" in self.__dict__:
+        # FSDP2 sets each parameter four times a step.
+        is_same_structure = holds is not None and holds == held
+        if is_change and not is_same_structure and "_structure" in self.__dict__:
             self._describe()
         if name in METHODS:
             module_calls.change()
@@ -118,6 +121,14 @@ class FusibleOperation(Stateful, abc.ABC):
         self._describe()
         if name in METHODS:
             module_calls.change()
+
+    def _holds(self, name: str) -> bool | None:
+        """Whether a parameter or buffer of that name has a tensor; None if there is none."""
+        for kept in ("_parameters", "_buffers"):
+            tensors = self.__dict__.get(kept)
+            if tensors and name in tensors:
+                return tensors[name] is not None
+        return None
 
     def implementation(self) -> tuple[Any, ...]:
         """The code that runs this op: its class, and methods that were set on the object."""
