@@ -630,6 +630,8 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:  # the operations on its buffers are recorded
                 return types[0].__torch_dispatch__(func, types, args, kwargs)
         made = func(*args, **kwargs)
+        if _is_on_meta(made):  # the position of a view of a quantized tensor
+            return made
         if func in _ALLOCATING and made.device in self.devices and made.is_contiguous():
             where = (made.device, func in _ZEROING)
             self.sequence.actions.append(Allocation(self._new(made), _dense(made), *where))
@@ -751,6 +753,12 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
     def refuse(self, reason: str) -> None:
         """Note that the actions cannot be repeated."""
         self.sequence.refusal = self.sequence.refusal or reason
+
+
+def _is_on_meta(result: Any) -> bool:
+    """Whether an operation returned tensors without values, which the layouts determine."""
+    first = result[0] if isinstance(result, (tuple, list)) and result else result
+    return isinstance(first, torch.Tensor) and first.is_meta
 
 
 def _dense(tensor: torch.Tensor) -> Dense:

@@ -64,11 +64,12 @@ class CallKeyReader:
         with src.block("def read(x, extras, registered):"):
             src.add(
                 f"params = ({slots})",
-                "is_same, addresses, heads, ends, key, layout = known.state",
+                "is_same, addresses, heads, ends, key, layout, with_buffers = known.state",
+                "tensors = params if with_buffers is None else with_buffers(params)",
             )
             with src.block(
-                "if is_same is None or not is_same(*params) "
-                "or list(map(address_of, params)) != addresses "
+                "if is_same is None or tensors is None or not is_same(*tensors) "
+                "or list(map(address_of, tensors)) != addresses "
                 "or heads and ends_of_memory(params, heads) != ends:"
             ):
                 src.add("key, layout = known.renew(params)")

@@ -103,7 +103,7 @@ class Runner:
         self._no_parameters = pipeline._slots.tensors()
         # By the parameters of an op of the copy, those of the op whose states it uses.
         self._originals: dict[int, Mapping[str, torch.Tensor | None]] = {}
-        self._layouts: dict[tuple[int, ...], tuple[Any, ParameterLayout | None]] = {}
+        self._layouts: dict[tuple[int, ...], tuple[Any, Any, ParameterLayout | None]] = {}
         # Those of recorded forwards, which are the same for each repetition.
         self._recorded_passes: dict[RecordedForward, _Pass] = {}
         # Those whose gradients share no memory with saved tensors and parameters.
@@ -132,12 +132,13 @@ class Runner:
         """The results of a recorded forward, as of an eager one; None if there is none."""
         if not self._recorded_passes:
             return None
-        plan, (x, params, extras, seeds, _) = self.plan, given
-        layout = self._layout(params)
+        plan, (x, _, extras, seeds, _) = self.plan, given
+        layout = self._layout(given.params)
         if plan.recorded is None or layout is None:
             return None
+        params, buffers = self._noted.apart(given.params)
         tensors = (x, *params, *extras, *seeds)
-        found = plan.recorded.find(tensors, len(extras) + len(seeds), layout, None)
+        found = plan.recorded.find(tensors, len(extras) + len(seeds), layout, None, buffers)
         known = None if found is None else self._recorded_passes.get(found[0])
         if found is None or known is None:
             return None
@@ -178,7 +179,8 @@ class Runner:
                     results = plan._forward(x, extras, None)
             else:
                 others = (*extras, *seeds)
-                results = plan.run(x, (*params, *others), others, None, self._layout(params))
+                layout = self._layout(given.params)
+                results = plan.run(x, (*params, *others), others, None, layout)
             output, produced, *rest = results
             if any(isinstance(t, QuantizedTensor) for t in (output, *produced)):
                 raise StateError(
@@ -279,7 +281,10 @@ class Runner:
         dy = grads[0].contiguous()
         if known.recorded is not None:
             backward = functools.partial(self._recorded_backward, params)
-            result = known.recorded.backward(backward, held, {}, dy, extras, {})
+            weights: Sequence[torch.Tensor] = ()
+            if known.recorded.holds_parameters:
+                weights = known.recorded.given((None, *self._made(params)))
+            result = known.recorded.backward(backward, held, {}, weights, dy, extras, {})
         else:
             contexts = [context_of(*each) for each in known.contexts]
             tensors = [put_together(known.parts, held)]
@@ -327,7 +332,7 @@ class Runner:
     def _recorded_backward(self, params: Tensors, *args: Any) -> Any:
         """The plan's own code, which a backward that is not recorded yet runs."""
         with (
-            self._conditions(params),
+            self._conditions(self._noted.parameters(params)),
             recomputing_under(AutocastState(self._noted.recipe)),
         ):
             backward = self.plan.in_ranges[1]
@@ -356,15 +361,30 @@ class Runner:
     @contextlib.contextmanager
     def _quantizers_of_originals(self, params: Tensors) -> Iterator[None]:
         """Quantized parameters have those of the originals, which get those that ops have bound."""
-        pairs: list[tuple[QuantizedTensor, QuantizedTensor]] = []
-        for (held, name), parameter in zip(self._pipeline._slots.slots, params, strict=True):
-            original = self._originals.get(id(held), {}).get(name)
-            if isinstance(parameter, QuantizedTensor) and isinstance(original, QuantizedTensor):
-                parameter._quantizer = original._quantizer
-                pairs.append((parameter, original))
+        pairs = [
+            (own, of_op)
+            for own, of_op in zip(params, self._quantized_originals(), strict=True)
+            if isinstance(own, QuantizedTensor) and of_op is not None
+        ]
+        for own, of_op in pairs:
+            own._quantizer = of_op._quantizer
         yield
         for own, of_op in pairs:
             of_op._quantizer = own._quantizer
+
+    def _quantized_originals(self) -> list[QuantizedTensor | None]:
+        """For each parameter, that of the op whose states are used, if it is quantized."""
+        of_slots = [
+            self._originals.get(id(held), {}).get(name)
+            for held, name in self._pipeline._slots.slots
+        ]
+        return [each if isinstance(each, QuantizedTensor) else None for each in of_slots]
+
+    def _made(self, given: Tensors) -> Tensors:
+        """The parameters, quantized ones with the quantizers of the originals."""
+        params = self._noted.parameters(given)
+        with self._quantizers_of_originals(params):
+            return params
 
     def _forget_states(self) -> None:
         """Delayed scaling's states of fake tensors are no longer than a pass."""
@@ -410,14 +430,19 @@ class Runner:
         for (held, name), parameter in zip(self._pipeline._slots.slots, params, strict=True):
             held[name] = parameter
 
-    def _layout(self, params: Tensors) -> ParameterLayout | None:
-        addresses = tuple(map(torch.Tensor.data_ptr, params))
-        guard, layout = self._layouts.get(addresses, (None, None))
-        if guard is None or not guard(*params):
-            layout = self._known.renew(params)[1]
+    def _layout(self, given: Tensors) -> ParameterLayout | None:
+        """The layout of the parameters that are, or have, these tensors."""
+        addresses = tuple(map(torch.Tensor.data_ptr, given))
+        guard, quantizers, layout = self._layouts.get(addresses, (None, None, None))
+        present = None
+        if self._originals and self._noted.has_quantized:
+            originals = self._quantized_originals()
+            present = [None if one is None else one._quantizer for one in originals]
+        if guard is None or not guard(*given) or quantizers != present:
+            layout = self._known.renew(self._made(given))[1]
             while len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.pop(next(iter(self._layouts)))
-            self._layouts[addresses] = (tensor_guard(params), layout)
+            self._layouts[addresses] = (tensor_guard(given), present, layout)
         return layout
 
 

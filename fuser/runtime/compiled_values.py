@@ -196,6 +196,15 @@ class Noted:
         """The parameters, from what a graph gives of them."""
         return given if self._quantized is None else self._quantized.made_from(given)
 
+    @property
+    def has_quantized(self) -> bool:
+        """Whether a parameter is quantized."""
+        return self._quantized is not None
+
+    def apart(self, given: Tensors) -> tuple[Sequence[Any], Tensors]:
+        """The parameters, with None for quantized ones, and the buffers of these."""
+        return (given, ()) if self._quantized is None else self._quantized.apart(given)
+
     def note_saved(self, saved: Saved, *, is_fake: bool) -> None:
         """Note what a graph saves; check it of a forward that runs, whose graph was traced here."""
         self.saved = saved

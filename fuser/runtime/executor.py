@@ -424,11 +424,12 @@ class _PipelineFunction(torch.autograd.Function):
             # The gradient of a sum is one number with zero strides, which every GEMM
             # that reads it would copy; it is copied once here.
             if ends is None:
-                recorded, versions = op_ctxs
+                recorded, versions, given = op_ctxs
                 result = recorded.backward(
                     part or run.in_ranges[1],
                     held,
                     versions,
+                    given,
                     grad_outputs[0].contiguous(),
                     grad_extras,
                     owners,

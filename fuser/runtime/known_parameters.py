@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
 
 from fuser.cuda.sequence import layout_of
 from fuser.op import BasicOperation
+from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.master_weight import recipe_of_gathering
 from fuser.torch_private import TensorGuards
 
@@ -17,6 +19,53 @@ from fuser.torch_private import TensorGuards
 MOST_LAYOUTS = 64
 
 Parameters = Sequence[torch.Tensor]
+
+# What a quantized tensor may refer to besides its buffers: a recording would not get it.
+_REFERENCES = ("_view_of", "_source", "_sharding", "_gathering", "_observation")
+_IS_NONE = (None,) * len(_REFERENCES)
+
+
+class QuantizedFacts(NamedTuple):
+    """A quantized parameter, but for its buffers: their names, and what the rest is."""
+
+    kind: type[QuantizedTensor]
+    names: tuple[str, ...]
+    """The buffers that it has."""
+    others: tuple[str, ...]
+    """The attributes that are not buffers of it: quantizer, references, and missing buffers."""
+    values: tuple[object, ...]
+    """Those of :attr:`others`."""
+
+    @classmethod
+    def of(cls, parameter: QuantizedTensor) -> QuantizedFacts | None:
+        """None if its class or its quantizer is a user's, or if it refers to other tensors."""
+        kind, get = type(parameter), vars(parameter).get
+        if not (_is_own(kind) and _has_own_parts(parameter._quantizer)):
+            return None
+        if tuple(map(get, _REFERENCES)) != _IS_NONE:
+            return None
+        names = tuple(name for name in kind.buffer_names if get(name) is not None)
+        missing = (name for name in kind.buffer_names if get(name) is None)
+        others = ("_quantizer", "_is_read_only", *_REFERENCES, *missing)
+        return cls(kind, names, others, tuple(map(get, others)))
+
+
+Quantized = Sequence[tuple[int, QuantizedFacts]]
+"""The quantized ones among parameters, by their places."""
+
+
+def buffers_of(params: Sequence[Any], quantized: Quantized) -> list[torch.Tensor] | None:
+    """The buffers of the quantized ones among parameters; None if other facts hold of one."""
+    buffers: list[torch.Tensor] = []
+    for place, (kind, names, others, values) in quantized:
+        parameter = params[place]
+        if type(parameter) is not kind:
+            return None
+        get = vars(parameter).get
+        if tuple(map(get, others)) != values:
+            return None
+        buffers += map(get, names)  # type: ignore[arg-type]
+    return buffers
 
 
 class ParameterLayout:
@@ -28,14 +77,23 @@ class ParameterLayout:
         Parameters that follow one another in one memory without gaps: the place of the first, and
         their number.
     are_parameters
-        Whether each is a ``Parameter``; hooks compute plain tensors.
+        Whether each is a plain ``Parameter``; hooks compute plain tensors.
+    quantized
+        The quantized ones.
     """
 
-    __slots__ = ("_parts", "are_parameters", "runs")
+    __slots__ = ("_parts", "are_parameters", "quantized", "runs")
 
-    def __init__(self, runs: tuple[tuple[int, int], ...], *, are_parameters: bool = True) -> None:
+    def __init__(
+        self,
+        runs: tuple[tuple[int, int], ...],
+        *,
+        are_parameters: bool = True,
+        quantized: Quantized = (),
+    ) -> None:
         self.runs = runs
         self.are_parameters = are_parameters
+        self.quantized = quantized
         self._parts: dict[tuple[int, int], ParameterLayout] = {}
 
     def part(self, start: int, stop: int) -> ParameterLayout:
@@ -44,9 +102,16 @@ class ParameterLayout:
         if found is None:
             cut = [(max(first, start), min(first + count, stop)) for first, count in self.runs]
             runs = tuple((first - start, end - first) for first, end in cut if end - first > 1)
-            found = ParameterLayout(runs, are_parameters=self.are_parameters)
+            quantized = [(at - start, f) for at, f in self.quantized if start <= at < stop]
+            are_parameters = self.are_parameters
+            found = ParameterLayout(runs, are_parameters=are_parameters, quantized=quantized)
             found = self._parts.setdefault((start, stop), found)
         return found
+
+    def with_buffers(self, params: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
+        """The parameters, and the buffers of quantized ones; None if other facts hold of one."""
+        buffers = buffers_of(params, self.quantized)
+        return None if buffers is None else (*params, *buffers)
 
     def memory(self, params: Sequence[Any]) -> list[tuple[int, int]]:
         """The first address of each run, and the address after it."""
@@ -59,7 +124,8 @@ class KnownParameters:
 
     A parameter may be replaced, frozen, cast, resized or moved without notice. All of that changes
     what torch's guard compares (class, dtype, device, sizes, strides, ``requires_grad``, lazy
-    negation), or an address. It takes 0.1 us a parameter; reading all facts takes 1.5.
+    negation), or an address. It takes 0.1 us a parameter; reading all facts takes 1.5. Of quantized
+    parameters the buffers are compared too, and the attributes that are not buffers.
 
     Parameters
     ----------
@@ -70,8 +136,9 @@ class KnownParameters:
     def __init__(self, ops: Sequence[BasicOperation]) -> None:
         self._ops = ops
         # One attribute, so that another thread sees facts and checks that belong together: the
-        # guard, addresses, first places of runs and the ends of their memory, key and layout.
-        self.state: tuple[object, ...] = (None, None, (), None, None, None)
+        # guard, addresses, first places of runs and the ends of their memory, key and layout, and
+        # the method that adds the buffers of quantized parameters, if there are any.
+        self.state: tuple[object, ...] = (None, None, (), None, None, None, None)
         self._layouts: dict[Any, ParameterLayout] = {}
 
     def renew(self, params: Parameters) -> tuple[tuple[object, ...], ParameterLayout | None]:
@@ -89,29 +156,44 @@ class KnownParameters:
                 layout = self._layout(params) if any(are_moved) else layout
         except RuntimeError:  # a tensor without memory of its own
             layout = None
-        if layout is None or TensorGuards is None:
-            self.state = (None, None, (), None, key, layout)
+        tensors = None if layout is None else layout.with_buffers(params)
+        if layout is None or tensors is None or TensorGuards is None:
+            self.state = (None, None, (), None, key, layout, None)
             return key, layout
-        is_same = tensor_guard(params)
+        is_same = tensor_guard(tensors)
         heads = [first for first, _ in layout.runs]
-        addresses = [p.data_ptr() for p in params]
-        self.state = (is_same, addresses, heads, ends_of_memory(params, heads), key, layout)
+        addresses = list(map(torch.Tensor.data_ptr, tensors))  # those of quantized ones are 0
+        ends = ends_of_memory(params, heads)
+        with_buffers = layout.with_buffers if layout.quantized else None
+        self.state = (is_same, addresses, heads, ends, key, layout, with_buffers)
         return key, layout
 
     def _layout(self, params: Parameters) -> ParameterLayout | None:
-        layouts = list(map(layout_of, params))
+        quantized: list[tuple[int, QuantizedFacts]] = []
+        for place, parameter in enumerate(params):
+            if isinstance(parameter, QuantizedTensor):
+                about = QuantizedFacts.of(parameter)
+                if about is None:
+                    return None
+                quantized.append((place, about))
+        buffers = buffers_of(params, quantized)
+        if buffers is None:  # another thread has changed one
+            return None
+        plain = [p for p in params if not isinstance(p, QuantizedTensor)]
+        layouts = [*map(layout_of, (*plain, *buffers))]
         if None in layouts:
             return None
-        places = list(map(id, params))
+        places = list(map(id, (*params, *buffers)))
         ties = tuple(map(places.index, places)) if len(set(places)) < len(places) else None
         runs = _runs(list(map(_follows, params, params[1:])))
         are_parameters = all(type(p) is Parameter for p in params)
-        facts = (ties, runs, are_parameters, *layouts)
+        wholes = [(params[at].shape, params[at].dtype, about) for at, about in quantized]
+        facts = (ties, runs, are_parameters, *[at for at, _ in quantized], *wholes, *layouts)
         found = self._layouts.pop(facts, None)
         if found is None:
             while len(self._layouts) >= MOST_LAYOUTS:  # the one that was not used for longest
                 self._layouts.pop(next(iter(self._layouts)), None)
-            found = ParameterLayout(runs, are_parameters=are_parameters)
+            found = ParameterLayout(runs, are_parameters=are_parameters, quantized=quantized)
         self._layouts[facts] = found
         return found
 
@@ -143,7 +225,8 @@ def ends_of_memory(params: Parameters, places: Sequence[int]) -> list[int]:
 def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether a tensor starts where another one ends, in the same storage."""
     return (
-        one.data_ptr() + one.nbytes == other.data_ptr()
+        not (isinstance(one, QuantizedTensor) or isinstance(other, QuantizedTensor))
+        and one.data_ptr() + one.nbytes == other.data_ptr()
         and one.nbytes > 0
         and one.is_contiguous()
         and other.is_contiguous()
@@ -163,3 +246,15 @@ def _runs(follows: Sequence[bool]) -> tuple[tuple[int, int], ...]:
                 found.append((first, place - first))
             first = place
     return tuple(found)
+
+
+def _is_own(kind: type) -> bool:
+    """Whether a class is this library's."""
+    return kind.__module__.partition(".")[0] == "fuser"
+
+
+def _has_own_parts(quantizer: Any) -> bool:
+    """Whether a quantizer, and those in its fields, are this library's."""
+    own = [getattr(quantizer, field.name) for field in fields(quantizer)]
+    parts = [value for value in own if isinstance(value, Quantizer)]
+    return _is_own(type(quantizer)) and all(map(_has_own_parts, parts))

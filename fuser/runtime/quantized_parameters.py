@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,3 +63,9 @@ class QuantizedParameters(NamedTuple):
     def made_from(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters over these buffers."""
         return [buffers[p] if isinstance(p, int) else p.tensor(buffers) for p in self.parts]
+
+    def apart(self, buffers: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
+        """The plain parameters, with None for quantized ones, and the buffers of these."""
+        plain = [buffers[p] if isinstance(p, int) else None for p in self.parts]
+        places = {p for p in self.parts if isinstance(p, int)}
+        return plain, [buffer for at, buffer in enumerate(buffers) if at not in places]

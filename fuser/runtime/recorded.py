@@ -12,7 +12,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -44,7 +44,13 @@ from fuser.precision.delayed_scaling import (
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.recipe import DelayedScaling
 from fuser.runtime.gradient_paths import Needed, needing
-from fuser.runtime.known_parameters import MOST_LAYOUTS, ParameterLayout
+from fuser.runtime.known_parameters import (
+    MOST_LAYOUTS,
+    ParameterLayout,
+    Quantized,
+    QuantizedFacts,
+    buffers_of,
+)
 from fuser.source import SourceCode
 from fuser.tensors import Float8Quantizer, QuantizedTensor
 from fuser.torch_private import (
@@ -84,7 +90,8 @@ class Keywords(NamedTuple):
 
     key: Hashable
     kept: tuple[torch.Tensor, ...] = ()
-    """Inputs after the others: quantized weights of an earlier microbatch."""
+    """Inputs after the others: the buffers of quantized parameters, and those of quantized weights
+    of an earlier microbatch."""
     before: tuple[KeptBefore, ...] = ()
 
 
@@ -148,13 +155,14 @@ class RecordedPasses:
         extra_count: int,
         parameters: ParameterLayout,
         rows: Sequence[Mapping[str, Any]] | None = None,
+        buffers: Sequence[torch.Tensor] | None = None,
     ) -> tuple[RecordedForward, Keywords, Groups] | None:
         """The recorded forward for such tensors: the input, parameters, and extra inputs.
 
         And for ``rows``, the keyword arguments of each op; with the process groups of this call,
-        which are inputs too. New for the second call of a layout:
-        :meth:`RecordedForward.run` records then. None if there is none, and the plan's own code
-        must run.
+        which are inputs too, and so are the ``buffers`` of quantized parameters. New for the second
+        call of a layout: :meth:`RecordedForward.run` records then. None if there is none, and the
+        plan's own code must run.
         """
         is_hooked = saved_tensor_hooks(False) is not None and not is_in_checkpoint()
         if is_hooked or launch.recording.listener is not None:
@@ -170,8 +178,14 @@ class RecordedPasses:
         if layout is None:
             return None
         places = list(map(id, others))
+        params: Sequence[Any] = tensors[1:first_extra]
+        if parameters.quantized:
+            buffers = buffers_of(params, parameters.quantized) if buffers is None else buffers
+            if buffers is None:  # another thread has changed one
+                return None
+            params = (*params, *buffers)
         may_be_parameter = Parameter in map(type, others) or not parameters.are_parameters
-        if may_be_parameter and not set(places).isdisjoint(map(id, tensors[1:first_extra])):
+        if may_be_parameter and not set(places).isdisjoint(map(id, params)):
             return None  # a parameter is given as an input too
         ties = None
         if len(set(places)) < len(places):  # one tensor is given twice, such as split sizes
@@ -203,7 +217,11 @@ class RecordedPasses:
                 return None
             found = self._forwards[layout] = RecordedForward(quantizers, parameters, groups)
         found.last_use = call
-        return (found, keywords, groups) if found.refusal is None else None
+        if found.refusal is not None:
+            return None
+        if buffers:
+            keywords = Keywords(keywords.key, (*buffers, *keywords.kept), keywords.before)
+        return found, keywords, groups
 
     def _groups_of(self, inputs: Tensors) -> tuple[Groups, Hashable] | None:
         """The process groups of a call, and what a recording depends on in them.
@@ -340,6 +358,12 @@ class _Keeps(NamedTuple):
         before[self.place].keep(self.how, made if self.is_list else made[0])
 
 
+class _Given(NamedTuple):
+    """In place of a quantized parameter in a context: its number among those of the call."""
+
+    number: int
+
+
 class _Recording(NamedTuple):
     """A recorded forward."""
 
@@ -358,6 +382,10 @@ class _Recording(NamedTuple):
     """The ops whose contexts hold versions, with their owners, and what picks their tensors."""
     keeps: list[_Keeps]
     """The weights that it keeps for other microbatches."""
+    given: list[int]
+    """The places of the quantized parameters that contexts hold."""
+    read_back: Quantized
+    """Of these, and of the saved tensors after them, those that are quantized parameters."""
 
 
 class RecordedForward:
@@ -394,10 +422,10 @@ class RecordedForward:
 
         It communicates over ``groups``.
 
-        If it needs a backward, these are the output, the extra outputs, this object and the
-        versions for :meth:`backward`, the tensors to save, None, and the shapes and dtypes of the
-        extra outputs. The first call records; if the forward cannot be repeated, it returns what
-        ``forward`` returned.
+        If it needs a backward, these are the output, the extra outputs, this object with versions
+        and quantized parameters for :meth:`backward`, the tensors to save, None, and the shapes and
+        dtypes of the extra outputs. The first call records; if the forward cannot be repeated, it
+        returns what ``forward`` returned.
         """
         if keywords.kept:
             tensors = (*tensors, *keywords.kept)
@@ -418,7 +446,18 @@ class RecordedForward:
         versions: dict[int, Versions] = {}
         for i, owner, picked in known.versioned:
             versions[i] = Versions(picked(tensors), owner)
-        return output, produced, (self, versions), saved, None, known.specs
+        given = self.given(tensors) if known.given else ()
+        return output, produced, (self, versions, given), saved, None, known.specs
+
+    @property
+    def holds_parameters(self) -> bool:
+        """Whether contexts hold quantized parameters."""
+        return self._recording is not None and bool(self._recording.given)
+
+    def given(self, tensors: Sequence[Any]) -> list[Any]:
+        """The quantized parameters that contexts hold, of the ``tensors`` of a call."""
+        assert self._recording is not None
+        return [tensors[place] for place in self._recording.given]
 
     def _record(
         self,
@@ -440,7 +479,9 @@ class RecordedForward:
             )
         output, produced, *rest = results
         kept: tuple[Any, ...] = (output, produced)
-        recording = _Recording(sequence, list(dict.fromkeys(used)), [], [], (), (), (), [], [])
+        recording = _Recording(
+            sequence, list(dict.fromkeys(used)), [], [], (), (), (), [], [], [], ()
+        )
         if type(output) is not torch.Tensor:
             sequence.refusal = f"the output is a {type(output).__name__}"
         if any(vars(tensor) for tensor in produced if tensor is not None):
@@ -450,9 +491,21 @@ class RecordedForward:
             values = [dict(context.__dict__) for context in contexts]
             versions = {i: v.pop("versions") for i, v in enumerate(values) if "versions" in v}
             held: list[torch.Tensor] = []
+            quantized = {id(tensors[1 + at]): (1 + at, f) for at, f in self._parameters.quantized}
+            given: list[int] = []
+            values = [
+                {name: _without(value, quantized, given) for name, value in each.items()}
+                for each in values
+            ]
             recording = recording._replace(
                 contexts=list(zip(map(type, contexts), values, strict=True)),
-                saved=[_recorded_as(tensor, held, sequence) for tensor in to_save],
+                saved=[_recorded_as(tensor, held, sequence, quantized) for tensor in to_save],
+                given=given,
+                read_back=[
+                    (number, quantized[id(tensor)][1])
+                    for number, tensor in enumerate((*[tensors[at] for at in given], *held))
+                    if id(tensor) in quantized
+                ],
                 ends=ends,
                 specs=specs,
                 versioned=[
@@ -479,12 +532,16 @@ class RecordedForward:
         )
         if rest:
             places = [slot.place for slot in sequence.result[2]]
-            of_inputs = tuple(i for i, place in enumerate(places) if place < sequence.count)
+            of_inputs = tuple(
+                i
+                for i, place in enumerate(places)
+                if place < sequence.count and type(held[i]) in PLAIN
+            )
             recording = recording._replace(inputs=of_inputs)
         self._recording = recording
         if not rest:
             return results
-        return (*kept[:2], (self, versions), kept[2], None, recording.specs)
+        return (*kept[:2], (self, versions, self.given(tensors)), kept[2], None, recording.specs)
 
     # -- backward -------------------------------------------------------------
 
@@ -493,6 +550,7 @@ class RecordedForward:
         backward: Backward,
         saved: list[torch.Tensor],
         versions: dict[int, Versions],
+        given: Sequence[Any],
         dx: torch.Tensor,
         grad_extras: list[torch.Tensor | None] | None,
         owners: Owners,
@@ -510,6 +568,8 @@ class RecordedForward:
             The tensors that :meth:`run` returned for saving.
         versions
             By op, the versions that :meth:`run` returned.
+        given
+            The quantized parameters that :meth:`run` returned; the backward reads what they hold.
         dx, grad_extras
             The gradients of the output and of the extra outputs.
         owners
@@ -528,8 +588,11 @@ class RecordedForward:
         assert recording is not None
         groups = [group(op) for group, op in self._groups] if self._groups else []
         found = layout = None
-        if launch.recording.listener is None and not is_part:
-            tensors = [*grads, *[saved[i] for i in recording.inputs]]
+        buffers: list[Any] | None = []
+        if recording.read_back:  # None if one is quantized otherwise since the forward
+            buffers = buffers_of([*given, *saved], recording.read_back)
+        if launch.recording.listener is None and not is_part and buffers is not None:
+            tensors = [*grads, *[saved[i] for i in recording.inputs], *buffers]
             layout = _reader_of(len(tensors))(tensors)
             del tensors
         if layout is not None:
@@ -543,6 +606,7 @@ class RecordedForward:
                 each.check()
             played: list[Any] = saved
             played += grads
+            played += buffers or ()
             played += groups
             del grads, dx, grad_extras
             result: tuple[torch.Tensor | None, ...] = _played(found, played)
@@ -550,14 +614,17 @@ class RecordedForward:
                 if weight is not None:
                     note_accumulation(weight)
             return result
-        contexts = [context_of(*each) for each in recording.contexts]
+        contexts = [
+            context_of(kind, {name: _with(value, given) for name, value in each.items()})
+            for kind, each in recording.contexts
+        ]
         for i, each in versions.items():
             contexts[i].versions = each
         for i, weights in owners.items():
             contexts[i].main_grad_owners = weights
         if needed is not None:
             contexts = needing(contexts, needed)
-        inputs = [*saved, *grads]
+        inputs = [*saved, *grads, *(buffers or ())]
         held = [put_together(recording.saved, saved)]
         saved.clear()
         args = (contexts, held, recording.ends, dx, grad_extras, recording.specs)
@@ -618,13 +685,52 @@ def _is_buffers_alone(tensor: QuantizedTensor) -> bool:
 
 
 def _recorded_as(
-    tensor: torch.Tensor | None, held: list[torch.Tensor], sequence: LaunchSequence
+    tensor: torch.Tensor | None,
+    held: list[torch.Tensor],
+    sequence: LaunchSequence,
+    quantized: Container[int] = (),
 ) -> Part:
-    """As a replay saves a tensor; ``sequence`` cannot be repeated if the tensor is not plain."""
+    """As a replay saves a tensor; ``sequence`` cannot be repeated if the tensor is not plain.
+
+    Nor ``quantized``: the ids of quantized parameters, which are inputs.
+    """
     saved = _saved_as(tensor, held)
-    if isinstance(saved, int) and isinstance(tensor, QuantizedTensor):
+    is_input = id(tensor) in quantized
+    if isinstance(saved, int) and isinstance(tensor, QuantizedTensor) and not is_input:
         sequence.refusal = sequence.refusal or f"it saves {tensor}, which refers to another"
     return saved
+
+
+def _without(
+    value: Any, quantized: Mapping[int, tuple[int, QuantizedFacts]], given: list[int]
+) -> Any:
+    """A value of a context without quantized parameters, whose places are added to ``given``."""
+    if isinstance(value, (tuple, list)):
+        parts = [_without(part, quantized, given) for part in value]
+        return value if all(map(operator.is_, parts, value)) else _like(value, parts)
+    if id(value) not in quantized:
+        return value
+    place, _ = quantized[id(value)]
+    if place not in given:
+        given.append(place)
+    return _Given(given.index(place))
+
+
+def _with(value: Any, given: Sequence[Any]) -> Any:
+    """The inverse of :func:`_without`, with the parameters of a call."""
+    if not given:
+        return value
+    if type(value) is _Given:
+        return given[value.number]
+    if isinstance(value, (tuple, list)):
+        parts = [_with(part, given) for part in value]
+        return value if all(map(operator.is_, parts, value)) else _like(value, parts)
+    return value
+
+
+def _like(value: Any, parts: list[Any]) -> Any:
+    """A tuple or list with other parts."""
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
 def _tensor(saved: Part, held: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -665,11 +771,14 @@ def _played(sequence: LaunchSequence, tensors: Tensors) -> Any:
 def _picked(
     wanted: Sequence[torch.Tensor], tensors: Tensors, sequence: LaunchSequence
 ) -> Callable[[Tensors], Any]:
-    """A function that picks some tensors, two or more, from the inputs of ``sequence``."""
+    """A function that picks some tensors from the inputs of ``sequence``."""
     places = {id(tensor): place for place, tensor in enumerate(tensors)}
     if not all(id(tensor) in places for tensor in wanted):
         sequence.refusal = sequence.refusal or "it reads the version of what is no input"
         return tuple
+    if len(wanted) == 1:  # of which ``itemgetter`` makes no tuple
+        place = places[id(wanted[0])]
+        return lambda inputs: (inputs[place],)
     return operator.itemgetter(*[places[id(tensor)] for tensor in wanted])
 
 

@@ -31,7 +31,7 @@ COMPILING = (
         "FusibleOperation.__setattr__",
         "is_same_structure = holds is not None and holds == held",
         "is_same_structure = holds is not None",
-        "tests/ops/test_structure.py",
+        "test_structure.py",
     ),
     Mutant(
         "values of attributes are no part of the structure",

@@ -2,6 +2,8 @@
 
 from mutants.mutant import Mutant
 
+QUANTIZED = "test_recorded_quantized_parameters.py::"
+
 LAUNCH_CACHE = (
     Mutant(
         "the alignment of a tensor is left out of a launch's key",
@@ -77,6 +79,22 @@ LAUNCH_CACHE = (
         "test_recorded_layouts.py::test_inputs_that_differ_in_one_field_are_recorded_apart",
     ),
     Mutant(
+        "a copy that a quantized parameter got since is not noticed",
+        "runtime/known_parameters.py",
+        "buffers_of",
+        "if tuple(map(get, others)) != values:",
+        "if not others:",
+        QUANTIZED + "test_a_copy_that_is_dropped_or_made_is_another_layout",
+    ),
+    Mutant(
+        "a backward reads a parameter that is quantized otherwise since the forward",
+        "runtime/recorded.py",
+        "RecordedForward.backward",
+        "and not is_part and buffers is not None:",
+        "and not is_part:",
+        QUANTIZED + "test_a_backward_reads_what_a_parameter_holds_as_without_recordings",
+    ),
+    Mutant(
         "evaluation and training of delayed scaling share a recording",
         "runtime/recorded.py",
         "RecordedPasses.find",
@@ -99,8 +117,8 @@ LAUNCH_CACHE = (
         "a recorded backward does not see that a saved parameter has another layout",
         "runtime/recorded.py",
         "RecordedForward.backward",
-        "tensors = [*grads, *[saved[i] for i in recording.inputs]]",
-        "tensors = [*grads]",
+        "tensors = [*grads, *[saved[i] for i in recording.inputs], *buffers]",
+        "tensors = [*grads, *buffers]",
         "test_recorded_layouts.py::test_a_backward_reads_a_parameter_as_it_is_then",
     ),
     Mutant(

@@ -222,7 +222,19 @@ MODELS = {"gelu": gelu, "swiglu": swiglu}
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_warm_step_makes_few_calls(name: str, recipe: str, recorded: Recorded) -> None:
-    model = MODELS[name]()
+    count_step(MODELS[name](), recipe, recorded)
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "none"])
+def test_a_warm_step_over_quantized_parameters_makes_few_calls(
+    recipe: str, recorded: Recorded
+) -> None:
+    with fuser.quantized_model_init(recipe=RECIPES[recipe]):
+        model = swiglu()
+    count_step(model, recipe, recorded)
+
+
+def count_step(model: torch.nn.Module, recipe: str, recorded: Recorded) -> None:
     x = torch.randn(T, H, dtype=BF16, requires_grad=True)
     dy = torch.randn(T, H, dtype=BF16)
     made: list[torch.Tensor] = []
@@ -345,9 +357,9 @@ def every_call(call: Callable[[], Any]) -> int:
     return events["call"] + events["c_call"]
 
 
-def counts_of_experts(count: int) -> list[tuple[Counter[str], int, int]]:
+def counts_of_experts(model: Any) -> list[tuple[Counter[str], int, int]]:
     """Of a warm forward and backward: the calls of this library, all calls, torch's operations."""
-    model = experts(count)
+    count = model[0].num_groups
     x = torch.randn(T, H, dtype=BF16, requires_grad=True)
     sizes, scales = torch.full((count,), T // count), torch.rand(T, dtype=BF16)
     dy = torch.randn(T, H, dtype=BF16)
@@ -385,7 +397,7 @@ def test_calls_of_a_warm_step_do_not_depend_on_the_number_of_separate_weights(
 ) -> None:
     in_one_launch(monkeypatch)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
-    few, many = map(counts_of_experts, EXPERTS)
+    few, many = (counts_of_experts(experts(count)) for count in EXPERTS)
     for is_backward, (some, others) in enumerate(zip(few, many, strict=True)):
         assert others[0].total() == some[0].total(), others[0]
         if sys.version_info < (3, 12):  # later ones also tell of len() and isinstance()
@@ -393,6 +405,16 @@ def test_calls_of_a_warm_step_do_not_depend_on_the_number_of_separate_weights(
         slope = OPERATIONS_OF_A_WEIGHT if is_backward else 0
         assert others[2] - some[2] <= slope * 2 * (EXPERTS[1] - EXPERTS[0])
     recorded(forward=few[0][0], backward=few[1][0], operations=few[0][2])
+
+
+def test_a_warm_step_over_quantized_experts_makes_few_calls(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_one_launch(monkeypatch)
+    with fuser.quantized_model_init(recipe=RECIPES["block"]):
+        model = experts(EXPERTS[0])
+    there, back = counts_of_experts(model)
+    recorded(forward=there[0], backward=back[0])
 
 
 # -- planning -------------------------------------------------------------------------------------
