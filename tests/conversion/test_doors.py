@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,13 +22,14 @@ import fuser
 from fuser import recipe as recipes
 
 MXFP8 = recipes.MXFP8BlockScaling()
+FULL_GRAPH: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
 DELAYED = recipes.DelayedScaling(amax_history_len=2)
 
 
 class Body(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(GatedMLP() for _ in range(2))
+        self.layers = nn.ModuleList(GatedMLP() for _ in range(layers))
         self.mixer = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,9 +40,9 @@ class Body(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
-        self.body = Body()
+        self.body = Body(layers)
         self.head = nn.Linear(HIDDEN, 48)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,13 +50,14 @@ class Model(nn.Module):
         return y
 
 
-def made() -> Any:
+def made(layers: int = 2) -> Any:
     torch.manual_seed(0)
-    return Model()
+    return Model(layers)
 
 
-def converted(recipe: Any = CURRENT) -> Any:
-    model = made()
+def converted(recipe: Any = CURRENT, layers: int = 2) -> Any:
+    """Graphs are made of one layer: tracing a layer takes most of a second."""
+    model = made(layers)
     fuser.convert(model, recipe=recipe, keep=())
     return model
 
@@ -121,7 +123,7 @@ def after_to(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def compiled_parts(model: Any, x: torch.Tensor) -> torch.Tensor:
     torch._dynamo.reset()
-    body: Any = torch.compile(model.body, backend="aot_eager", fullgraph=True)
+    body: Any = torch.compile(model.body, **FULL_GRAPH)
     y: torch.Tensor = model.head(body(x))
     return y
 
@@ -158,12 +160,19 @@ def plain_call(model: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+@functools.cache
+def expected_and_plain(recipe: Any, layers: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """A step of the model under a recipe, and of the model that was not converted."""
+    return step(plain_call, converted(recipe, layers)), step(plain_call, made(layers))
+
+
 @pytest.mark.parametrize("recipe", [CURRENT, MXFP8, DELAYED], ids=["current", "mxfp8", "delayed"])
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.filterwarnings("ignore:.* is emulated")
 def test_every_door_computes_what_the_model_does(door: str, recipe: Any) -> None:
-    expected, found = step(plain_call, converted(recipe)), step(DOORS[door], converted(recipe))
-    plain = step(plain_call, made())
+    layers = 1 if door == "compiled" else 2
+    expected, plain = expected_and_plain(recipe, layers)
+    found = step(DOORS[door], converted(recipe, layers))
     for one, other, unquantized in zip(found, expected, plain, strict=True):
         assert torch.equal(one, other)
         assert not torch.allclose(one, unquantized, rtol=1e-4, atol=1e-6)
@@ -186,43 +195,55 @@ def test_a_model_with_a_forward_of_its_own_can_be_converted(is_first: bool) -> N
 @pytest.mark.parametrize("door", ["the model", "the body", "layer by layer"])
 @pytest.mark.filterwarnings("ignore:.* is emulated")
 def test_an_autocast_around_the_call_wins(door: str, outer: Any) -> None:
-    model, x = converted(), data()
+    model, x = converted(layers=1), data()
     call = DOORS.get(door, plain_call)
     with fuser.autocast(enabled=outer is not None, recipe=outer):
         found = call(model, x)
-    expected = plain_call(made() if outer is None else converted(outer), x)
+    expected = plain_call(made(layers=1) if outer is None else converted(outer, layers=1), x)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(call(model, x), plain_call(converted(), x))  # and not afterwards
+    assert torch.equal(call(model, x), plain_call(converted(layers=1), x))  # and not afterwards
+
+
+@pytest.fixture(scope="module")
+def compiled_at() -> Iterator[Callable[[str], tuple[Any, Any, torch.Tensor]]]:
+    """A model of one layer called at a door, and the compiled call, which has run; each once."""
+    torch._dynamo.reset()
+
+    @functools.cache
+    def compiled(door: str) -> tuple[Any, Any, torch.Tensor]:
+        model, x = converted(layers=1), data()
+        call = functools.partial(DOORS.get(door, plain_call), model)
+        graph: Any = torch.compile(lambda x: call(x), **FULL_GRAPH)
+        return call, graph, graph(x)
+
+    yield compiled
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("is_outer", [True, False], ids=["around the graph", "in the graph"])
 @pytest.mark.parametrize("outer", [None, MXFP8], ids=["off", "mxfp8"])
 @pytest.mark.parametrize("door", ["the model", "layer by layer"])
 @pytest.mark.filterwarnings("ignore:.* is emulated")
-def test_so_it_does_in_compiled_calls(door: str, outer: Any, is_outer: bool) -> None:
-    torch._dynamo.reset()
-    model, x = converted(), data()
-    call = DOORS.get(door, plain_call)
+def test_so_it_does_in_compiled_calls(
+    door: str, outer: Any, is_outer: bool, compiled_at: Callable[[str], Any]
+) -> None:
+    call, compiled, first = compiled_at(door)
+    x = data()
     autocast = functools.partial(fuser.autocast, enabled=outer is not None, recipe=outer)
 
     def inside(x: torch.Tensor) -> torch.Tensor:
         with autocast():
-            return call(model, x)
+            y: torch.Tensor = call(x)
+            return y
 
-    def alone(x: torch.Tensor) -> torch.Tensor:
-        return call(model, x)
-
-    options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
-    compiled = torch.compile(alone, **options)
-    first = compiled(x)
     if is_outer:
         with autocast():
             found = compiled(x)
     else:
-        found = torch.compile(inside, **options)(x)
-    assert torch.equal(first, alone(x))
+        found = torch.compile(inside, **FULL_GRAPH)(x)
+    assert torch.equal(first, call(x))
     with autocast():
-        assert torch.equal(found, alone(x))
+        assert torch.equal(found, call(x))
     assert not torch.equal(found, first)
     assert torch.equal(compiled(x), first)
 
@@ -230,12 +251,12 @@ def test_so_it_does_in_compiled_calls(door: str, outer: Any, is_outer: bool) -> 
 @pytest.mark.filterwarnings("ignore:.* is emulated")
 def test_a_model_that_was_compiled_can_be_converted() -> None:
     torch._dynamo.reset()
-    model, x = made(), data()
+    model, x = made(layers=1), data()
     compiled: Any = torch.compile(model, backend="aot_eager")
     before = compiled(x)
     fuser.convert(compiled, recipe=CURRENT, keep=())
     found = compiled(x)
-    assert torch.equal(found, plain_call(converted(), x))
+    assert torch.equal(found, plain_call(converted(layers=1), x))
     assert not torch.allclose(found, before, rtol=1e-4, atol=1e-6)
 
 
@@ -429,8 +450,8 @@ def test_linears_inside_of_converted_children_are_quantized() -> None:
 @pytest.mark.filterwarnings("ignore:.* is emulated")
 def test_a_compiled_part_takes_no_autocast_of_another_thread_for_its_own() -> None:
     torch._dynamo.reset()
-    model, x = converted(), data()
-    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model, x = converted(layers=1), data()
+    compiled: Any = torch.compile(model, **FULL_GRAPH)
     expected = compiled(x)
     refused = said("compiled-passes-converted-module-called", None)
     entered, left = threading.Event(), threading.Event()
@@ -452,7 +473,7 @@ def test_a_compiled_part_takes_no_autocast_of_another_thread_for_its_own() -> No
     finally:
         left.set()
         thread.join()
-    assert torch.equal(found, plain_call(converted(MXFP8), x))
+    assert torch.equal(found, plain_call(converted(MXFP8, layers=1), x))
     assert torch.equal(compiled(x), expected)
 
 
