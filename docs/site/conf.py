@@ -37,6 +37,8 @@ include_patterns = [
     "benchmarks/results/*.md",
     "examples/README.md",
 ]
+# Folders without documents, of which an environment has ten thousands of files to look at.
+exclude_patterns = [".*", "forecast", "fuser", "out", "shared", "tests"]
 
 # Pages of docs/reference name the members that users call or override.
 autodoc_default_options = {"show-inheritance": True}
