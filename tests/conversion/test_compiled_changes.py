@@ -94,6 +94,7 @@ def plain_outputs(change: str) -> tuple[torch.Tensor, torch.Tensor]:
         return before, seeded(torch.compile(plain, backend="aot_eager"), x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("when", ["before compile", "after a compiled call"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_counts(change: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,7 @@ def expected_and_plain(recipe: Any, layers: int) -> tuple[list[torch.Tensor], li
     return step(plain_call, converted(recipe, layers)), step(plain_call, made(layers))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", [CURRENT, MXFP8, DELAYED], ids=["current", "mxfp8", "delayed"])
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -191,6 +192,7 @@ def test_a_model_with_a_forward_of_its_own_can_be_converted(is_first: bool) -> N
         assert torch.equal(one, other)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("outer", [None, MXFP8], ids=["off", "mxfp8"])
 @pytest.mark.parametrize("door", ["the model", "the body", "layer by layer"])
 @pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -220,6 +222,7 @@ def compiled_at() -> Iterator[Callable[[str], tuple[Any, Any, torch.Tensor]]]:
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled(most=4)
 @pytest.mark.parametrize("is_outer", [True, False], ids=["around the graph", "in the graph"])
 @pytest.mark.parametrize("outer", [None, MXFP8], ids=["off", "mxfp8"])
 @pytest.mark.parametrize("door", ["the model", "layer by layer"])

@@ -173,6 +173,7 @@ def assert_close(
         assert error <= bound * value.double().norm() + 1e-12, name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("k", [1, 2, E])
 @pytest.mark.parametrize("make", [Experts, AnyArguments])
 @pytest.mark.parametrize("name", RECIPES)
@@ -584,6 +585,7 @@ def outcome(model: nn.Module, x: torch.Tensor) -> Any:
     return None
 
 
+@pytest.mark.sampled(most=12)
 @pytest.mark.parametrize("calls", [0, 3])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("change", CHANGES)
@@ -609,6 +611,7 @@ def assert_changes_count(make: Callable[[], Experts], change: str, name: str, ca
         assert_close(found, expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["gate_up_proj_bias", "down_proj_bias"])
 @pytest.mark.parametrize(
     "change", ["parametrized", "another parameter", "other data", "narrower rows", "in bf16"]

@@ -101,6 +101,7 @@ def assert_own_forward_decides(
     return expected
 
 
+@pytest.mark.sampled(most=18)
 @WHEN
 @pytest.mark.parametrize("child", ["gate", "up", "down"])
 @pytest.mark.parametrize("change", OF_A_LINEAR)
@@ -203,6 +204,7 @@ OF_A_NORM: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @WHEN
 @pytest.mark.parametrize("change", OF_A_NORM)
 def test_a_change_of_a_norm_is_seen(change: str, calls: int) -> None:
@@ -255,6 +257,7 @@ OTHERS: tuple[dict[str, float], ...] = (
 )
 
 
+@pytest.mark.sampled(most=12)
 @pytest.mark.parametrize("others", OTHERS, ids=str)
 @pytest.mark.parametrize("eps", [1e-3, 1e-5])
 @pytest.mark.parametrize("kind", ["layer norm", "rms norm", "rms norm, 1 + weight"])

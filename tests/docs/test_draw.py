@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import re
 import subprocess
@@ -192,6 +193,17 @@ MakePlan = Callable[[], FusionPlan]
 each_plan = pytest.mark.parametrize("make_plan", PLANS)
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Callable[[MakePlan], Path]:
+    """The SVG of a plan, drawn once for several tests."""
+
+    @functools.cache
+    def path(make_plan: MakePlan) -> Path:
+        return make_plan().draw(tmp_path_factory.mktemp("drawn") / "plan.svg")
+
+    return path
+
+
 def svg_texts(path: Path) -> list[str]:
     root = ElementTree.parse(path).getroot()
     return ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -232,10 +244,10 @@ def check_legible(picture: Picture) -> None:
 
 @each_plan
 def test_svg_holds_every_name_reason_and_number_as_text(
-    make_plan: MakePlan, tmp_path: Path
+    make_plan: MakePlan, drawn: Callable[[MakePlan], Path]
 ) -> None:
     plan = make_plan()
-    texts = svg_texts(plan.draw(tmp_path / "plan.svg"))
+    texts = svg_texts(drawn(make_plan))
     words = " ".join(texts).replace(",", " ").split()
     for index, name in enumerate(plan.ops):
         assert name in texts
@@ -272,9 +284,9 @@ def test_arrows_carry_the_bytes_of_the_main_line(tmp_path: Path) -> None:
 
 @each_plan
 def test_svg_is_the_same_on_every_run_and_whatever_the_users_style(
-    make_plan: MakePlan, tmp_path: Path
+    make_plan: MakePlan, drawn: Callable[[MakePlan], Path], tmp_path: Path
 ) -> None:
-    first = make_plan().draw(tmp_path / "first.svg").read_bytes()
+    first = drawn(make_plan).read_bytes()
     with matplotlib.rc_context({"savefig.bbox": "tight", "font.sans-serif": ["STIXGeneral"]}):
         before = dict(matplotlib.rcParams)
         second = make_plan().draw(tmp_path / "second.svg").read_bytes()
@@ -288,10 +300,11 @@ def test_no_text_overlaps_or_is_clipped(make_plan: MakePlan) -> None:
 
 
 @pytest.mark.parametrize("make_plan", [forty_ops_plan, many_refusals_plan])
-def test_painted_texts_are_where_the_layout_says(make_plan: MakePlan, tmp_path: Path) -> None:
-    plan = make_plan()
-    picture = lay_out(plan.to_dict())
-    root = ElementTree.parse(plan.draw(tmp_path / "plan.svg")).getroot()
+def test_painted_texts_are_where_the_layout_says(
+    make_plan: MakePlan, drawn: Callable[[MakePlan], Path]
+) -> None:
+    picture = lay_out(make_plan().to_dict())
+    root = ElementTree.parse(drawn(make_plan)).getroot()
     size = [float(number) for number in root.get("viewBox").split()]
     assert size == pytest.approx([0, 0, picture.width, picture.height], abs=1e-3)
     painted = sorted(

@@ -59,6 +59,7 @@ def assert_equal(
         assert name in without or torch.equal(found[name], value), name
 
 
+@pytest.mark.sampled(most=24)
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("n", [128, 48])
 @pytest.mark.parametrize("override", OVERRIDES)

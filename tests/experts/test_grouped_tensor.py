@@ -66,6 +66,7 @@ def rows(dtype: torch.dtype = torch.float32, count: int = T) -> torch.Tensor:
     return x.to(dtype)
 
 
+@pytest.mark.sampled(most=16)
 @EVERY_SPLIT
 @EVERY_FORMAT
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -156,6 +156,7 @@ def batches_of(step: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
     return found
 
 
+@pytest.mark.sampled(most=12)
 @pytest.mark.parametrize("zeros", [False, True], ids=["no zeros", "zeros"])
 @pytest.mark.parametrize("is_overwritten", [False, True], ids=["added", "overwritten"])
 @pytest.mark.parametrize("when", ["in backward", "after each", "after both"])

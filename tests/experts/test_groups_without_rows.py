@@ -139,6 +139,7 @@ def model_of(adapters: bool, layout: str, dtype: torch.dtype) -> Any:
     return model
 
 
+@pytest.mark.sampled(most=14)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapters"])

@@ -340,6 +340,7 @@ def results_of(model: fuser.Sequential, args: tuple[Any, ...]) -> list[torch.Ten
     return [*outputs, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.sampled
 @every_case
 @pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
 def test_a_bad_call_of_a_running_model_is_refused_and_changes_nothing(
@@ -359,6 +360,7 @@ def test_a_bad_call_of_a_running_model_is_refused_and_changes_nothing(
     assert len(model.plans) == before[3]
 
 
+@pytest.mark.sampled
 @every_case
 @pytest.mark.parametrize("training", [True, False])
 def test_a_bad_first_call_is_refused_and_leaves_no_plan(case: Case, training: bool) -> None:

@@ -39,6 +39,7 @@ import fuser.runtime.pipeline
 # -- fires, equals, is named -------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @every_window
 @every_dtype
 def test_a_fusion_fires_over_its_window(window: Window, dtype: torch.dtype) -> None:
@@ -67,6 +68,7 @@ def test_every_fusion_that_ships_is_tested_here() -> None:
     )
 
 
+@pytest.mark.sampled
 @every_window
 @every_dtype
 def test_is_as_exact_as_torch_and_as_the_unfused_ops(window: Window, dtype: torch.dtype) -> None:
@@ -126,6 +128,7 @@ def test_is_modelled_to_cost_no_more_than_the_ops_alone(window: Window) -> None:
         assert 0 < fused <= plain * (1 + 1e-12)  # sums of floats in another order
 
 
+@pytest.mark.sampled
 @every_window
 @pytest.mark.parametrize("leading", [(0,), (1,), (), (2, 3), (2, 0)], ids=str)
 def test_holds_for_empty_single_and_many_dimensional_batches(
@@ -264,6 +267,7 @@ WITH_LINEAR = [w for w in WINDOWS if any(c.name == "BasicLinear" for c in w.case
 with_linear = pytest.mark.parametrize("window", WITH_LINEAR, ids=str)
 
 
+@pytest.mark.sampled
 @with_linear
 @fused_or_not
 @pytest.mark.parametrize("frozen", ["weight", "input", "neither"])

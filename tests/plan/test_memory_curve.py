@@ -96,6 +96,7 @@ def budget_of(cost: BudgetCost) -> fuser.activation_memory_budget:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_each_budget_keeps_the_bytes_that_the_plan_states(name: str, recipe: Any) -> None:

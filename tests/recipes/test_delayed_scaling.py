@@ -295,6 +295,7 @@ FORWARDS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS)
 @pytest.mark.parametrize(
     "loop", [plain_loop, accumulating_loop, evaluating_loop, disabled_inside_loop]

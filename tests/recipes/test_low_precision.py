@@ -203,6 +203,7 @@ NEIGHBOURS = {
 }
 
 
+@pytest.mark.sampled(most=24)
 @every_format
 @every_override
 @pytest.mark.parametrize("ops", NEIGHBOURS.values(), ids=NEIGHBOURS)

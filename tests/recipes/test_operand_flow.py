@@ -176,6 +176,7 @@ ADJACENT: dict[str, Callable[[], list[fuser.FusibleOperation]]] = {
 }
 
 
+@pytest.mark.sampled
 @every_recipe
 @pytest.mark.parametrize("name", ADJACENT)
 def test_adjacent_ops_work_under_every_recipe(name: str, recipe: Any) -> None:

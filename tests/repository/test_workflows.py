@@ -42,7 +42,11 @@ ENVIRONMENTS = (
     "MEGATRON_VENV",
     "BUILD_VENV",
 )
-SMALL = "tests/repository/test_samples.py::test_of_two_columns_each_value_occurs_as_often_as_others"
+# Without conftest.py, which imports torch: its seconds would be most of what a target takes.
+SMALL = (
+    "tests/repository/test_samples.py::test_of_two_columns_each_value_occurs_as_often_as_others"
+    " --noconftest"
+)
 # What of each target runs here in seconds: its variables, and the line that it prints if it works.
 # `make wheel` asks the package index: test_distribution.py has its parts.
 SHORT = {

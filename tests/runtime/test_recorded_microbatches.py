@@ -309,6 +309,7 @@ def test_a_weight_that_changed_is_read_as_without_recordings(
     assert_same(mlp, recipe, [*WARM, change, flag, F, F, change, F, flag, T, F, N])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", [one for one in CHANGES if one not in ("uncounted", "freeze")])
 @pytest.mark.parametrize("name", ["mlp", "alone", "LayerNormMLP"])
 def test_a_change_that_is_noticed_is_noticed_by_a_replay(name: str, change: str) -> None:
@@ -341,6 +342,7 @@ def test_each_linear_has_a_flag_of_its_own(recipe: Any, played: list[Any]) -> No
     assert len(played) > len(script)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", [RECIPES[name] for name in SOME], ids=SOME)
 @pytest.mark.parametrize("mode", ["no_grad", "checkpoint", "checkpoint, reentrant"])
 def test_other_modes_of_calls_have_the_bits_of_the_plans_own_code(mode: str, recipe: Any) -> None:
@@ -358,6 +360,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", [RECIPES[name] for name in SOME], ids=SOME)
 @pytest.mark.parametrize("script", MIXED, ids=[str(i) for i in range(len(MIXED))])
 def test_mixed_calls_have_the_bits_of_the_plans_own_code(script: list[Any], recipe: Any) -> None:

@@ -130,6 +130,7 @@ def test_a_write_in_a_graph_quantizes_again(backend: str) -> None:
     assert same_buffers(tensor, double(twin))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("view", [lambda t: t[32:64], lambda t: t[3:7], lambda t: t[3:7].t()])
 @every_backend
 def test_views_are_read_in_a_graph(backend: str, view: Any) -> None:
@@ -139,6 +140,7 @@ def test_views_are_read_in_a_graph(backend: str, view: Any) -> None:
     assert torch.equal(compiled(lambda t: view(t).dequantize() + 1, backend)(tensor), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["current", "rowwise", "mxfp8", "block", "nvfp4"])
 @every_backend
 def test_columns_are_read_and_written_in_a_graph(backend: str, name: str) -> None:

@@ -132,6 +132,7 @@ CONVERSIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype
 }
 
 
+@pytest.mark.sampled(most=24)
 @every_quantizer
 @pytest.mark.parametrize(("convert", "dtype"), CONVERSIONS.values(), ids=CONVERSIONS)
 def test_a_tensor_that_is_converted_to_a_dtype_is_a_plain_copy(
@@ -237,6 +238,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(most=24)
 @every_quantizer
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("how", ["single", "foreach", "fused"])

@@ -142,6 +142,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sampled
 @every_quantizer
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_views_of_whole_rows_stay_quantized_and_share_their_bytes(
@@ -242,6 +243,7 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 ROW_RANGES = ((128, 256), (0, 384), (32, 96), (3, 7))
 
 
+@pytest.mark.sampled(most=40)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize(
     ("name", "start", "stop"),
@@ -434,6 +436,7 @@ OTHER_WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @every_quantizer
 @pytest.mark.parametrize("write", OTHER_WRITES.values(), ids=OTHER_WRITES)
 def test_a_write_through_any_view_reaches_the_parent(quantizer: Any, write: Any) -> None:
@@ -504,6 +507,7 @@ def test_every_view_operation_of_torch_is_tried() -> None:
     assert torch_view_operations() <= tried
 
 
+@pytest.mark.sampled
 @every_quantizer
 @pytest.mark.parametrize("operation", VIEW_OPERATIONS.values(), ids=VIEW_OPERATIONS)
 def test_a_write_through_each_view_operation_of_torch_reaches_the_parent(
