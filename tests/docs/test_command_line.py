@@ -8,8 +8,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -415,29 +415,46 @@ def test_demo_hands_its_arguments_on_and_returns_what_the_demo_returns(
 TINY_DEMO = "demo --layers 1 --width 16 --heads 1 --context 16 --batch-size 2 --steps 3"
 
 
+Run = tuple[subprocess.CompletedProcess[str], Path]
+
+
+@pytest.fixture(scope="module")
+def run_strictly(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Runs a command once for several tests, with warnings as errors; also returns its folder."""
+
+    @cache
+    def run(command: str) -> Run:
+        # From a folder of its own, as an installed package runs it.
+        folder = tmp_path_factory.mktemp("run")
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-m", "fuser", *command.split()],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done, folder
+
+    return run
+
+
 @pytest.mark.parametrize("command", ["doctor", "plan llama3-8b --device h200", TINY_DEMO])
-def test_a_command_warns_of_nothing(command: str, tmp_path: Path) -> None:
-    # From a folder of its own, as an installed package runs it.
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "fuser", *command.split()],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_a_command_warns_of_nothing(command: str, run_strictly: Callable[[str], Run]) -> None:
+    run, folder = run_strictly(command)
     assert (run.returncode, run.stderr) == (0, "")
     if command == TINY_DEMO:
-        assert (tmp_path / "out" / "losses.csv").is_file()
+        assert (folder / "out" / "losses.csv").is_file()
         assert re.search(r"^This took \d+ s\.$", run.stdout, re.M)
 
 
 # -- doctor -------------------------------------------------------------------------
 
 
-def test_doctor_in_a_process_of_its_own_returns_0_and_ends_with_the_verdict() -> None:
-    command = [sys.executable, "-m", "fuser", "doctor"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_doctor_in_a_process_of_its_own_returns_0_and_ends_with_the_verdict(
+    run_strictly: Callable[[str], Run],
+) -> None:
+    run, _ = run_strictly("doctor")
     assert run.returncode == 0, run.stderr
     lines = run.stdout.strip().splitlines()
     assert lines[0] == f"fuser {fuser.__version__}"

@@ -152,7 +152,7 @@ def test_a_run_prints_the_seconds_of_folders_and_files(pytester: pytest.Pytester
         path = pytester.path / f"{file}.py"
         path.parent.mkdir()
         path.write_text(burn.format(code))
-    run = pytester.runpytest_subprocess()
+    run = pytester.runpytest_inprocess()
     run.assert_outcomes(passed=2)
     folders, files = (line for line in run.outlines if "by CPU seconds" in line)
     assert folders.startswith("Folders by CPU seconds: a ")

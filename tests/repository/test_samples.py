@@ -46,7 +46,10 @@ def test_rows_of_one_column_and_rows_that_are_longer_than_others_are_taken() -> 
     assert sample([]) == []
 
 
-def test_a_run_has_the_sample_unless_all_or_one_is_asked_for(pytester: pytest.Pytester) -> None:
+def test_a_run_has_the_sample_unless_all_or_one_is_asked_for(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSER_TEST_FULL", "")  # which --full sets: as before afterwards
     pytester.makeconftest((TESTS / "conftest.py").read_text())
     pytester.makeini(f"[pytest]\nmarkers = sampled\npythonpath = {TESTS / 'cases'} {TESTS}\n")
     pytester.makepyfile(
@@ -69,5 +72,5 @@ def test_a_run_has_the_sample_unless_all_or_one_is_asked_for(pytester: pytest.Py
         ((f"{name}::test_x",), 9),
         (("-k", "test_x"), 9),
     ):
-        run = pytester.runpytest_subprocess(*options)
+        run = pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
         assert run.parseoutcomes()["passed"] == passed
