@@ -140,7 +140,6 @@ def test_a_window_equals_the_chain_rule_by_hand(
     assert not any(isinstance(value, QuantizedTensor) for value in found.values())
 
 
-@pytest.mark.sampled
 @every_recipe
 @pytest.mark.parametrize("name", WINDOWS)
 def test_the_forward_has_the_same_bytes_with_and_without_an_override(name: str, make: Any) -> None:
