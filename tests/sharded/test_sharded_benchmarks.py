@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from paths import BENCHMARKS
-from scripts import torchrun
+from scripts import on_ranks
 
 SCRIPTS = {
     "sharded.py": ["--recipes", "current", "--rounds", "1", "--layers", "1", "--no-compile"],
@@ -23,8 +23,8 @@ def test_a_benchmark_of_ranks_writes_a_time_for_each_variant(script: str, tmp_pa
         pytest.skip("torch is built without gloo")
     out = tmp_path / "rows.csv"
     arguments = ["--device", "cpu", "--out", str(out), *SCRIPTS[script]]
-    run = torchrun(BENCHMARKS / script, arguments)
-    assert run.returncode == 0, run.stdout + run.stderr
+    status, printed = on_ranks(BENCHMARKS / script, arguments, tmp_path)
+    assert status == 0, printed
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     time = next(name for name in rows[0] if name in ("ms", "step ms"))

@@ -10,7 +10,7 @@ import sharded_demo_cases
 import sharded_demo_mesh_cases
 import torch.distributed as dist
 from ranks import run_cases
-from scripts import printed_by, refusal_by, torchrun
+from scripts import on_ranks, printed_by, refusal_by, torchrun
 from sharded_demo_cases import train_lm, train_moe
 
 
@@ -92,8 +92,10 @@ def test_a_rank_that_dies_ends_the_run_and_leaves_a_whole_checkpoint(tmp_path: P
     script, saved = tmp_path / "dying.py", tmp_path / "saved"
     script.write_text(DYING)
     options = ["--steps", "8", "--sample-bytes", "0", "--out", str(tmp_path)]
-    run = torchrun(script, [*TINY, *options, "--fsdp", "--checkpoint", str(saved)])
-    assert run.returncode != 0
+    arguments = [*TINY, *options, "--fsdp", "--checkpoint", str(saved)]
+    status, said = on_ranks(script, arguments, tmp_path)
+    assert status != 0
+    assert "exit code 3" in said  # of the rank, and the other was ended
     assert [path.name for path in saved.iterdir()] == ["step-4"]
     again = ["--resume", str(saved), "--checkpoint", str(saved)]
     printed = printed_by(train_lm.main, [*TINY, *options, *again])
