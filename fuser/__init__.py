@@ -46,6 +46,7 @@ from fuser.basic_ops import (
     SwiGLU,
 )
 from fuser.conversion import ConversionReport, convert, converted, revert
+from fuser.cuda.pass_graphs import graph_passes
 from fuser.errors import (
     EmulationWarning,
     FuserError,

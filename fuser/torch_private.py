@@ -143,6 +143,26 @@ cuda_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 """The driver's handle of the current stream of a device."""
 
 
+_PRODUCT_SETTINGS = (
+    *("_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation"),
+    *("_get_cublas_allow_bf16_reduced_precision_reduction", "_get_deterministic_algorithms"),
+    *("_get_blas_preferred_backend", "_get_sm_carveout_experimental"),
+)
+_setting_getters = [
+    getattr(torch._C, name) for name in _PRODUCT_SETTINGS if hasattr(torch._C, name)
+]
+# The older getter is an error after the newer setting was used.
+if hasattr(torch._C, "_get_fp32_precision_getter"):
+    _setting_getters.append(lambda: torch._C._get_fp32_precision_getter("cuda", "matmul"))
+else:
+    _setting_getters.append(torch._C._get_cublas_allow_tf32)
+
+
+def product_settings() -> tuple[object, ...]:
+    """What torch reads at each product on a GPU: its settings of cuBLAS."""
+    return tuple([get() for get in _setting_getters])
+
+
 def set_sync_debug_mode(mode: int) -> None:
     """``torch.cuda.set_sync_debug_mode`` without its warning."""
     torch._C._cuda_set_sync_debug_mode(mode)

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from fuser.cuda import cublaslt, launch, module
+from fuser.cuda import cublaslt, launch, module, pass_graphs
 from fuser.cuda.arguments import Slot, Struct, encode, filled
 from fuser.cuda.launch import Kernel, Launch, begin, prepared
+from fuser.cuda.pass_graphs import FEWEST_CALLS, PassGraphs
 from fuser.formats import ceil_div
 from fuser.source import SourceCode
 from fuser.torch_private import TorchDispatchMode, cuda_device, gelu, is_profiler_enabled, scaled_mm
@@ -85,6 +86,13 @@ class Allocation(NamedTuple):
     is_zeroed: bool
 
 
+class Zeroing(NamedTuple):
+    """A tensor that was allocated before is cleared."""
+
+    place: int
+    nbytes: int
+
+
 class KernelLaunch(NamedTuple):
     """A launch, with slots in place of tensors."""
 
@@ -97,6 +105,7 @@ class TorchCall(NamedTuple):
     """A call of torch, with slots in place of tensors; ``places`` of its results, None for None.
 
     ``view`` is the layout of the result, if that is another view of all memory of its argument.
+    ``made`` is that of a result in memory of its own, all of which it fills.
     """
 
     function: Any
@@ -105,6 +114,7 @@ class TorchCall(NamedTuple):
     places: tuple[int | None, ...]
     returns_tuple: bool
     view: Dense | None = None
+    made: Dense | None = None
 
 
 class PythonCall(NamedTuple):
@@ -124,7 +134,7 @@ class Step(NamedTuple):
     title: str | None
 
 
-Action = Allocation | KernelLaunch | TorchCall | PythonCall | Step
+Action = Allocation | Zeroing | KernelLaunch | TorchCall | PythonCall | Step
 
 
 class LaunchSequence:
@@ -162,6 +172,10 @@ class LaunchSequence:
         # the index of the GPU that they run on.
         self._written: dict[bool, Callable[[Sequence[torch.Tensor | None]], Any]] = {}
         self._device: int | None = None
+        self.graphs: PassGraphs | None = None
+        """The CUDA graphs that replace its calls where addresses come back."""
+        self.no_graphs = "it has not been played"
+        """Why there are none."""
 
     @property
     def made_from(self) -> int:
@@ -223,50 +237,168 @@ class LaunchSequence:
         needed = _with_views_at_once(self._needed(), set(_places(self.result)))
         actions = [one for one in needed if in_ranges or type(one) is not Step]
         is_driver = type(launch.backend) is launch.LaunchBackend
+        code: _DriverCode | _BackendCode = _BackendCode()
+        place: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        tensors = [tensor for tensor in (*inputs, *self.constants) if tensor is not None]
         if is_driver:
-            tensors = (*inputs, *self.constants)
-            self._device = next(t.get_device() for t in tensors if t is not None)
-            with torch.cuda.device(self._device):
-                src = self._source(actions, _DriverCode(self._device, actions, self.result))
-        else:
-            src = self._source(actions, _BackendCode())
-        return src.functions("launches")["play"]
+            self._device = tensors[0].get_device()
+            code = _DriverCode(self._device, actions, self.result)
+            place = torch.cuda.device(self._device)
+        with place:
+            if not in_ranges:
+                actions, self.no_graphs = self._graphed(actions, tensors)
+                if not self.no_graphs:
+                    return self._with_graphs(actions, code)
+            return self._source(actions, code).functions("launches")["play"]
 
     def _source(self, actions: list[Action], code: _DriverCode | _BackendCode) -> SourceCode:
-        src = SourceCode(**code.names, in_range=torch.profiler.record_function)
-        kept = set(_places(self.result))
-        kept.update(range(0 if not self.owns_inputs else self.count, self.made_from))
-        freed = _last_uses(actions, kept)
-        for place, constant in enumerate(self.constants, self.count):
-            src.bind(f"t{place}", constant)
+        src = self._begun(code)
         with src.block("def play(inputs):"):
-            if self.count:
-                src.add(f"{''.join(f't{i}, ' for i in range(self.count))}= inputs")
-            if self.owns_inputs:
-                src.add("inputs.clear()")
-            code.begin(src)
-            step = contextlib.ExitStack()
-            for number, action in enumerate(actions):
-                if type(action) is Allocation:
-                    code.allocate(src, action)
-                elif type(action) is KernelLaunch:
-                    code.launch(src, number, action)
-                elif type(action) is TorchCall:
-                    _call(src, number, action)
-                elif type(action) is PythonCall:
-                    target = "" if action.place is None else f"t{action.place} = "
-                    name = src.bind(f"call_{number}", action.function)
-                    src.add(f"{target}{name}({_expressions(src, action.args)})")
-                elif type(action) is Step:
-                    step.close()
-                    if action.title is not None:
-                        step.enter_context(src.block(f"with in_range({action.title!r}):"))
-                        src.add("pass")
-                if number in freed:
-                    src.add(f"{''.join(f't{place} = ' for place in freed[number])}None")
-            step.close()
+            self._take_inputs(src)
+            self._add(src, actions, code, self._kept)
             src.add(f"return {_expression(src, self.result)}")
         return src
+
+    @property
+    def _kept(self) -> set[int]:
+        """The places that are not freed before the end."""
+        kept = set(_places(self.result))
+        kept.update(range(0 if not self.owns_inputs else self.count, self.made_from))
+        return kept
+
+    def _begun(self, code: _DriverCode | _BackendCode) -> SourceCode:
+        src = SourceCode(**code.names, in_range=torch.profiler.record_function)
+        for place, constant in enumerate(self.constants, self.count):
+            src.bind(f"t{place}", constant)
+        return src
+
+    def _take_inputs(self, src: SourceCode) -> None:
+        if self.count:
+            src.add(f"{''.join(f't{i}, ' for i in range(self.count))}= inputs")
+        if self.owns_inputs:
+            src.add("inputs.clear()")
+
+    @staticmethod
+    def _add(
+        src: SourceCode,
+        actions: Sequence[Action],
+        code: _DriverCode | _BackendCode,
+        kept: set[int],
+    ) -> None:
+        """Write actions; what is not ``kept`` is freed after the last that reads it."""
+        freed = _last_uses(actions, kept)
+        code.begin(src)
+        step = contextlib.ExitStack()
+        for number, action in enumerate(actions):
+            if type(action) is Allocation:
+                code.allocate(src, action)
+            elif type(action) is Zeroing:
+                code.clear(src, action)
+            elif type(action) is KernelLaunch:
+                code.launch(src, number, action)
+            elif type(action) is TorchCall:
+                _call(src, number, action)
+            elif type(action) is PythonCall:
+                target = "" if action.place is None else f"t{action.place} = "
+                name = src.bind(f"call_{number}", action.function)
+                src.add(f"{target}{name}({_expressions(src, action.args)})")
+            elif type(action) is Step:
+                step.close()
+                if action.title is not None:
+                    step.enter_context(src.block(f"with in_range({action.title!r}):"))
+                    src.add("pass")
+            if number in freed:
+                src.add(f"{''.join(f't{place} = ' for place in freed[number])}None")
+        step.close()
+
+    # -- as a CUDA graph ------------------------------------------------------
+
+    def _graphed(
+        self, actions: list[Action], tensors: Sequence[torch.Tensor]
+    ) -> tuple[list[Action], str]:
+        """The actions in the order in which a graph needs them, and why it cannot be one.
+
+        What leaves is allocated first, and products write into it.
+        """
+        index = pass_graphs.capturer.device_of(self._device)
+        if index is None:
+            return actions, "graphs are of a GPU"
+        calls = [one for one in actions if _is_work(one)]
+        if len(calls) < FEWEST_CALLS:
+            return actions, "it has too few launches"
+        if any(tensor.get_device() != tensors[0].get_device() for tensor in tensors):
+            return actions, "it reads tensors of several devices"
+        leaving = set(_places(self.result))
+        for action in reversed(actions):  # a base leaves with its views
+            is_view = type(action) is TorchCall and action.function.is_view
+            if is_view and not leaving.isdisjoint(action.places):
+                leaving.update(_places((action.args, action.kwargs)))
+        first: list[Action] = []
+        others: list[Action] = []
+        for action in actions:
+            if type(action) is PythonCall:
+                return actions, f"it calls {action.function.__name__} each time"
+            if type(action) is Allocation and action.place in leaving:
+                first.append(action._replace(is_zeroed=False))
+                if action.is_zeroed and action.layout.nbytes:
+                    others.append(Zeroing(action.place, action.layout.nbytes))
+            elif type(action) is TorchCall and not leaving.isdisjoint(action.places):
+                known = set(_places((action.args, action.kwargs)))
+                if action.function.is_view:
+                    first.append(action)
+                elif leaving.intersection(p for p in action.places if p is not None) <= known:
+                    others.append(action)  # it returns an argument
+                elif action.function not in _OUT or action.made is None:
+                    return actions, f"what {action.function} returns leaves it"
+                else:
+                    (place,) = action.places
+                    assert place is not None
+                    device = torch.device(tensors[0].device)
+                    first.append(Allocation(place, action.made, device, is_zeroed=False))
+                    kwargs = {**action.kwargs, "out": Slot(place)}
+                    others.append(action._replace(kwargs=kwargs))
+            elif type(action) is TorchCall and _SEEDED in action.function.tags:
+                return actions, f"{action.function} draws numbers"
+            else:
+                others.append(action)
+        self._first = first
+        return others, ""
+
+    def _with_graphs(
+        self, actions: list[Action], code: _DriverCode | _BackendCode
+    ) -> Callable[[Sequence[torch.Tensor | None]], Any]:
+        """A function that replays a graph of the actions, or runs them."""
+        self.graphs = PassGraphs(self._device or 0)
+        src = self._begun(code)
+        touched = {place for action in actions for place in _touched(action)}
+        made = {one.place for one in actions if type(one) is Allocation}
+        made |= {
+            p for one in actions if type(one) is TorchCall for p in one.places if p is not None
+        }
+        here = {*range(self.count), *_made_by(self._first)}
+        given = sorted(touched & here)
+        constants = sorted(touched & set(range(self.count, self.made_from)))
+        names = "".join(f"t{place}, " for place in given)
+        with src.block("def launches(tensors):"):
+            src.add(f"{names}= tensors", "tensors.clear()")
+            self._add(src, actions, code, set(constants) | set(_places(self.result)))
+        with src.block("def play(launches, inputs):"):
+            self._take_inputs(src)
+            for number, action in enumerate(self._first):
+                if type(action) is Allocation:
+                    code.allocate(src, action)
+                else:
+                    assert type(action) is TorchCall
+                    _call(src, number, action, "view")
+            addresses = "".join(f"t{place}.data_ptr(), " for place in (*given, *constants))
+            src.add(f"addresses = ({addresses})", f"tensors = [{names}]")
+            passed = set(given).difference(_places(self.result)) if self.owns_inputs else ()
+            if passed:
+                src.add(f"{''.join(f't{place} = ' for place in sorted(passed))}None")
+            src.add(f"{src.bind('run_graph', self.graphs.run)}(launches, addresses, tensors)")
+            src.add(f"return {_expression(src, self.result)}")
+        functions = src.functions("launches")
+        return partial(functions["play"], functions["launches"])
 
     def _needed(self) -> list[Action]:
         """The actions without views and allocations that nothing reads."""
@@ -320,7 +452,10 @@ class _DriverCode:
             return
         _allocate(src, action, torch.empty)
         if action.is_zeroed and action.layout.nbytes:
-            src.add(f"memset(t{action.place}.data_ptr(), 0, {action.layout.nbytes}, stream)")
+            self.clear(src, Zeroing(action.place, action.layout.nbytes))
+
+    def clear(self, src: SourceCode, action: Zeroing) -> None:
+        src.add(f"memset(t{action.place}.data_ptr(), 0, {action.nbytes}, stream)")
 
     def launch(self, src: SourceCode, number: int, action: KernelLaunch) -> None:
         kernel, grid, args = action
@@ -357,6 +492,9 @@ class _BackendCode:
     def allocate(self, src: SourceCode, action: Allocation) -> None:
         _allocate(src, action, torch.zeros if action.is_zeroed else torch.empty)
 
+    def clear(self, src: SourceCode, action: Zeroing) -> None:
+        src.add(f"t{action.place}.zero_()")
+
     def launch(self, src: SourceCode, number: int, action: KernelLaunch) -> None:
         kernel, grid, args = action
         used = sorted(set(_places(args)))
@@ -385,9 +523,9 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _call(src: SourceCode, number: int, action: TorchCall) -> None:
+def _call(src: SourceCode, number: int, action: TorchCall, stem: str = "call") -> None:
     """Write a call of torch, by the fastest of its names."""
-    function, args, kwargs, places, returns_tuple, _ = action
+    function, args, kwargs, places, returns_tuple, *_ = action
     known = {None, *_places((args, kwargs))}  # an argument that is returned keeps its name
     results = [f"t{place}" if place not in known else "_" for place in places]
     target = f"{''.join(f'{result}, ' for result in results)}" if returns_tuple else results[0]
@@ -398,9 +536,11 @@ def _call(src: SourceCode, number: int, action: TorchCall) -> None:
     else:
         # ``_op`` is the call without Python's wrapper around it.
         found = _FUNCTIONS.get(function, function._op)
+        if "out" in kwargs:
+            found = _OUT[function]
         if function is torch.ops.fuser.multiply.default:
             found = cublaslt.Repeated()
-        callee = src.bind(f"call_{number}", found)
+        callee = src.bind(f"{stem}_{number}", found)
     given += [f"{name}={_expression(src, value)}" for name, value in kwargs.items()]
     src.add(f"{target} = {callee}({', '.join(given)})  # {function}")
 
@@ -502,6 +642,8 @@ def _touched(action: Action) -> Iterable[int]:
     """The places that an action reads or writes."""
     if type(action) is KernelLaunch:
         yield from _places(action.args)
+    elif type(action) is Zeroing:
+        yield action.place
     elif type(action) is TorchCall:
         yield from _places((action.args, action.kwargs))
         yield from (place for place in action.places if place is not None)
@@ -705,8 +847,11 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
         view = None
         if func in _REORDERING and made is not args[0] and made.data_ptr() == args[0].data_ptr():
             view = _dense(made)
+        own = None
+        if func in _OUT and _fills_its_memory(made):
+            own = _dense(made)
         self.sequence.actions.append(
-            TorchCall(func, *given, tuple(places), isinstance(made, (tuple, list)), view)
+            TorchCall(func, *given, tuple(places), isinstance(made, (tuple, list)), view, own)
         )
         base = self._place(args[0]) if func.is_view and _are_alike(made, args[0]) else None
         if base is not None and places[0] not in (None, base):
@@ -765,6 +910,28 @@ def _dense(tensor: torch.Tensor) -> Dense:
     return Dense(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that a call made has all of its memory, in some order of dimensions."""
+    is_all = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return is_all and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def _is_work(action: Action) -> bool:
+    """Whether an action launches something on a GPU."""
+    if type(action) is TorchCall:
+        return not action.function.is_view
+    return type(action) is KernelLaunch
+
+
+def _made_by(actions: Iterable[Action]) -> Iterable[int]:
+    """The places of the tensors that allocations and views make."""
+    for action in actions:
+        if type(action) is Allocation:
+            yield action.place
+        elif type(action) is TorchCall:
+            yield from (place for place in action.places if place is not None)
+
+
 def _indexes_by_numbers(func: Any, args: Any) -> bool:
     """Whether this is an index by integers, whose result has their shape; masks count values."""
     return func is _aten.index.Tensor and all(
@@ -811,3 +978,13 @@ _FUNCTIONS = {
     _aten.mul.Tensor: torch.mul,
     _aten.sum.dim_IntList: torch.sum,
 }
+# The same with their result in memory that is given: calls whose result may leave a CUDA graph.
+_OUT: dict[Any, Callable[..., Any]] = {
+    _aten.mm.default: torch.mm,
+    _aten.addmm.default: torch.addmm,
+    _aten._scaled_mm.default: scaled_mm,
+    _aten.add.Tensor: torch.add,
+    _aten.mul.Tensor: torch.mul,
+    _aten.sum.dim_IntList: torch.sum,
+}
+_SEEDED = torch.Tag.nondeterministic_seeded

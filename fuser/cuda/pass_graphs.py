@@ -1,0 +1,215 @@
+"""CUDA graphs of launch sequences, found by the addresses of their tensors.
+
+torch's caching allocator gives the tensors of a training step the addresses that those of an
+earlier step had. A sequence whose tensors are where they were does the same on the GPU again, so
+the graph that was captured of the earlier call is replayed: one launch in place of all. Nothing is
+copied, no tensor is kept, and where an address differs the sequence is played.
+
+What leaves a sequence is allocated before its graph. What does not is in a memory pool that all
+graphs of a stream share: they run one after the other, and none reads what another left there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from fuser.torch_private import cuda_stream, dispatch_modes, product_settings
+
+Body = Callable[[list[torch.Tensor]], None]
+"""The launches and calls of a sequence, over its inputs and results; it empties the list."""
+
+FEWEST_CALLS = 3
+"""Launches and products of a sequence that is worth a graph."""
+MOST_GRAPHS = 8
+"""Of one sequence: a graph for each set of addresses."""
+PATIENCE = 32
+"""After so many misses in turn a sequence plays as many calls, then twice as many, unlooked at."""
+LONGEST_PAUSE = 4096
+
+
+class _Switch:
+    is_on = os.environ.get("FUSER_GRAPH_PASSES", "1") != "0"
+
+
+def graph_passes(enabled: bool) -> None:
+    """Whether recorded passes are replayed as CUDA graphs where addresses come back.
+
+    On by default; the environment variable ``FUSER_GRAPH_PASSES=0`` turns it off. Graphs that exist
+    are kept, and are used again after ``graph_passes(True)``.
+
+    Parameters
+    ----------
+    enabled
+        Whether passes of this process are.
+    """
+    _Switch.is_on = bool(enabled)
+
+
+class Side(NamedTuple):
+    """Where the passes of a stream are captured: another stream, and a pool of memory."""
+
+    stream: torch.cuda.Stream
+    pool: Any
+
+
+class Capturer:
+    """Captures and replays on a GPU. A test sets another one as :data:`capturer`."""
+
+    def __init__(self) -> None:
+        self._sides: dict[tuple[int, int], Side] = {}
+        # torch has one capture of memory at a time; who comes meanwhile plays.
+        self._lock = threading.Lock()
+
+    def device_of(self, index: int | None) -> int | None:
+        """The index of the GPU whose launches are captured; None without one."""
+        return index
+
+    def place(self, device: int) -> Hashable:
+        """What a replay depends on besides addresses; None if nothing may be replayed now."""
+        if dispatch_modes() or torch.cuda.is_current_stream_capturing():
+            return None
+        return (cuda_stream(device), *product_settings())
+
+    def capture(self, device: int, body: Body, tensors: list[torch.Tensor]) -> Any:
+        """The replay of a call of ``body``, which does not run; None if another thread captures."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            current = (device, cuda_stream(device))
+            side = self._sides.get(current)
+            if side is None:
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                side = Side(stream, torch.cuda.graph_pool_handle())
+                self._sides[current] = side
+            graph = torch.cuda.CUDAGraph()
+            with _no_collection(), torch.cuda.stream(side.stream):
+                graph.capture_begin(pool=side.pool, capture_error_mode="thread_local")
+                try:
+                    body([*tensors])
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+            return graph.replay
+        finally:
+            self._lock.release()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Objects that are collected in a capture may call what it does not allow."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+capturer: Any = Capturer()
+
+
+class _Graph:
+    __slots__ = ("last_use", "replay")
+
+    def __init__(self, replay: Callable[[], None], last_use: int) -> None:
+        self.replay = replay
+        self.last_use = last_use
+
+
+class PassGraphs:
+    """The graphs of a sequence, by the addresses of its tensors.
+
+    Parameters
+    ----------
+    device
+        The index of the GPU.
+    """
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.refusal: str | None = None
+        """Why it is never captured; None if it may be."""
+        self.calls = self.hits = 0
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._seen: dict[Hashable, int] = {}
+        """The last calls with the latest addresses that have no graph."""
+        self._misses = 0
+        self._pause = PATIENCE
+        self._resumes_at = 0
+
+    @property
+    def count(self) -> int:
+        """The number of graphs."""
+        return len(self._graphs)
+
+    def run(self, body: Body, addresses: tuple[int, ...], tensors: list[torch.Tensor]) -> None:
+        """Replay the graph for ``addresses``, or run ``body`` over ``tensors``, which it empties.
+
+        The second call with the same addresses is captured.
+        """
+        self.calls = call = self.calls + 1
+        place = None
+        if _Switch.is_on and self.refusal is None and call >= self._resumes_at:
+            place = capturer.place(self.device)
+        if place is None:
+            body(tensors)
+            return
+        key = (place, addresses)
+        found = self._graphs.get(key)
+        if found is None:
+            found = self._captured(body, key, tensors, call)
+        if found is None:
+            body(tensors)
+            return
+        found.last_use = call
+        self.hits += 1
+        self._misses = 0
+        found.replay()
+        tensors.clear()
+
+    def _captured(
+        self, body: Body, key: Hashable, tensors: list[torch.Tensor], call: int
+    ) -> _Graph | None:
+        """A new graph if the addresses were seen before; else they are noted."""
+        before = self._seen.pop(key, 0)
+        if not before:
+            self._miss(call)
+        oldest = None
+        if before and len(self._graphs) >= MOST_GRAPHS:
+            oldest = min([*self._graphs.items()], key=lambda item: item[1].last_use)
+            if oldest[1].last_use >= before:
+                before = 0  # its addresses come back later than those of every graph
+        if not before:
+            while len(self._seen) >= PATIENCE:
+                self._seen.pop(next(iter(self._seen)), None)
+            self._seen[key] = call
+            return None
+        try:
+            replay = capturer.capture(self.device, body, tensors)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            self.refusal = f"its capture failed: {str(error).splitlines()[0]}"
+            return None
+        if replay is None:
+            return None
+        if oldest is not None:
+            self._graphs.pop(oldest[0], None)
+        self._graphs[key] = graph = _Graph(replay, call)
+        return graph
+
+    def _miss(self, call: int) -> None:
+        self._misses += 1
+        if self._misses >= PATIENCE:
+            self._resumes_at = call + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._misses = 0
+            self._seen.clear()
