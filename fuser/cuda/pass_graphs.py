@@ -15,8 +15,9 @@ import contextlib
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -52,18 +53,41 @@ def graph_passes(enabled: bool) -> None:
     _Switch.is_on = bool(enabled)
 
 
-class Side(NamedTuple):
-    """Where the passes of a stream are captured: another stream, and a pool of memory."""
+class _Side:
+    """Where the passes of a stream are captured: another stream, and a pool of memory.
 
-    stream: torch.cuda.Stream
-    pool: Any
+    The pool is that of the graphs that live; torch frees it with the last of them.
+    """
+
+    def __init__(self, device: int) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of what ``run`` launches."""
+        living = [*self._graphs]
+        if not living:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with _no_collection(), torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        self._graphs.add(graph)
+        return graph
 
 
 class Capturer:
     """Captures and replays on a GPU. A test sets another one as :data:`capturer`."""
 
     def __init__(self) -> None:
-        self._sides: dict[tuple[int, int], Side] = {}
+        self._sides: dict[tuple[int, int], _Side] = {}
         # torch has one capture of memory at a time; who comes meanwhile plays.
         self._lock = threading.Lock()
 
@@ -77,7 +101,9 @@ class Capturer:
             return None
         return (cuda_stream(device), *product_settings())
 
-    def capture(self, device: int, body: Body, tensors: list[torch.Tensor]) -> Any:
+    def capture(
+        self, device: int, body: Body, tensors: list[torch.Tensor]
+    ) -> Callable[[], None] | None:
         """The replay of a call of ``body``, which does not run; None if another thread captures."""
         if not self._lock.acquire(blocking=False):
             return None
@@ -85,20 +111,8 @@ class Capturer:
             current = (device, cuda_stream(device))
             side = self._sides.get(current)
             if side is None:
-                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                side = Side(stream, torch.cuda.graph_pool_handle())
-                self._sides[current] = side
-            graph = torch.cuda.CUDAGraph()
-            with _no_collection(), torch.cuda.stream(side.stream):
-                graph.capture_begin(pool=side.pool, capture_error_mode="thread_local")
-                try:
-                    body([*tensors])
-                except BaseException:
-                    with contextlib.suppress(RuntimeError):
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-            return graph.replay
+                side = self._sides[current] = _Side(device)
+            return side.capture(lambda: body([*tensors])).replay
         finally:
             self._lock.release()
 
