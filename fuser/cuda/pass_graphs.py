@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -62,9 +62,9 @@ class _Side:
     def __init__(self, device: int) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._graphs: weakref.WeakSet[_Replay] = weakref.WeakSet()
 
-    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def capture(self, run: Callable[[], None]) -> _Replay:
         """A graph of what ``run`` launches."""
         living = [*self._graphs]
         if not living:
@@ -79,8 +79,23 @@ class _Side:
                     graph.capture_end()
                 raise
             graph.capture_end()
-        self._graphs.add(graph)
-        return graph
+        replay = _Replay(graph)
+        self._graphs.add(replay)
+        return replay
+
+
+class _Replay:
+    """Replays a graph, which is not destroyed in a capture: CUDA would end that one."""
+
+    dead: ClassVar[list[torch.cuda.CUDAGraph]] = []
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+        self.replay = graph.replay
+
+    def __del__(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            self.dead.append(self._graph)
 
 
 class Capturer:
@@ -99,12 +114,11 @@ class Capturer:
         """What a replay depends on besides addresses; None if nothing may be replayed now."""
         if dispatch_modes() or torch.cuda.is_current_stream_capturing():
             return None
+        _Replay.dead.clear()
         return (cuda_stream(device), *product_settings())
 
-    def capture(
-        self, device: int, body: Body, tensors: list[torch.Tensor]
-    ) -> Callable[[], None] | None:
-        """The replay of a call of ``body``, which does not run; None if another thread captures."""
+    def capture(self, device: int, body: Body, tensors: list[torch.Tensor]) -> Any:
+        """What replays a call of ``body``, which does not run; None if another thread captures."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -112,7 +126,7 @@ class Capturer:
             side = self._sides.get(current)
             if side is None:
                 side = self._sides[current] = _Side(device)
-            return side.capture(lambda: body([*tensors])).replay
+            return side.capture(lambda: body([*tensors]))
         finally:
             self._lock.release()
 
@@ -133,10 +147,11 @@ capturer: Any = Capturer()
 
 
 class _Graph:
-    __slots__ = ("last_use", "replay")
+    __slots__ = ("captured", "last_use", "replay")
 
-    def __init__(self, replay: Callable[[], None], last_use: int) -> None:
-        self.replay = replay
+    def __init__(self, captured: Any, last_use: int) -> None:
+        self.captured = captured
+        self.replay: Callable[[], None] = captured.replay
         self.last_use = last_use
 
 
@@ -209,15 +224,15 @@ class PassGraphs:
             self._seen[key] = call
             return None
         try:
-            replay = capturer.capture(self.device, body, tensors)
+            captured = capturer.capture(self.device, body, tensors)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             self.refusal = f"its capture failed: {str(error).splitlines()[0]}"
             return None
-        if replay is None:
+        if captured is None:
             return None
         if oldest is not None:
             self._graphs.pop(oldest[0], None)
-        self._graphs[key] = graph = _Graph(replay, call)
+        self._graphs[key] = graph = _Graph(captured, call)
         return graph
 
     def _miss(self, call: int) -> None:

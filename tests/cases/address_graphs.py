@@ -11,7 +11,7 @@ import ctypes
 import heapq
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -32,6 +32,10 @@ def at_its_address(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(raw.untyped_storage(), place[2], *place[:2])
 
 
+class Replay(NamedTuple):
+    replay: Callable[[], None]
+
+
 class CpuCapturer:
     """Captures on the CPU; ``captures`` counts them."""
 
@@ -48,16 +52,16 @@ class CpuCapturer:
     def place(self, device: int) -> Hashable:
         return (self.setting,)
 
-    def capture(self, device: int, body: Any, tensors: list[torch.Tensor]) -> Callable[[], None]:
+    def capture(self, device: int, body: Any, tensors: list[torch.Tensor]) -> Replay:
         if self.error is not None:
             raise self.error
         self.captures += 1
         held = list(map(at_its_address, tensors))
-        return lambda: body([*held])
+        return Replay(lambda: body([*held]))
 
 
 class Memory:
-    """An allocator that gives the first free block, as torch's on a GPU does of blocks of a size."""
+    """An allocator that gives the first free block of a size, as torch's on a GPU does."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[tuple[int, Any]]] = {}
