@@ -225,6 +225,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "graph_passes",
     "inspect",
     "interleave_glu_tensor",
     "is_bf16_available",

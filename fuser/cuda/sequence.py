@@ -175,7 +175,8 @@ class LaunchSequence:
         self.graphs: PassGraphs | None = None
         """The CUDA graphs that replace its calls where addresses come back."""
         self.no_graphs = "it has not been played"
-        """Why there are none."""
+        """Why there are none; empty if there may be."""
+        self._first: list[Action] = []
 
     @property
     def made_from(self) -> int:
@@ -316,9 +317,10 @@ class LaunchSequence:
     def _graphed(
         self, actions: list[Action], tensors: Sequence[torch.Tensor]
     ) -> tuple[list[Action], str]:
-        """The actions in the order in which a graph needs them, and why it cannot be one.
+        """The actions of a graph, and why there can be none; what comes before it is noted.
 
-        What leaves is allocated first, and products write into it.
+        That is the memory of what leaves, into which products then write, its views, and draws of
+        seeds.
         """
         index = pass_graphs.capturer.device_of(self._device)
         if index is None:
@@ -342,6 +344,10 @@ class LaunchSequence:
                 first.append(action._replace(is_zeroed=False))
                 if action.is_zeroed and action.layout.nbytes:
                     others.append(Zeroing(action.place, action.layout.nbytes))
+            elif type(action) is TorchCall and _SEEDED in action.function.tags:
+                if any(_places((action.args, action.kwargs))):
+                    return actions, f"{action.function} draws numbers for a tensor"
+                first.append(action)  # other numbers at each call
             elif type(action) is TorchCall and not leaving.isdisjoint(action.places):
                 known = set(_places((action.args, action.kwargs)))
                 if action.function.is_view:
@@ -353,12 +359,8 @@ class LaunchSequence:
                 else:
                     (place,) = action.places
                     assert place is not None
-                    device = torch.device(tensors[0].device)
-                    first.append(Allocation(place, action.made, device, is_zeroed=False))
-                    kwargs = {**action.kwargs, "out": Slot(place)}
-                    others.append(action._replace(kwargs=kwargs))
-            elif type(action) is TorchCall and _SEEDED in action.function.tags:
-                return actions, f"{action.function} draws numbers"
+                    first.append(Allocation(place, action.made, tensors[0].device, is_zeroed=False))
+                    others.append(_written_to(action, Slot(place)))
             else:
                 others.append(action)
         self._first = first
@@ -367,14 +369,13 @@ class LaunchSequence:
     def _with_graphs(
         self, actions: list[Action], code: _DriverCode | _BackendCode
     ) -> Callable[[Sequence[torch.Tensor | None]], Any]:
-        """A function that replays a graph of the actions, or runs them."""
+        """A function that does what comes first, then replays or runs the actions.
+
+        Both get the tensors that they read or write, inputs and results.
+        """
         self.graphs = PassGraphs(self._device or 0)
         src = self._begun(code)
         touched = {place for action in actions for place in _touched(action)}
-        made = {one.place for one in actions if type(one) is Allocation}
-        made |= {
-            p for one in actions if type(one) is TorchCall for p in one.places if p is not None
-        }
         here = {*range(self.count), *_made_by(self._first)}
         given = sorted(touched & here)
         constants = sorted(touched & set(range(self.count, self.made_from)))
@@ -923,6 +924,13 @@ def _is_work(action: Action) -> bool:
     return type(action) is KernelLaunch
 
 
+def _written_to(call: TorchCall, out: Slot) -> TorchCall:
+    """A call of :data:`_OUT` that writes into a tensor."""
+    if call.function is _aten.clone.default:
+        return TorchCall(_aten.copy_.default, (out, call.args[0]), {}, call.places, False)
+    return call._replace(kwargs={**call.kwargs, "out": out})
+
+
 def _made_by(actions: Iterable[Action]) -> Iterable[int]:
     """The places of the tensors that allocations and views make."""
     for action in actions:
@@ -986,5 +994,6 @@ _OUT: dict[Any, Callable[..., Any]] = {
     _aten.add.Tensor: torch.add,
     _aten.mul.Tensor: torch.mul,
     _aten.sum.dim_IntList: torch.sum,
+    _aten.clone.default: torch.clone,
 }
 _SEEDED = torch.Tag.nondeterministic_seeded

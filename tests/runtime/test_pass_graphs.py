@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-import gc
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
-import models
 import pytest
 import torch
 from address_graphs import CpuCapturer, on_cpu_graphs
 from pipeline_kernels import on_kernels
-from test_recorded import BF16, MODELS, PAIRS, RECIPES, under
+from test_recorded import BF16, BLOCKS, MODELS, PAIRS, RECIPES, under
 
 import fuser
 from fuser.cuda import pass_graphs
@@ -97,4 +98,166 @@ def test_replayed_steps_have_the_bits_of_played_ones(
     steps = Steps(model, shape, recipe)
     for i in range(STEPS):
         assert steps.run(i) == expected[i], i
-    print([(g.calls, g.hits, g.count, g.refusal) for g in graphs], capturer.captures)
+    assert all(0 < each.count <= pass_graphs.MOST_GRAPHS for each in graphs if each.hits)
+    if name in BLOCKS:
+        assert sum(each.hits for each in graphs) >= len(graphs) * STEPS // 3
+
+
+def test_another_parameter_in_other_memory_is_read(
+    capturer: CpuCapturer, graphs: list[PassGraphs]
+) -> None:
+    make, shape = MODELS["gelu"]
+    model = make()
+    other = copy.deepcopy(model)
+    steps = Steps(model, shape, None)
+    for i in range(STEPS):
+        steps.run(i)
+    before = [each.hits for each in graphs]
+    assert all(before)
+    for each in (model, other):
+        with torch.no_grad():
+            for parameter in each.parameters():
+                parameter.data = parameter.data.clone() + 0.5
+    expected = without_graphs(other, shape, None, STEPS)
+    for i in range(STEPS):
+        assert steps.run(i) == expected[i], i
+    assert all(each.hits > hits for each, hits in zip(graphs, before, strict=False))
+
+
+def test_microbatches_in_flight_have_graphs_of_their_own(capturer: CpuCapturer) -> None:
+    make, shape = MODELS["swiglu"]
+    model = make()
+    other = copy.deepcopy(model)
+
+    def run(model: torch.nn.Module, order: list[int]) -> list[list[float]]:
+        xs = [torch.randn(shape, dtype=BF16, requires_grad=True) for _ in order]
+        ys = [model(x) for x in xs]
+        for i in order:
+            ys[i].backward(torch.ones_like(ys[i]))
+        grads = [x.grad for x in xs] + [p.grad for p in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        return [grad.double().flatten().tolist() for grad in grads if grad is not None]
+
+    def all_of(model: torch.nn.Module) -> list[Any]:
+        torch.manual_seed(1)
+        return [run(model, [0, 1, 2] if i % 2 else [2, 0, 1]) for i in range(STEPS)]
+
+    found = all_of(model)
+    assert capturer.captures >= 3
+    fuser.graph_passes(False)
+    try:
+        assert all_of(other) == found
+    finally:
+        fuser.graph_passes(True)
+
+
+def test_a_pass_whose_capture_fails_is_played_and_says_why(
+    capturer: CpuCapturer, graphs: list[PassGraphs]
+) -> None:
+    make, shape = MODELS["gelu"]
+    model = make()
+    expected = without_graphs(copy.deepcopy(model), shape, None, STEPS)
+    capturer.error = RuntimeError("a library allocates\nand more")
+    graphs.clear()
+    steps = Steps(model, shape, None)
+    assert [steps.run(i) for i in range(STEPS)] == expected
+    assert {each.refusal for each in graphs} == {"its capture failed: a library allocates"}
+    capturer.error = None
+    steps.run(0)
+    assert not capturer.captures
+
+
+def test_a_stream_or_a_setting_of_products_has_graphs_of_its_own(
+    capturer: CpuCapturer, graphs: list[PassGraphs]
+) -> None:
+    make, shape = MODELS["gelu"]
+    steps = Steps(make(), shape, None)
+    for i in range(STEPS):
+        steps.run(i)
+    captures = capturer.captures
+    capturer.setting = "another"
+    for i in range(STEPS):
+        steps.run(i)
+    assert capturer.captures == 2 * captures
+
+
+def test_graphs_are_off_where_a_user_says_so(capturer: CpuCapturer) -> None:
+    make, shape = MODELS["gelu"]
+    without_graphs(make(), shape, None, STEPS)
+    assert not capturer.captures
+
+
+@pytest.mark.parametrize(("value", "is_on"), [("0", False), ("1", True)])
+def test_a_variable_of_the_environment_turns_graphs_off(value: str, is_on: bool) -> None:
+    code = "from fuser.cuda import pass_graphs; print(pass_graphs._Switch.is_on)"
+    environment = {
+        **os.environ,
+        "FUSER_GRAPH_PASSES": value,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == str(is_on)
+
+
+# -- which addresses have graphs ------------------------------------------------
+
+
+class Runs:
+    """A sequence whose calls have the addresses that are given, and what was run."""
+
+    def __init__(self) -> None:
+        self.graphs = PassGraphs(0)
+        self.played = 0
+
+    def __call__(self, *addresses: int) -> bool:
+        """Whether a call is replayed."""
+        hits = self.graphs.hits
+
+        def body(tensors: list[torch.Tensor]) -> None:
+            self.played += 1
+            tensors.clear()
+
+        tensors = [torch.zeros(1)]
+        self.graphs.run(body, addresses, tensors)
+        assert not tensors, "what a call is given is freed"
+        return self.graphs.hits > hits
+
+
+def test_the_second_call_with_the_same_addresses_is_captured(capturer: CpuCapturer) -> None:
+    runs = Runs()
+    assert [runs(1), runs(2), runs(1), runs(1), runs(2)] == [False, False, True, True, True]
+    assert runs.graphs.count == capturer.captures == 2
+
+
+def test_more_addresses_in_turn_than_graphs_leave_the_first_ones(capturer: CpuCapturer) -> None:
+    runs = Runs()
+    count = pass_graphs.MOST_GRAPHS + 2
+    for _ in range(3):
+        replayed = [runs(i) for i in range(count)]
+    assert replayed == [True] * pass_graphs.MOST_GRAPHS + [False] * 2
+    assert capturer.captures == pass_graphs.MOST_GRAPHS
+
+
+def test_addresses_that_come_back_sooner_take_the_place_of_the_oldest(
+    capturer: CpuCapturer,
+) -> None:
+    runs = Runs()
+    for _ in range(2):
+        for i in range(pass_graphs.MOST_GRAPHS):
+            runs(i)
+    for i in range(1, pass_graphs.MOST_GRAPHS):
+        assert runs(i)
+    assert [runs(100), runs(100), runs(0), runs(1)] == [False, True, False, True]
+
+
+def test_a_sequence_whose_addresses_never_come_back_looks_seldom(capturer: CpuCapturer) -> None:
+    runs = Runs()
+    for i in range(pass_graphs.PATIENCE):
+        assert not runs(i)
+    assert not runs(-1), "it does not look"
+    assert not runs(-1)
+    for i in range(pass_graphs.PATIENCE):
+        runs(1000 + i)
+    assert [runs(-1), runs(-1)] == [False, True]
