@@ -538,7 +538,7 @@ def _call(src: SourceCode, number: int, action: TorchCall, stem: str = "call") -
         # ``_op`` is the call without Python's wrapper around it.
         found = _FUNCTIONS.get(function, function._op)
         if "out" in kwargs:
-            found = _OUT[function]
+            found = _OUT.get(function, found)
         if function is torch.ops.fuser.multiply.default:
             found = cublaslt.Repeated()
         callee = src.bind(f"{stem}_{number}", found)
