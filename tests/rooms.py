@@ -79,7 +79,11 @@ ROOMS = (
             *("moe/graph_operations", "op/graph_operations", "precision/numbered_calls"),
         ),
     ),
-    Room("recording", "wing", ("cuda/launch_cache", "cuda/sequence", "runtime/recorded")),
+    Room(
+        "recording",
+        "wing",
+        ("cuda/launch_cache", "cuda/pass_graphs", "cuda/sequence", "runtime/recorded"),
+    ),
     Room(
         "model plans",
         "wing",

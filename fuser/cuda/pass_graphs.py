@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -21,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fuser.errors import InputTypeError
 from fuser.torch_private import cuda_stream, dispatch_modes, product_settings
 
 Body = Callable[[list[torch.Tensor]], None]
@@ -48,9 +50,16 @@ def graph_passes(enabled: bool) -> None:
     Parameters
     ----------
     enabled
-        Whether passes of this process are.
+        Whether passes of this process are, True or False.
+
+    Raises
+    ------
+    InputTypeError
+        If it is neither.
     """
-    _Switch.is_on = bool(enabled)
+    if not isinstance(enabled, bool):
+        raise InputTypeError(f"graph_passes takes True or False, got {enabled!r}.")
+    _Switch.is_on = enabled
 
 
 class _Side:
@@ -93,8 +102,8 @@ class _Replay:
         self._graph = graph
         self.replay = graph.replay
 
-    def __del__(self) -> None:
-        if torch.cuda.is_current_stream_capturing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing() and torch.cuda.is_current_stream_capturing():
             self.dead.append(self._graph)
 
 

@@ -187,6 +187,12 @@ def test_graphs_are_off_where_a_user_says_so(capturer: CpuCapturer) -> None:
     assert not capturer.captures
 
 
+def test_a_switch_that_is_neither_true_nor_false_is_refused() -> None:
+    with pytest.raises(fuser.InputTypeError, match=r"graph_passes takes True or False, got 0\."):
+        fuser.graph_passes(0)  # type: ignore[arg-type]
+    assert pass_graphs._Switch.is_on
+
+
 @pytest.mark.parametrize(("value", "is_on"), [("0", False), ("1", True)])
 def test_a_variable_of_the_environment_turns_graphs_off(value: str, is_on: bool) -> None:
     code = "from fuser.cuda import pass_graphs; print(pass_graphs._Switch.is_on)"
