@@ -29,6 +29,7 @@ from torch.testing import assert_close
 from torch_logs import reset_tensor_log
 
 import fuser
+from fuser.cuda import pass_graphs
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from fuser.runtime import pipeline
 
@@ -879,3 +880,13 @@ def _memory_of_a_graph(given: Given) -> None:
         module = graphed(Linear(), (_sample(),), **given, **UNUSED)
         assert pools == [(77, 0), (77, 0)]
         _replayed(module, UNQUANTIZED)
+
+
+@sets("fuser.graph_passes", enabled=False)
+def _passes_without_graphs(given: Given) -> None:
+    fuser.graph_passes(**given)
+    try:
+        assert not pass_graphs._Switch.is_on
+    finally:
+        fuser.graph_passes(True)
+    assert pass_graphs._Switch.is_on
