@@ -1,4 +1,4 @@
-"""CUDA graphs of launch sequences, found by the addresses of their tensors.
+"""CUDA graphs of launch sequences, graph by the addresses of their tensors.
 
 torch's caching allocator gives the tensors of a training step the addresses that those of an
 earlier step had. A sequence whose tensors are where they were does the same on the GPU again, so
@@ -117,7 +117,7 @@ class Capturer:
 
     def device_of(self, index: int | None) -> int | None:
         """The index of the GPU whose launches are captured; None without one."""
-        return index
+        return index if torch.backends.cuda.is_built() else None
 
     def place(self, device: int) -> Hashable:
         """What a replay depends on besides addresses; None if nothing may be replayed now."""
@@ -203,16 +203,16 @@ class PassGraphs:
             body(tensors)
             return
         key = (place, addresses)
-        found = self._graphs.get(key)
-        if found is None:
-            found = self._captured(body, key, tensors, call)
-        if found is None:
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._captured(body, key, tensors, call)
+        if graph is None:
             body(tensors)
             return
-        found.last_use = call
+        graph.last_use = call
         self.hits += 1
         self._misses = 0
-        found.replay()
+        graph.replay()
         tensors.clear()
 
     def _captured(

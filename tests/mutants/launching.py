@@ -215,7 +215,7 @@ LAUNCH_CACHE = (
     Mutant(
         "a recorded backward keeps the saved tensors until it ends",
         "cuda/sequence.py",
-        "LaunchSequence._source",
+        "LaunchSequence._take_inputs",
         'src.add("inputs.clear()")',
         "pass",
         "test_recorded.py::test_a_recorded_backward_frees_what_it_has_read",
