@@ -98,15 +98,15 @@ class ParameterLayout:
 
     def part(self, start: int, stop: int) -> ParameterLayout:
         """The layout of parameters ``start`` to ``stop - 1``, the same object each time."""
-        found = self._parts.get((start, stop))
-        if found is None:
+        part = self._parts.get((start, stop))
+        if part is None:
             cut = [(max(first, start), min(first + count, stop)) for first, count in self.runs]
             runs = tuple((first - start, end - first) for first, end in cut if end - first > 1)
             quantized = [(at - start, f) for at, f in self.quantized if start <= at < stop]
             are_parameters = self.are_parameters
-            found = ParameterLayout(runs, are_parameters=are_parameters, quantized=quantized)
-            found = self._parts.setdefault((start, stop), found)
-        return found
+            part = ParameterLayout(runs, are_parameters=are_parameters, quantized=quantized)
+            part = self._parts.setdefault((start, stop), part)
+        return part
 
     def with_buffers(self, params: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
         """The parameters, and the buffers of quantized ones; None if other facts hold of one."""
@@ -189,13 +189,13 @@ class KnownParameters:
         are_parameters = all(type(p) is Parameter for p in params)
         wholes = [(params[at].shape, params[at].dtype, about) for at, about in quantized]
         facts = (ties, runs, are_parameters, *[at for at, _ in quantized], *wholes, *layouts)
-        found = self._layouts.pop(facts, None)
-        if found is None:
+        layout = self._layouts.pop(facts, None)
+        if layout is None:
             while len(self._layouts) >= MOST_LAYOUTS:  # the one that was not used for longest
                 self._layouts.pop(next(iter(self._layouts)), None)
-            found = ParameterLayout(runs, are_parameters=are_parameters, quantized=quantized)
-        self._layouts[facts] = found
-        return found
+            layout = ParameterLayout(runs, are_parameters=are_parameters, quantized=quantized)
+        self._layouts[facts] = layout
+        return layout
 
 
 def tensor_guard(tensors: Parameters) -> Callable[..., bool]:

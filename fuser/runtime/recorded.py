@@ -335,9 +335,9 @@ class QuantizedPart(NamedTuple):
     def tensor(self, held: Sequence[torch.Tensor]) -> QuantizedTensor:
         """The tensor over other buffers."""
         buffers: dict[str, torch.Tensor | None] = {n: held[at] for n, at in self.buffers.items()}
-        made = self.kind(buffers, self.shape, self.dtype, self.device, self.quantizer)
-        made._is_read_only = self.is_read_only
-        return made
+        tensor = self.kind(buffers, self.shape, self.dtype, self.device, self.quantizer)
+        tensor._is_read_only = self.is_read_only
+        return tensor
 
 
 Part: TypeAlias = "QuantizedPart | int | None"
