@@ -117,7 +117,7 @@ class Capturer:
 
     def device_of(self, index: int | None) -> int | None:
         """The index of the GPU whose launches are captured; None without one."""
-        return index if torch.backends.cuda.is_built() else None
+        return index if torch.backends.cuda.is_built() else None  # type: ignore[no-untyped-call]
 
     def place(self, device: int) -> Hashable:
         """What a replay depends on besides addresses; None if nothing may be replayed now."""

@@ -189,7 +189,7 @@ def test_graphs_are_off_where_a_user_says_so(capturer: CpuCapturer) -> None:
 
 def test_a_switch_that_is_neither_true_nor_false_is_refused() -> None:
     with pytest.raises(fuser.InputTypeError, match=r"graph_passes takes True or False, got 0\."):
-        fuser.graph_passes(0)  # type: ignore[arg-type]
+        fuser.graph_passes(0)
     assert pass_graphs._Switch.is_on
 
 
