@@ -31,6 +31,7 @@ from fuser.errors import StateError
 from fuser.op import CallResult, autocast_dtype
 from fuser.plan.rebuilt import budget
 from fuser.precision.contexts import autocast
+from fuser.precision.recomputation import is_in_checkpoint
 from fuser.runtime.given_parameters import GivenParameters, ParameterPlaces
 from fuser.runtime.repeated_forward import keeping_inputs
 from fuser.runtime.traced import traced_call
@@ -321,7 +322,7 @@ class Pipeline:
             return self._run(owner, tensors, is_quantized)
 
         is_kept = budget.limit.memory_budget != 0 or not torch.is_grad_enabled()
-        if is_kept or torch.compiler.is_compiling():
+        if is_kept or torch.compiler.is_compiling() or is_in_checkpoint():
             return run(owner, x, *others)
         # The parameters are here in this call alone, so this call is repeated in backward.
         return keeping_inputs(owner, run, (x, *others), None)

@@ -23,7 +23,7 @@ from fuser.torch_private import is_compiled_ahead
 
 # Part of the names of passes: another number after a change of what the operations take or return,
 # because torch keeps compiled graphs on disk.
-VERSION = 6
+VERSION = 7
 
 _FORWARD = (
     "forward(str call, Tensor x, Tensor[] params, Tensor[] extras, Tensor[] seeds, Tensor[] host)"

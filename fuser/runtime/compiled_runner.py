@@ -195,7 +195,7 @@ class Runner:
                 return outputs
             copied = tuple(map(operator.is_not, outputs, returned))
             made = self._keep(given, outputs, copied, *rest, is_fake=is_fake)
-        return [*outputs, *made]
+        return [*outputs, *[_own(tensor, taken) for tensor in made]]
 
     def _keep(
         self,
@@ -220,11 +220,16 @@ class Runner:
             parts, held = taken_apart(saved)
             contexts = [(type(context), dict(context.__dict__)) for context in ctxs]
         key: tuple[object, ...] = _key(given.sizes())
-        places, made = _places(held, given.inputs, outputs)
-        inputs, outs = (
-            tuple([p.number for p in places if p.kind == kind]) for kind in ("input", "output")
-        )
-        where = Saved(inputs, outs, len(made))
+        # A fake view of an empty tensor may have another storage, so storages of empty tensors
+        # decide nothing, unless a size was a symbol when the graph was traced.
+        for are_empty_apart in (True, False):
+            places, made = _places(held, given.inputs, outputs, are_empty_apart=are_empty_apart)
+            inputs, outs = (
+                tuple([p.number for p in places if p.kind == kind]) for kind in ("input", "output")
+            )
+            where = Saved(inputs, outs, len(made))
+            if is_fake or self._noted.has_traced(where):
+                break
         key = (*key, inputs, outs)
         self._noted.note_saved(where, is_fake=is_fake)
         while key not in passes and len(passes) >= MOST_SIZES:
@@ -547,9 +552,12 @@ def _together(
 
 
 def _places(
-    held: Tensors, inputs: Tensors, outputs: Tensors
+    held: Tensors, inputs: Tensors, outputs: Tensors, *, are_empty_apart: bool
 ) -> tuple[list[Place], list[torch.Tensor]]:
-    """Where saved tensors are, and those which are neither inputs nor outputs."""
+    """Where saved tensors are, and those which are neither inputs nor outputs.
+
+    With ``are_empty_apart`` a view without elements is neither.
+    """
     known: dict[int, Place] = {}
     bases: dict[int, tuple[torch.Tensor, Place]] = {}  # by storage
 
@@ -566,7 +574,8 @@ def _places(
     for tensor in held:
         place = known.get(id(tensor))
         if place is None:
-            base = bases.get(storage_of(tensor))
+            is_apart = are_empty_apart and any(type(n) is int and n == 0 for n in tensor.shape)
+            base = None if is_apart else bases.get(storage_of(tensor))
             if base is None:
                 place = note(tensor, Place("saved", len(made)))
                 made.append(tensor)

@@ -205,12 +205,16 @@ class Noted:
         """The parameters, with None for quantized ones, and the buffers of these."""
         return (given, ()) if self._quantized is None else self._quantized.apart(given)
 
+    def has_traced(self, saved: Saved) -> bool:
+        """Whether a graph that was traced here saves this, or none was."""
+        return not self._traced or saved in self._traced
+
     def note_saved(self, saved: Saved, *, is_fake: bool) -> None:
         """Note what a graph saves; check it of a forward that runs, whose graph was traced here."""
         self.saved = saved
         if is_fake:
             self._traced.add(saved)
-        elif self._traced and saved not in self._traced:
+        elif not self.has_traced(saved):
             raise StateError(
                 f"A compiled {self.title} saved other tensors than when it was traced: {saved}, "
                 f"and not {' or '.join(map(str, self._traced))}."

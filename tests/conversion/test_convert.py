@@ -843,6 +843,33 @@ def test_every_memory_budget_gives_the_same_gradients(memory_budget: Any, recipe
             y.backward()
 
 
+@pytest.mark.parametrize(
+    "holder",
+    [
+        lambda m: fuser.Sequential(m, fuser.GELU()),
+        lambda m: fuser.Sequential(fuser.Sequential(m, m), fuser.GELU(), m),
+        lambda m: lambda x: checkpoint(m, x, use_reentrant=False),
+    ],
+    ids=["pipeline", "pipelines", "checkpoint"],
+)
+def test_a_backward_outside_of_a_budget_of_0_repeats_converted_modules(holder: Any) -> None:
+    model, x = seeded(PreNorm), data()
+    call = holder(model)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        leaf = x.detach().clone().requires_grad_()
+        with fuser.activation_memory_budget(0):
+            loss = call(leaf).square().sum()
+        loss.backward()
+        return [leaf.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+    expected = gradients()
+    fuser.convert(model)
+    for found, value in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(found, value)
+
+
 def test_two_threads_call_one_module() -> None:
     model, x = seeded(GatedMLP), data()
     weight = model.get_submodule("up").weight

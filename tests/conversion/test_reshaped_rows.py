@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_convert import HIDDEN, WIDTH, pipelines_run
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fuser
@@ -257,3 +258,17 @@ def test_compiled_reshapes_follow_the_shape() -> None:
     model.compile(backend="aot_eager", fullgraph=True)
     for x in (data(2, 3), data(4, 5), data(7)):
         assert_same(model, plain, x)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, HIDDEN), (2, 0, HIDDEN), (0, HIDDEN)], ids=str)
+def test_a_compiled_batch_without_rows_has_gradients(shape: tuple[int, ...]) -> None:
+    torch._dynamo.reset()
+    FakeTensorMode.cache_clear()  # which torch fills with views that have storages of their own
+    model = FeedForward().eval()
+    fuser.convert(model)
+    model.compile(backend="aot_eager")
+    x = torch.randn(shape, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == shape
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
