@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from fuser.conversion.held_objects import tensors_of
 from fuser.conversion.leaves import (
     activation_like,
     activation_part,
@@ -302,7 +303,10 @@ class Chains:
         """The one node of which ``node`` is a function of one value, and the nodes between."""
         if node.op == "call_module":
             module = self._owner.get_submodule(str(node.target))
-            stateless = not [*module.parameters(), *module.buffers()]
+            stateless = not [
+                *module.parameters(),
+                *(n for m in module.modules() for n in tensors_of(m)),
+            ]
             is_active = isinstance(module, torch.nn.Dropout) and module.p
             is_call = len(node.args) == 1 and not node.kwargs
             if not stateless or is_active or not is_call or hooks_of(module):

@@ -14,12 +14,14 @@ import torch
 from fuser.conversion.converted import (
     conversion_of,
     converted_modules,
+    runner_of,
     set_conversion,
     unset_conversion,
     why_no_subclass,
 )
 from fuser.conversion.experts import experts_unit
 from fuser.conversion.gains import Gains
+from fuser.conversion.held_objects import recorded_reads
 from fuser.conversion.leaves import (
     SMALLEST_LINEAR,
     are_close,
@@ -208,14 +210,16 @@ def converted(model: torch.nn.Module, **options: Any) -> Iterator[ConversionRepo
 
     Takes the arguments of :func:`convert`, and gives its report.
     """
-    before = [conversion_of(module) for module in converted_modules(model)]
+    modules = list(converted_modules(model))
+    before = [conversion_of(module) for module in modules]
+    runners = [runner_of(module) for module in modules]
     report = convert(model, **options)
     try:
         yield report
     finally:
         revert(model)
-        for module, unit, recipe in before:
-            set_conversion(module, unit, recipe)
+        for conversion, runner in zip(before, runners, strict=True):
+            set_conversion(*conversion, runner)
 
 
 class _Search:
@@ -335,13 +339,14 @@ class _Search:
 
     def _leaf(self, module: torch.nn.Module, path: str) -> None:
         part: Part | None = None
-        linear = linear_part(module, "")
-        if linear is not None:
-            is_worthwhile = min(linear.shape) >= SMALLEST_LINEAR and path not in self._routers
-            if self._linears != "none" and is_worthwhile:
-                part = linear
-        elif self._norms == "all":
-            part = norm_part(module, "")
+        with recorded_reads() as reads:
+            linear = linear_part(module, "")
+            if linear is not None:
+                is_worthwhile = min(linear.shape) >= SMALLEST_LINEAR and path not in self._routers
+                if self._linears != "none" and is_worthwhile:
+                    part = linear
+            elif self._norms == "all":
+                part = norm_part(module, "")
         if part is None or not self._accepts(path, module) or "forward" in module.__dict__:
             return
         if _has_plain_weights(module) and part.refusal(module) is not None:
@@ -349,14 +354,18 @@ class _Search:
         if why_no_subclass(module) is not None:
             return
         unit = Unit((("input", REQUIRED),), (Step(Chain((part,), ()), (Ref(0),)),), Ref(1))
-        self._add(path, module, unit)
+        self._add(path, module, replace(unit, reads=reads.inside(module, [""])))
 
     def _unit(self, module: torch.nn.Module, path: str) -> tuple[Unit | None, str | None]:
         """The unit of a module, or why a module that looks like one has none."""
         kind = _kind(module, self._chains)
         if kind not in self._known:
             opened = [m for m in module.modules() if m in self._chains]
-            self._known[kind] = _find_unit(module, opened, takes_norms=self._norms != "none")
+            with recorded_reads() as reads:
+                unit, reason = _find_unit(module, opened, takes_norms=self._norms != "none")
+            if unit is not None:
+                unit = replace(unit, reads=reads.inside(module, unit.watched))
+            self._known[kind] = unit, reason
         unit, reason = self._known[kind]
         if unit is None:
             return None, reason

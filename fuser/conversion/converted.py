@@ -7,6 +7,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ class Converted:
     def __getstate__(self) -> dict[str, Any]:
         own = getattr(super(), "__getstate__", None)
         state: dict[str, Any] = self.__dict__ if own is None else own()
-        return {name: value for name, value in state.items() if name != RUNNER}
+        state = {name: value for name, value in state.items() if name != RUNNER}
+        unit = _present_unit(self)  # type: ignore[arg-type]
+        return state if unit is None else {**state, UNIT: unit}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -82,18 +85,23 @@ def _run(self: Any, cls: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -
     if unit is not None:
         runner: Runner = self.__dict__[RUNNER]
         refusal = runner.refusal(self)
-        if refusal is None and (bound := runner.bound(args, keywords)) is not None:
-            return runner.run(self, *bound)
-        if refusal is not None and torch.compiler.is_dynamo_compiling():
+        if refusal is None:
+            bound = runner.bound(args, keywords)
+            if bound is not None:
+                return runner.run(self, *bound)
+            refusal = "its pipeline does not take the arguments of this call"
+        if torch.compiler.is_dynamo_compiling():
             call_while_tracing(_warn_traced, self)
-        elif refusal is not None:
+        else:
             _warn_if_unquantized(self, refusal, current_recipe())
     return cls.forward(self, *args, **keywords)
 
 
 def _warn_traced(context: Any) -> None:
     module = traced_subject(context)
-    refusal = module.__dict__[UNIT].refusal(module) or "an attribute or a child of it was changed"
+    refusal = module.__dict__[UNIT].refusal(module) or (
+        "an attribute or a child of it was changed, or its pipeline does not take the arguments"
+    )
     recipe = current_recipe() if is_autocast_entered() else module.__dict__.get(RECIPE)
     _warn_if_unquantized(module, refusal, recipe)
 
@@ -132,8 +140,15 @@ def _is_plain(module: torch.nn.Module, unit: Unit) -> bool:
     return False
 
 
-def set_conversion(module: torch.nn.Module, unit: Unit | None, recipe: Recipe | None) -> None:
+def set_conversion(
+    module: torch.nn.Module,
+    unit: Unit | None,
+    recipe: Recipe | None,
+    runner: Runner | None = None,
+) -> None:
     """Convert a module: set its unit, and the recipe under which it and all it holds run.
+
+    ``runner`` is that of an earlier conversion by this unit, which knows what has changed since.
 
     The recipe applies to each call outside of an autocast, also if a trainer calls a part alone.
     """
@@ -143,14 +158,14 @@ def set_conversion(module: torch.nn.Module, unit: Unit | None, recipe: Recipe | 
     for name, value in ((UNIT, unit), (RECIPE, recipe)):
         if value is not None:
             module.__dict__[name] = value
-    _prepare(module)
+    _prepare(module, runner)
 
 
-def _prepare(module: torch.nn.Module) -> None:
+def _prepare(module: torch.nn.Module, runner: Runner | None = None) -> None:
     """Make the pipelines of a module's unit, before any graph is traced through its forward."""
     unit: Unit | None = module.__dict__.get(UNIT)
     if unit is not None:
-        module.__dict__[RUNNER] = Runner(unit, module)
+        module.__dict__[RUNNER] = Runner(unit, module) if runner is None else runner
         join_weights(module)
 
 
@@ -171,7 +186,20 @@ def is_converted(module: torch.nn.Module) -> bool:
 
 def conversion_of(module: torch.nn.Module) -> tuple[torch.nn.Module, Unit | None, Recipe | None]:
     """A converted module, its unit and its recipe, to be set again."""
-    return module, module.__dict__.get(UNIT), module.__dict__.get(RECIPE)
+    return module, _present_unit(module), module.__dict__.get(RECIPE)
+
+
+def runner_of(module: torch.nn.Module) -> Runner | None:
+    """What runs the unit of a converted module."""
+    return module.__dict__.get(RUNNER)
+
+
+def _present_unit(module: torch.nn.Module) -> Unit | None:
+    """The unit of a module, which says how the module has changed since it was converted."""
+    unit: Unit | None = module.__dict__.get(UNIT)
+    runner = runner_of(module)
+    change = None if runner is None else runner.change(module)
+    return unit if unit is None or change is None else replace(unit, change=change)
 
 
 def ops_of_conversions(

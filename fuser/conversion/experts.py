@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser import basic_ops
+from fuser.conversion.held_objects import tensors_of
 from fuser.conversion.leaves import are_close
-from fuser.conversion.modules import bare, original_class
+from fuser.conversion.modules import bare, joint, original_class
 from fuser.conversion.parts import PLAIN_TENSORS, Chain, Part
 from fuser.conversion.trace import parameters_of
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit
@@ -21,6 +22,9 @@ CHANNELS = ("split sizes", "probs", "rows")
 
 INPUTS = ("hidden_states", "top_k_index", "top_k_weights")
 """The inputs of a forward of any arguments, as those of transformers' implementations."""
+
+MOST_TOKENS, MOST_CHOICES = 16384, 2**22
+"""Tokens of the trial that a capacity would show in, and the product with the number of experts."""
 
 Scalars = tuple[tuple[str, float], ...]
 
@@ -101,6 +105,10 @@ class ExpertsPart(Part):
         if self.is_transposed:
             hidden, width = width, hidden
         return replace(self, experts=experts, hidden=hidden, width=width)
+
+    def takes(self, inputs: Sequence[Any]) -> bool:
+        _, _, probs = inputs
+        return isinstance(probs, torch.Tensor) and probs.dtype in COMPUTE_DTYPES
 
     def inputs(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x, experts, probs = inputs
@@ -185,9 +193,8 @@ def _part(module: torch.nn.Module) -> ExpertsPart | str | None:
         return f"the shapes {shapes[up]} and {shapes[down]} are not those of a gate"
     if len(biases) not in (0, 2) or part.shapes != shapes:
         return f"its experts have {' and '.join(biases)}, which are not a bias of each linear"
-    others = [
-        n for n, _ in (*module.named_buffers(), *module.named_parameters()) if n not in shapes
-    ]
+    others = [joint(path, n) for path, m in module.named_modules() for n in tensors_of(m)]
+    others += [n for n, _ in module.named_parameters() if n not in shapes]
     if others:
         return f"its experts have {' and '.join(others)}, which may change what they compute"
     return part
@@ -249,7 +256,7 @@ def _results(
 def _trials(module: torch.nn.Module, part: ExpertsPart) -> list[_Trial] | str:
     """Calls of a module with small weights of as many experts; how it fails if it does."""
     generator = torch.Generator().manual_seed(0)
-    experts, hidden, width, tokens = part.experts, 8, 16, 16
+    experts, hidden, width, few = part.experts, 8, 16, 16
     shapes = replace(part, hidden=hidden, width=width).shapes
     values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     # All gates are far below zero: a clamp there would be most of the small values.
@@ -257,11 +264,15 @@ def _trials(module: torch.nn.Module, part: ExpertsPart) -> list[_Trial] | str:
     for name, sign in zip(part.biases, (-1, 0), strict=False):
         below[name] = sign * values[name].abs()
     trials: list[_Trial] = []
-    calls = [(spread, values) for spread in (0.1, 3.0, 30.0, 1e4)]
-    for spread, weights in (*calls, (3.0, below)):
+    calls = [(spread, values, few) for spread in (0.1, 3.0, 30.0, 1e4)]
+    # Many tokens, all with the same experts: a capacity would leave some out.
+    many = max(few, min(MOST_TOKENS, MOST_CHOICES // experts))
+    for spread, weights, tokens in (*calls, (3.0, below, few), (3.0, values, many)):
         x = spread * torch.randn(tokens, hidden, generator=generator)
-        order = torch.rand(tokens, experts, generator=generator).argsort(-1)
+        rows = few if tokens == few else 1
+        order = torch.rand(rows, experts, generator=generator).argsort(-1)
         chosen = order[:, : min(2, experts)]
+        chosen = chosen.repeat(tokens // rows, 1)
         probs = torch.randn(chosen.shape, generator=generator)
         inputs = -x.abs() if weights is below else x, chosen, probs
         tried = bare(module, weights).train(len(trials) % 2 == 1).requires_grad_()

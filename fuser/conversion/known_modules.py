@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fuser.conversion.modules import BOOKKEEPING, is_plain, original_class
+from fuser.conversion.held_objects import is_plain
+from fuser.conversion.modules import BOOKKEEPING, original_class
 from fuser.runtime.known_parameters import tensor_guard
 from fuser.torch_private import hooks_of
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from fuser import basic_ops
+from fuser.conversion.held_objects import tensors_of
 from fuser.conversion.modules import bare, original_class
 from fuser.conversion.parts import (
     ACTIVATIONS,
@@ -171,7 +172,7 @@ def norm_part(module: torch.nn.Module, name: str) -> NormPart | None:
 
 def _own_parameters(module: torch.nn.Module, dim: int) -> torch.Tensor | None:
     """The weight of a module with a weight of ``dim`` dimensions and no more than a bias."""
-    if is_fuser(module) or module._modules or module._buffers:
+    if is_fuser(module) or module._modules or tensors_of(module):
         return None
     present = {name: p for name, p in module._parameters.items() if p is not None}
     weight = present.get("weight")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from fuser import torch_private
+from fuser.conversion.held_objects import held, is_plain
 
 OWN_FORWARD = "a forward of its own"
 
@@ -50,6 +52,8 @@ INTERNALS = frozenset(
 )
 """Attributes of modules that do not change what they compute."""
 
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+
 BOOKKEEPING = ("_fuser", "_fsdp", "_is_fsdp", "__composable")
 """How such attributes of fuser and of FSDP2 begin."""
 
@@ -62,8 +66,10 @@ def attributes_of(module: torch.nn.Module) -> tuple[object, ...]:
 
 
 def plain_attributes(module: torch.nn.Module) -> tuple[tuple[str, object], ...]:
-    """Those of a module's attributes that are numbers and texts, by their names."""
-    return tuple((n, v) for n, v in _own_attributes(module) if is_plain(v))
+    """Those of a module's attributes that are numbers, texts and functions, by their names."""
+    return tuple(
+        (n, v) for n, v in _own_attributes(module) if is_plain(v) or isinstance(v, FUNCTIONS)
+    )
 
 
 def _own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
@@ -72,13 +78,6 @@ def _own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
         for name, value in module.__dict__.items()
         if name not in INTERNALS and not name.startswith(BOOKKEEPING)
     )
-
-
-def is_plain(value: object) -> bool:
-    """Whether a value never changes, and equals those with which the same is computed."""
-    if type(value) is tuple:
-        return all(is_plain(item) for item in value)
-    return isinstance(value, (bool, int, float, str))
 
 
 def bare(
@@ -92,7 +91,7 @@ def bare(
     cls: Any = original_class(module)
     copy: torch.nn.Module = object.__new__(cls)
     torch.nn.Module.__init__(copy)
-    own = {n: v for n, v in module.__dict__.items() if n not in copy.__dict__}
+    own = {n: held(module, n, v) for n, v in module.__dict__.items() if n not in copy.__dict__}
     copy.__dict__.update(own, training=False)
     copy._buffers.update(module._buffers)
     copy._parameters.update(module._parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -62,6 +62,10 @@ class Part(ABC):
     def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
         """The present values of the ops' parameters, in their order."""
         return []
+
+    def takes(self, inputs: Sequence[Any]) -> bool:
+        """Whether a pipeline that starts with this part takes these inputs of the forward."""
+        return True
 
     def inputs(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The inputs of a pipeline that starts with this part, from those of the forward."""

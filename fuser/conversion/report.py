@@ -110,10 +110,10 @@ class ConversionReport:
         return {name: value for name, value in asdict(self).items() if name != "_gains"}
 
     def __str__(self) -> str:
-        lines = [
-            f"fuser.convert: {len(self.converted)} modules run pipelines, "
-            f"{len(self.refused)} stay as they are"
-        ]
+        count = len(self.converted)
+        runs = "1 module runs a pipeline" if count == 1 else f"{count} modules run pipelines"
+        stays = f", {len(self.refused)} not converted" * bool(self.refused)
+        lines = [f"fuser.convert: {runs}{stays}"]
         of_titles = {
             "converted": self.converted,
             "not converted": self.refused,

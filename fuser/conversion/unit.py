@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from fuser import fused_ops
 from fuser.basic_ops import GroupedLinear
 from fuser.conversion.chains import Chains, FoundChain
+from fuser.conversion.held_objects import Read
 from fuser.conversion.known_modules import KnownModules
 from fuser.conversion.modules import (
     attributes_of,
@@ -25,7 +26,7 @@ from fuser.conversion.modules import (
     original_class,
     plain_attributes,
 )
-from fuser.conversion.parts import Chain, LinearPart, ModulePart
+from fuser.conversion.parts import Chain, LinearPart, ModulePart, Part
 from fuser.conversion.trace import MODE, OTHER_KEYWORDS, parameters_of, traced
 from fuser.errors import StateError
 from fuser.op import CallResult, autocast_dtype
@@ -97,12 +98,18 @@ class Unit:
         What it runs, and what it returns.
     is_quantized
         False to run unquantized, also inside of autocast.
+    reads
+        What the forward has read from objects that the modules hold.
+    change
+        Of a copy of a module that has changed since it was converted: how, else None.
     """
 
     inputs: tuple[tuple[str, Any], ...]
     steps: tuple[Step, ...]
     output: Any
     is_quantized: bool = True
+    reads: tuple[Read, ...] = ()
+    change: str | None = None
 
     @property
     def chains(self) -> list[Chain]:
@@ -122,8 +129,17 @@ class Unit:
         )
         return replace(self, steps=tuple(steps))
 
+    @property
+    def watched(self) -> list[str]:
+        """The paths of the modules whose attributes it computes with, the owner first."""
+        return list(dict.fromkeys(["", *(p for c in self.chains for p, _ in c.replaced)]))
+
     def refusal(self, owner: torch.nn.Module) -> str | None:
         """Why the owner's own forward has to run; None if it has not."""
+        if self.change is not None:
+            return self.change
+        if (changed := self.changed_read(owner)) is not None:
+            return changed
         if getattr(owner, "_is_replica", False):
             return "replicas of torch.nn.DataParallel share a pipeline"
         if has_global_hooks() and any(chain.replaced for chain in self.chains):
@@ -133,6 +149,13 @@ class Unit:
                 refusal = step.target.refusal(owner)
                 if refusal is not None:
                     return refusal
+        return None
+
+    def changed_read(self, owner: torch.nn.Module) -> str | None:
+        """Why what the forward read from objects is out of date; None if it is not."""
+        for read in self.reads:
+            if not read.is_as_before(child_of(owner, read.path)):
+                return f"{read.text} of {read.path or 'it'} was changed"
         return None
 
     @property
@@ -158,9 +181,7 @@ class Runner:
             for index, step in enumerate(unit.steps)
             if isinstance(step.target, Chain)
         }
-        paths = dict.fromkeys(
-            path for pipeline in self.pipelines.values() for path, _ in pipeline.chain.replaced
-        )
+        paths = unit.watched[1:]
         called = [step.target for step in unit.steps if type(step.target) is str]
         # A forward may loop over children: one that was added or removed is another step.
         self._children = [
@@ -170,6 +191,10 @@ class Runner:
         kept = [name for pipeline in self.pipelines.values() for name, _ in pipeline.own_modules]
         above = [path for name in kept for path in _paths_above(name)]
         self._looked_at = list(dict.fromkeys(("", *paths, *above, *(p for p, _ in self._children))))
+        first = unit.steps[0].target
+        part = first.parts[0] if isinstance(first, Chain) else None
+        # Only some parts ask for more than tensors.
+        self._first = None if part is None or type(part).takes is Part.takes else part
         self._known = KnownModules()
         self._has_values = False
         self._attributes = [
@@ -190,7 +215,7 @@ class Runner:
         if is_functorch_active() or forward_ad_level() >= 0:
             return "torch.func or forward-mode AD transforms its call, which no pipeline can be in"
         if not has_global_hooks() and self._known.are_as_noted(owner):
-            return None
+            return self.unit.changed_read(owner) if self.unit.reads else None
         refusal = self._refusal(owner, self._attributes)
         if refusal is None:
             self._known.note(child_of(owner, path) for path in self._looked_at)
@@ -212,11 +237,18 @@ class Runner:
     def _refusal(
         self, owner: torch.nn.Module, compared: Iterable[tuple[str, tuple[object, ...]]]
     ) -> str | None:
-        refusal = self.unit.refusal(owner)
-        if refusal is not None:
-            return refusal
+        return self.unit.refusal(owner) or self._refusal_of_change(owner, compared)
+
+    def change(self, owner: torch.nn.Module) -> str | None:
+        """What of the modules is not as it was when they were converted; None if nothing."""
+        return self._refusal_of_change(owner, self._attributes)
+
+    def _refusal_of_change(
+        self, owner: torch.nn.Module, compared: Iterable[tuple[str, tuple[object, ...]]]
+    ) -> str | None:
         for path, attributes in compared:
-            if attributes_of(child_of(owner, path)) != attributes:
+            child = child_of(owner, path)
+            if child is None or attributes_of(child) != attributes:
                 return f"an attribute of {path or 'it'} was changed"
         for path, names in self._children:
             if _names_of_children(child_of(owner, path)) != names:
@@ -246,6 +278,10 @@ class Runner:
             values.append(given.get(name, default))
         if others and not self.takes_others:
             return None
+        if self._first is not None:
+            inputs = _filled(self.unit.steps[0].args, values)
+            if not self._first.takes(inputs):
+                return None
         return values, others
 
     def run(self, owner: torch.nn.Module, values: list[Any], others: dict[str, Any]) -> Any:

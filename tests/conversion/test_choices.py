@@ -352,3 +352,22 @@ def test_a_recipe_may_be_given_by_its_name() -> None:
     assert torch.equal(*found)
     with pytest.raises(fuser.InputError, match="no recipe 'curent'; there are delayed, current"):
         fuser.convert(Parts(), recipe="curent")
+
+
+@pytest.mark.parametrize(
+    ("count", "others", "line"),
+    [
+        (1, 0, "1 module runs a pipeline"),
+        (2, 0, "2 modules run pipelines"),
+        (1, 1, "1 module runs a pipeline, 1 not converted"),
+        (0, 2, "0 modules run pipelines, 2 not converted"),
+    ],
+)
+def test_the_first_line_counts_modules(count: int, others: int, line: str) -> None:
+    def feed_forward(act: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 96), act, nn.Linear(96, 64))
+
+    model = nn.ModuleList(feed_forward(nn.SiLU()) for _ in range(count))
+    model.extend(feed_forward(nn.Mish()) for _ in range(others))
+    model.append(nn.LayerNorm(64))  # left to torch
+    assert str(fuser.convert(model)).split("\n")[0] == f"fuser.convert: {line}"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from said import said
 from test_convert import pipelines_run
 from torch import nn
 from torch.nn import functional as F
@@ -264,6 +267,26 @@ def test_tokens_of_sequences_with_choices_of_rows_keep_their_shape() -> None:
         y = model(tokens, chosen, probs)
         assert y.shape == tokens.shape
         torch.testing.assert_close(y, plain(tokens, chosen, probs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=str)
+@pytest.mark.parametrize("make", [Experts, GptOss])
+def test_weights_of_tokens_of_another_dtype_are_those_of_the_own_forward(
+    make: Callable[[], Experts], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, model = made(make), made(make)
+    fuser.convert(model)
+    probs, chosen = torch.rand(TOKENS, E).topk(2)
+    found, expected = (one(data(), chosen, (3 * probs).to(dtype)) for one in (model, plain))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    # The package has a function of the module's name.
+    monkeypatch.setattr(sys.modules["fuser.conversion.converted"], "_has_warned", False)
+    sentence = said("converted-fuser-convert-runs", *[None] * 3)
+    with (
+        fuser.autocast(recipe=RECIPES["current"]),
+        pytest.warns(fuser.FuserWarning, match=sentence),
+    ):
+        model(data(), chosen, probs.to(dtype))
 
 
 class ByName(Block):
@@ -522,7 +545,44 @@ class WithLinear(AnyArguments):
         self.score = nn.Linear(HIDDEN, E)
 
 
+class WithTensor(Experts):
+    """A tensor that is no buffer, which may be written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(())
+
+    def expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        return super().expert(x, e) * self.scale
+
+
+class WithCapacity(Experts):
+    """The last tokens of an expert that has too many are left out."""
+
+    capacity = 1000
+
+    def most(self, tokens: int) -> int:
+        return self.capacity
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        out = torch.zeros_like(hidden_states)
+        for e in range(E):
+            found = torch.where(top_k_index == e)
+            token, place = (index[: self.most(len(hidden_states))] for index in found)
+            y = self.expert(hidden_states[token], e) * top_k_weights[token, place, None]
+            out = out.index_add(0, token, y)
+        return out
+
+
+class WithShare(WithCapacity):
+    """The capacity is a share of all tokens."""
+
+    def most(self, tokens: int) -> int:
+        return tokens * 3 // 4 + 4
+
+
 LOOK_ALIKES = (
+    *(WithTensor, WithCapacity, WithShare),
     *(Gelu, Swapped, Clamped, ScaledBefore, Averaged, Shared, Overwriting, WithBiases),
     *(WithOneBias, BiasOfEachToken, GateFirst, BoundedBelow, BoundedAbove, WithoutOffset),
     *(ScaledInTraining, DetachedWeights, WeightsOfAnySign, DetachedExperts, WithBuffer, WithLinear),
@@ -647,6 +707,30 @@ def test_a_changed_activation_counts(change: Callable[[Any], object]) -> None:
     assert pipelines_run(model, data()) == 1
     for one in (plain, model):
         change(one.experts)
+    assert pipelines_run(model, data()) == 0
+    assert_close(results(model, data()), results(plain, data()))
+
+
+class OfConfig(GptOss):
+    """The bound is that of a config, beside one of the module that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(limit=self.limit)
+
+    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        limit = self.config.limit
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+def test_a_changed_bound_of_a_config_counts() -> None:
+    plain, model = (made(lambda: Block(OfConfig)) for _ in range(2))
+    assert fuser.convert(model).converted
+    assert pipelines_run(model, data()) == 1
+    for one in (plain, model):
+        one.experts.config.limit = 0.5
     assert pipelines_run(model, data()) == 0
     assert_close(results(model, data()), results(plain, data()))
 

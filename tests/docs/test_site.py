@@ -123,7 +123,7 @@ def test_notebooks_have_run_and_show_their_plan_and_curves(site: Path) -> None:
     assert "Fusion plan of 6 ops" in pipeline
     assert pipeline.count("<img") >= 3  # two plans, one curve
     assert "SNR dB" in pipeline
-    assert "fuser.convert: 21 modules run pipelines, 0 stay as they are" in convert
+    assert "fuser.convert: 21 modules run pipelines" in convert
     assert re.search(r"torch eager .* ms, 1\.\d+x this plan", convert)
     assert "<img" in convert
     for text in (pipeline, convert):

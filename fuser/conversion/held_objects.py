@@ -1,0 +1,181 @@
+"""Objects that modules hold, such as a config: what forwards read of them, and what it was."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import functools
+import types
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NEVER_MATTER = ("_experts_implementation",)
+"""What transformers reads to choose among implementations of equal values."""
+
+DEEPEST = 8
+OTHERS = (
+    *(torch.nn.Module, torch.Tensor, type, tuple, enum.Enum, functools.partial),
+    *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+)
+"""Objects of which nothing is noted: if a module holds another one, that counts."""
+
+LIBRARIES = ("torch", "builtins", "numpy")
+"""Whose objects hold what is theirs."""
+
+SPECIAL = ("__call__", "__contains__", "__iter__", "__len__", "__bool__", "__eq__", "__hash__")
+
+
+@dataclass(frozen=True)
+class Read:
+    """A value that a forward has read from an object.
+
+    Parameters
+    ----------
+    path
+        The module that holds the object, from the owner of the forward.
+    steps
+        Whether each step from the module is an item, and its name.
+    value
+        What was read; AttributeError if there was none.
+    """
+
+    path: str
+    steps: tuple[tuple[bool, Any], ...]
+    value: Any
+
+    def is_as_before(self, module: torch.nn.Module | None) -> bool:
+        """Whether the same is read now; ``module`` is the one at the path."""
+        value: Any = module
+        for is_item, name in self.steps:
+            try:
+                value = value[name] if is_item else getattr(value, name)
+            except (AttributeError, LookupError, TypeError):
+                value = AttributeError
+        return type(value) is type(self.value) and bool(value == self.value)
+
+    @property
+    def text(self) -> str:
+        """The value in a sentence."""
+        return "".join(f"[{name!r}]" if is_item else f".{name}" for is_item, name in self.steps)[1:]
+
+
+Steps = tuple[tuple[bool, Any], ...]
+
+
+class Reads:
+    """What forwards of bare modules have read while :func:`recorded_reads` was entered."""
+
+    def __init__(self) -> None:
+        self._of_modules: dict[int, dict[Steps, Any]] = {}
+
+    def note(self, module: torch.nn.Module, steps: Steps, value: object) -> None:
+        """Note what the forward of ``module`` has read by ``steps``."""
+        if steps[-1][1] not in NEVER_MATTER:
+            self._of_modules.setdefault(id(module), {})[steps] = value
+
+    def inside(self, owner: torch.nn.Module, paths: Collection[str]) -> tuple[Read, ...]:
+        """What the modules at ``paths`` have read, by their paths from ``owner``."""
+        return tuple(
+            Read(path, steps, value)
+            for path in dict.fromkeys(paths)
+            for steps, value in self._of_modules.get(id(owner.get_submodule(path)), {}).items()
+        )
+
+
+_reads: ContextVar[Reads | None] = ContextVar("reads", default=None)
+
+
+@contextlib.contextmanager
+def recorded_reads() -> Iterator[Reads]:
+    """A context in which the forwards of bare modules note what they read of objects."""
+    token = _reads.set(Reads())
+    try:
+        yield _reads.get()  # type: ignore[misc]
+    finally:
+        _reads.reset(token)
+
+
+def tensors_of(module: torch.nn.Module) -> list[str]:
+    """The names of a module's own tensors besides parameters, whose values may change."""
+    plain = (name for name, value in module.__dict__.items() if isinstance(value, torch.Tensor))
+    return [*module._buffers, *plain]
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value never changes, and equals those with which the same is computed."""
+    if type(value) is tuple:
+        return all(is_plain(item) for item in value)
+    return isinstance(value, (bool, int, float, str))
+
+
+def held(module: torch.nn.Module, name: str, value: Any) -> Any:
+    """An attribute of a module as a bare copy has it: one that notes what is read of it."""
+    reads = _reads.get()
+    if reads is None or is_plain(value):
+        return value  # the owner's attributes are compared in any case
+    return _noting(value, ((False, name),), functools.partial(reads.note, module))
+
+
+def _noting(value: Any, steps: Steps, note: Callable[[Steps, object], None]) -> Any:
+    """A value that was read, or a stand-in for it, of which what is read is noted."""
+    if isinstance(value, torch.Tensor) and len(steps) > 1:
+        raise RuntimeError(f"it reads a tensor from {steps[0][1]}, whose values may change")
+    if _is_data(value):
+        note(steps, copy.deepcopy(value))
+    elif type(value) in (list, tuple) and len(steps) < DEEPEST:
+        items = [_noting(item, (*steps, (True, i)), note) for i, item in enumerate(value)]
+        return type(value)(items)
+    elif type(value) is dict and len(steps) < DEEPEST:
+        return {k: _noting(item, (*steps, (True, k)), note) for k, item in value.items()}
+    elif not isinstance(value, OTHERS) and type(value).__module__.split(".")[0] not in LIBRARIES:
+        return _stand_in(value, steps, note)
+    return value
+
+
+def _is_data(value: object) -> bool:
+    """Whether a value is compared by what it is, with all that it holds."""
+    if type(value) is dict:
+        return all(map(_is_data, value)) and all(map(_is_data, value.values()))
+    if type(value) in (list, tuple, set):
+        return all(map(_is_data, value))  # type: ignore[call-overload]
+    return value is None or is_plain(value)
+
+
+def _stand_in(real: Any, steps: Steps, note: Callable[[Steps, object], None]) -> Any:
+    """An object that looks like ``real``, and notes what is read of it."""
+    cls: Any = type(real)
+
+    def get(self: Any, name: str) -> Any:
+        further = (*steps, (False, name))
+        try:
+            value = getattr(real, name)
+        except AttributeError:
+            note(further, AttributeError)
+            raise
+        if name.startswith("__"):
+            return value
+        if type(value) is types.MethodType and value.__self__ is real:
+            return types.MethodType(value.__func__, self)
+        return _noting(value, further, note)
+
+    def item(self: Any, key: Any) -> Any:
+        return _noting(real[key], (*steps, (True, key)), note)
+
+    def refuse(self: Any, *args: object) -> None:
+        raise RuntimeError(f"it writes into a {cls.__name__}")
+
+    members: dict[str, Any] = {"__getattribute__": get, "__setattr__": refuse}
+    if hasattr(cls, "__getitem__"):
+        members |= {"__getitem__": item, "__setitem__": refuse}
+    for name in SPECIAL:
+        function = getattr(cls, name, None)
+        if type(function) is types.FunctionType:
+            members[name] = function
+        elif function is not None:
+            members[name] = lambda self, *args, f=function: f(real, *args)
+    return type(cls.__name__, (), members)()
