@@ -13,8 +13,8 @@ from torch.compiler import is_compiling
 
 from fuser.errors import InputError, InputTypeError, explains_arguments, refuse_unknown
 from fuser.fused_ops.catalog import FUSIONS
-from fuser.module_calls import module_calls
 from fuser.op import CallResult, FusedOperation, Stateful
+from fuser.op.module_calls import module_calls
 from fuser.plan.plan import FusionPlan
 from fuser.plan.rebuilt import activation_memory_budget, budget
 from fuser.precision.recomputation import is_in_checkpoint

@@ -13,8 +13,8 @@ from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.functional.random_seeds import dropout_seed
-from fuser.module_calls import module_calls
 from fuser.op import BasicOperation, OperationContext, cast, check_sizes
+from fuser.op.module_calls import module_calls
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor
 from fuser.tensors.sharding import is_distributed

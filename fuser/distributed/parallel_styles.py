@@ -10,10 +10,10 @@ from fuser.basic_ops import BasicLinear, Bias
 from fuser.communication import divided
 from fuser.errors import InputError
 from fuser.fused_ops import Linear
-from fuser.module_calls import module_calls
 from fuser.modules import layers
 from fuser.modules.layer import Layer
 from fuser.op import BasicOperation
+from fuser.op.module_calls import module_calls
 from fuser.tensors import QuantizedTensor
 
 LINEARS = "fuser.Linear, BasicLinear, fuser.modules.Linear"

@@ -13,10 +13,10 @@ from fuser.communication import GroupArgument
 from fuser.errors import StateError
 from fuser.formats import DType, NumberFormat
 from fuser.functional.lazy import LazyTensor
-from fuser.module_calls import module_calls
 from fuser.op.channels import ChannelBindings
 from fuser.op.context import OperationContext
 from fuser.op.fusible import QUANTIZER_METHODS, FusibleOperation
+from fuser.op.module_calls import module_calls
 from fuser.op.parameters import default_device
 from fuser.op.state import is_tried
 from fuser.op.step import Grads

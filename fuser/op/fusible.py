@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 
 from fuser.errors import StateError, explains_arguments
-from fuser.module_calls import module_calls, noting
 from fuser.op.context import OperationContext
+from fuser.op.module_calls import module_calls, noting
 from fuser.op.state import Stateful
 from fuser.op.step import Contexts, Grads, StepGrads, StepInputs, StepOutputs, Tensors, rows
 from fuser.op.structure import structure_of

@@ -14,9 +14,9 @@ import torch
 
 from fuser.errors import InputError, StateError
 from fuser.fused_ops.catalog import FUSIONS
-from fuser.module_calls import module_calls
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.op.fusible import runs_ops_alone
+from fuser.op.module_calls import module_calls
 from fuser.plan.graph import Source, extra_input_sources, returned_outputs
 from fuser.plan.plan import Channel, FusionPlan, ModuleCall, merged
 from fuser.runtime.checks import Checks, wrong_extra_count
