@@ -13,8 +13,10 @@ import figures
 import formats_picture
 import kernels_picture
 import pytest
+import rooms_picture
 from once import made_once
 from paths import ROOT
+from rooms import ROOMS
 
 import fuser
 
@@ -159,6 +161,12 @@ def test_the_picture_of_kernels_is_that_of_its_script() -> None:
     assert {store for _, store, _ in pairs} == {row[0] for row in kernels_picture.STORES}
     assert ("NormProducer", "Mxfp8Store", False) in pairs
     assert ("NormProducer", "Mxfp8Store", True) not in pairs
+
+
+def test_the_picture_of_rooms_is_that_of_its_script_and_has_all_rooms() -> None:
+    picture = rooms_picture.picture()
+    assert rooms_picture.PICTURE.read_text(encoding="utf-8") == picture
+    assert set(rooms_picture.WHAT) == {room.name for room in ROOMS}
 
 
 def test_a_command_prints_what_the_program_prints() -> None:
