@@ -1,7 +1,8 @@
 """The rooms of the library: a core, wings that plug into it, and products that nothing needs.
 
-    python tests/rooms.py       # lines of each room, names that lead where they should not
-    python tests/rooms.py -v    # each of these names
+    python tests/rooms.py            # lines of each room, names that lead where they should not
+    python tests/rooms.py -v         # each of these names
+    python tests/rooms.py experts    # the files of a room, and what each is for
 
 The core is what a dense block needs, eager, on a CPU and on a GPU. A wing imports the core, and a
 product imports both. The core imports neither, and nothing imports a product.
@@ -205,8 +206,20 @@ def _defining(module: str, name: str, texts: Mapping[str, str]) -> str | None:
     return package if package in texts else None
 
 
+def files_of(room: str, texts: Mapping[str, str]) -> Iterator[str]:
+    """A line for each file of a room: its path, and the first sentence of its docstring."""
+    for path, text in texts.items():
+        if room_of(path).name == room:
+            about = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
+            yield f"{path:36} {' '.join(about.split())}"
+
+
 def main() -> None:
     texts = sources()
+    for room in ROOMS:
+        if room.name in sys.argv[1:]:
+            print(*files_of(room.name, texts), sep="\n")
+            return
     forbidden = [name for name in names(texts) if name.is_forbidden]
     lines: Counter[Room] = Counter()
     for path, text in texts.items():

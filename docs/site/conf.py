@@ -31,6 +31,7 @@ include_patterns = [
     "CONTRIBUTING.md",
     "docs/*.md",
     "docs/dev/*.md",
+    "docs/dev/wings/*.md",
     "docs/notebooks/*.md",
     "docs/reference/*",
     "benchmarks/README.md",

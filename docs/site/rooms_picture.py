@@ -10,10 +10,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "rooms.svg"
-sys.path.append(str(ROOT / "tests"))
-
-from rooms import ROOMS
-
 WHAT = {
     "core": "a dense block, eager, on a CPU and a GPU",
     "experts": "grouped linears, dispatch, routers",
@@ -49,6 +45,9 @@ FLOORS = (
 
 def picture() -> str:
     """The picture, as SVG: a floor for each kind of room, the core below."""
+    sys.path.append(str(ROOT / "tests"))
+    from rooms import ROOMS
+
     parts: list[str] = []
     y = 12
     for kind, title, fill, stroke in FLOORS:

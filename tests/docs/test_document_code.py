@@ -140,12 +140,12 @@ def test_the_notes_of_a_layer_of_experts_are_those_of_its_plan(
     assert f"```\n{notes.rstrip()}\n```\n" in read(document)
 
 
-def test_the_generated_code_in_the_architecture_is_what_runs() -> None:
+def test_the_generated_code_in_the_documents_is_what_runs() -> None:
     layers = (fuser.Linear(8, 16), fuser.GELU(), fuser.Linear(16, 8, bias=False))
     pipeline = fuser.OperationFuser(layers)
     pipeline(torch.ones(4, 8, requires_grad=True, device="cpu"))
     (run,) = pipeline._runs.values()
-    (written,) = re.findall(r"^```text\n(.*?)^```", read("ARCHITECTURE.md"), re.M | re.S)
+    (written,) = re.findall(r"^```text\n(.*?)^```", read("docs/dev/execution.md"), re.M | re.S)
     assert written.rstrip() == run.source.rstrip()
 
 

@@ -95,7 +95,12 @@ def test_files_that_a_document_names_exist(document: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/dev/decisions.md"]
+    "document",
+    [
+        *("ARCHITECTURE.md", "CONTRIBUTING.md", "docs/dev/decisions.md"),
+        *(f"docs/dev/{name}.md" for name in ("execution", "precision", "inspection")),
+        *(path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/dev/wings/*.md"))),
+    ],
 )
 def test_names_that_a_document_about_the_code_uses_are_in_the_code(document: str) -> None:
     text = re.sub(r"^ *```.*?^ *```", "", read(document), flags=re.M | re.S)

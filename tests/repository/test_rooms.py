@@ -8,6 +8,8 @@ import pytest
 import rooms
 from rooms import LIBRARY, ROOMS, Name, room_of
 
+WINGS = LIBRARY.parent / "docs" / "dev" / "wings"
+
 LEFT = {
     ("core", "sharding"): 31,
     ("core", "memory plans"): 12,
@@ -84,3 +86,15 @@ def test_a_name_is_of_the_file_that_defines_it() -> None:
         Name("op/basic.py", 1, "moe/router.py", "route", False),
         Name("moe/router.py", 2, "report/draw.py", "draw", True),
     ]
+
+
+def test_a_room_prints_its_files_with_what_each_is_for() -> None:
+    texts = {"moe/router.py": '"""Routers: who goes\n    where.\n\nMore."""\n', "op/basic.py": ""}
+    assert [line.split(None, 1) for line in rooms.files_of("experts", texts)] == [
+        ["moe/router.py", "Routers: who goes where."]
+    ]
+
+
+def test_every_wing_has_a_page() -> None:
+    pages = {path.stem.lower().replace("_", " ") for path in WINGS.glob("*.md")}
+    assert pages == {"readme", *(room.name.lower() for room in ROOMS if room.kind == "wing")}
