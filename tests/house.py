@@ -3,7 +3,8 @@
     python tests/house.py              the figures of this tree
     python tests/house.py 024aaa6 v1   beside those of other commits
 
-All counts are of ``fuser/``, from its syntax trees. A figure that is met by splitting what belongs
+All counts are of ``fuser/``, from its syntax trees, but for calls, which are walked (``walks.py``).
+Rooms are those that ``rooms.py`` has now. A figure that is met by splitting what belongs
 together is a step back. The private names of torch alone are a test (test_torch_private.py).
 """
 
@@ -13,8 +14,11 @@ import argparse
 import ast
 import io
 import itertools
+import json
+import os
 import re
 import subprocess
+import sys
 import tarfile
 import tempfile
 import tokenize
@@ -22,6 +26,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import rooms
 from private_names import defined, private_names
 
 ROOT = Path(__file__).parents[1]
@@ -162,6 +167,32 @@ def repetitions(tree: Path) -> float:
     return 1e4 * found / words
 
 
+# -- rooms and calls ---------------------------------------------------------------------
+
+
+def lines_of_rooms(files: Iterable[Source]) -> dict[str, str]:
+    """The lines of each room, and the names that lead where they should not."""
+    texts = {source.path.as_posix(): source.text for source in files}
+    lines = {room.name: 0 for room in rooms.ROOMS}
+    for path, text in texts.items():
+        lines[rooms.room_of(path).name] += text.count("\n")
+    forbidden = sum(name.is_forbidden for name in rooms.names(texts))
+    rows = {f"lines: {name}": str(count) for name, count in lines.items()}
+    return {**rows, "names from the core into wings, or into products": str(forbidden)}
+
+
+def walked(tree: Path) -> dict[str, str]:
+    """What calls meet in the library of a checkout; empty if they do not run there."""
+    command = [sys.executable, str(ROOT / "tests" / "walks.py"), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tree)
+    walks = json.loads(done.stdout) if not done.returncode else {}
+    return {
+        f"{name}: {', '.join(row)}": ", ".join(map(str, row.values()))
+        for name, row in walks.items()
+    }
+
+
 # -- the report --------------------------------------------------------------------------
 
 
@@ -202,6 +233,8 @@ def figures(tree: Path) -> dict[str, str]:
         "words in the table of ARCHITECTURE.md": str(concepts(tree)),
         '"those of", "that of" in 10 000 words': f"{repetitions(tree):.1f}",
         "files that name MXFP8": str(sum("MXFP8" in source.text for source in files)),
+        **lines_of_rooms(files),
+        **walked(tree),
     }
 
 
@@ -218,8 +251,8 @@ def of_commit(commit: str) -> dict[str, str]:
 def table(columns: dict[str, dict[str, str]]) -> str:
     """The report as a Markdown table."""
     rows = [["", *columns], ["---"] * (1 + len(columns))]
-    for name in next(iter(columns.values())):
-        rows.append([name, *(column[name] for column in columns.values())])
+    for name in dict.fromkeys(itertools.chain(*columns.values())):
+        rows.append([name, *(column.get(name, "") for column in columns.values())])
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return "\n".join(
         "| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in itertools.chain(rows)
