@@ -4,6 +4,73 @@ from mutants.mutant import Mutant
 
 QUANTIZED = "test_recorded_quantized_parameters.py::"
 
+PASS_GRAPHS = (
+    Mutant(
+        "a graph is replayed for any addresses",
+        "cuda/pass_graphs.py",
+        "PassGraphs.run",
+        "key = (place, addresses)",
+        "key = (place, len(addresses))",
+        "test_pass_graphs.py",
+    ),
+    Mutant(
+        "a graph is replayed on any stream and under any settings",
+        "cuda/pass_graphs.py",
+        "PassGraphs.run",
+        "key = (place, addresses)",
+        "key = (None, addresses)",
+        "test_pass_graphs.py::test_a_stream_or_a_setting_of_products_has_graphs_of_its_own",
+    ),
+    Mutant(
+        "a pass is captured at its first addresses",
+        "cuda/pass_graphs.py",
+        "PassGraphs._captured",
+        "before = self._seen.pop(key, 0)",
+        "before = self._seen.pop(key, call)",
+        "test_pass_graphs.py::test_the_second_call_with_the_same_addresses_is_captured",
+    ),
+    Mutant(
+        "a switch that is off is not asked",
+        "cuda/pass_graphs.py",
+        "PassGraphs.run",
+        "if _Switch.is_on and self.refusal is None",
+        "if self.refusal is None",
+        "test_pass_graphs.py::test_graphs_are_off_where_a_user_says_so",
+    ),
+    Mutant(
+        "a pass whose capture failed is captured again",
+        "cuda/pass_graphs.py",
+        "PassGraphs.run",
+        "if _Switch.is_on and self.refusal is None",
+        "if _Switch.is_on",
+        "test_pass_graphs.py::test_a_pass_whose_capture_fails_is_played_and_says_why",
+    ),
+    Mutant(
+        "any graph gives way to new addresses",
+        "cuda/pass_graphs.py",
+        "PassGraphs._captured",
+        "if oldest[1].last_use >= before:",
+        "if not oldest:",
+        "test_pass_graphs.py::test_more_addresses_in_turn_than_graphs_leave_the_first_ones",
+    ),
+    Mutant(
+        "a graph in whose place another one comes is kept",
+        "cuda/pass_graphs.py",
+        "PassGraphs._captured",
+        "self._graphs.pop(oldest[0], None)",
+        "pass",
+        "test_pass_graphs.py::test_addresses_that_come_back_sooner_take_the_place_of_the_oldest",
+    ),
+    Mutant(
+        "a sequence without hits looks at every call",
+        "cuda/pass_graphs.py",
+        "PassGraphs._miss",
+        "self._resumes_at = call + self._pause",
+        "self._resumes_at = call",
+        "test_pass_graphs.py::test_a_sequence_whose_addresses_never_come_back_looks_seldom",
+    ),
+)
+
 LAUNCH_CACHE = (
     Mutant(
         "the alignment of a tensor is left out of a launch's key",
