@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
@@ -34,6 +34,16 @@ from fuser.torch_private import gradient_hooks
 MAX_RECIPES = 256
 
 _ByPlace = dict[tuple[str, int, str], Quantizer]
+
+
+class EqualExtras(NamedTuple):
+    """Two extra inputs of a pipeline's caller that must have equal values."""
+
+    first: int
+    """Its place among the caller's extra inputs."""
+    second: int
+    check: Callable[[torch.Tensor, torch.Tensor], None]
+    """Raises InputError if two tensors are not equal."""
 
 
 class BasicOperation(ChannelBindings, FusibleOperation):
@@ -177,6 +187,16 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         They grow with the tokens: what a call saves once, such as a seed, does not count.
         """
         return 0
+
+    def equal_extras(
+        self, ops: Sequence[BasicOperation], callers: Sequence[Sequence[int | None]], place: int
+    ) -> EqualExtras | None:
+        """Two extra inputs of the caller that must be equal, of which this op reads the second.
+
+        ``callers`` are the places of the extra inputs of all ``ops`` among the caller's, None for
+        those from a channel; ``place`` is that of this op among them.
+        """
+        return None
 
     def kept_input(self, key: PlanKey) -> QuantSpec | None:
         """How the op keeps its main input, if it keeps it quantized; else None."""

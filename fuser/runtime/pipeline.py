@@ -42,7 +42,6 @@ from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.local_parts import any_distributed, are_resharded, local_parts
 from fuser.runtime.padding import padding_notes
-from fuser.runtime.shared_sizes import shared_sizes
 from fuser.runtime.vectorization import layout_notes
 from fuser.specs import OpKey, PlanKey, QuantSpec, TensorKey, TensorSpec
 from fuser.tensors import QuantizedTensor
@@ -105,7 +104,9 @@ class OperationFuser:
         self.returned = returned_outputs(self.basic_ops, self.open_channels)
         self.checks = Checks(self.basic_ops, self.sources)
         self.num_extra_inputs = self.checks.num_extra_inputs
-        self._shared_sizes = shared_sizes(self.basic_ops, self.sources)
+        callers = [tuple(source.caller_index for source in row) for row in self.sources]
+        pairs = (op.equal_extras(basic_ops, callers, i) for i, op in enumerate(basic_ops))
+        self.equal_extras = tuple(pair for pair in pairs if pair is not None)
         self.planned_count = 0
         self._plans: dict[PlanKey, CompiledPlan] = {}
         self._runs: dict[tuple[Any, ...], CompiledPlan] = {}
@@ -192,10 +193,10 @@ class OperationFuser:
                 with local_parts(self.basic_ops, self._slots.counts, self._slots.slots):
                     return self.run(input_, extra_inputs, kwargs, is_placed=True)
             run, params, layout = known_run
-        for shared in self._shared_sizes:
-            first, second = extra_inputs[shared.first], extra_inputs[shared.second]
+        for pair in self.equal_extras:
+            first, second = extra_inputs[pair.first], extra_inputs[pair.second]
             if first is not second:
-                shared.check(first, second)
+                pair.check(first, second)
         for index, op in self._hooked:
             op.pre_fuser_forward(requires_grad=run.requires_grad[index])
         try:
