@@ -170,7 +170,8 @@ class LoRAAdapters(BasicOperation):
         self, ctx: OperationContext, kind: str, dtype: torch.dtype, *, is_read: bool
     ) -> torch.Tensor:
         """The adapters of a kind as the operand of a product; whether backward reads it too."""
-        raise NotImplementedError
+        (one,) = self._parts(kind)
+        return cast(one, dtype)
 
     def _sized(self) -> str:
         """The op with its sizes, for messages."""

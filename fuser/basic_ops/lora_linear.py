@@ -154,11 +154,6 @@ class LoRALinear(LoRAAdapters, BasicLinear):
         super().pre_first_fuser_forward()
         self._reset([name for name in self.parameter_names if getattr(self, name).is_meta])
 
-    def _operand(
-        self, ctx: OperationContext, kind: str, dtype: torch.dtype, *, is_read: bool
-    ) -> torch.Tensor:
-        return cast(getattr(self, kind), dtype)
-
     # -- questions of the planner ---------------------------------------------
 
     def _check_parameters(self) -> None:
