@@ -36,7 +36,6 @@ from fuser.gemm.quantized_groups import sums_of
 from fuser.op import (
     BasicOperation,
     Contexts,
-    EqualExtras,
     OperationContext,
     StepGrads,
     StepInputs,
@@ -305,10 +304,10 @@ class GroupedLinear(GroupParameters):
             values = materialize(values)
         ctx.rebuilt_input = rows_of_groups(values, ctx)
 
-    def equal_extras(
-        self, ops: Sequence[BasicOperation], callers: Sequence[Sequence[int | None]], place: int
-    ) -> EqualExtras | None:
-        """The split sizes of a linear before it, if both are parts of one expert.
+    def equal_extra(
+        self, ops: Sequence[BasicOperation], place: int
+    ) -> tuple[int, Callable[[torch.Tensor, torch.Tensor], None]] | None:
+        """Split sizes are those of a linear before it, if both are parts of one expert.
 
         Then they have equal numbers of groups, and only pointwise ops between them. After other
         ops the groups may differ.
@@ -317,10 +316,9 @@ class GroupedLinear(GroupParameters):
         before = None if last is None else ops[last]
         if last is None or not isinstance(before, GroupedLinear):
             return None
-        first, second = callers[last][0], callers[place][0]
-        if first is None or second is None or before.num_groups != self.num_groups:
+        if before.num_groups != self.num_groups:
             return None
-        return EqualExtras(first, second, functools.partial(check_equal_sizes, (last, place)))
+        return last, functools.partial(check_equal_sizes, (last, place))
 
     # -- running --------------------------------------------------------------------
 

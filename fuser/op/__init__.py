@@ -1,7 +1,7 @@
 """Operations: base classes and functions for authors of ops and fusions."""
 
 from fuser.op.arguments import QUANTIZER_ARGUMENTS, is_plain, keyword_names, pipeline_arguments
-from fuser.op.basic import MAX_RECIPES, BasicOperation, EqualExtras
+from fuser.op.basic import MAX_RECIPES, BasicOperation
 from fuser.op.context import OperationContext, autocast_dtype, context_of
 from fuser.op.fused import FusedOperation
 from fuser.op.fusible import COMPUTE_METHODS, METHODS, CallResult, FusibleOperation
@@ -26,7 +26,6 @@ __all__ = [
     "COMPUTE_METHODS",
     "CallResult",
     "Contexts",
-    "EqualExtras",
     "FusedOperation",
     "FusibleOperation",
     "Grads",

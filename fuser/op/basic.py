@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch.compiler import is_compiling
@@ -34,16 +34,6 @@ from fuser.torch_private import gradient_hooks
 MAX_RECIPES = 256
 
 _ByPlace = dict[tuple[str, int, str], Quantizer]
-
-
-class EqualExtras(NamedTuple):
-    """Two extra inputs of a pipeline's caller that must have equal values."""
-
-    first: int
-    """Its place among the caller's extra inputs."""
-    second: int
-    check: Callable[[torch.Tensor, torch.Tensor], None]
-    """Raises InputError if two tensors are not equal."""
 
 
 class BasicOperation(ChannelBindings, FusibleOperation):
@@ -188,13 +178,13 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """
         return 0
 
-    def equal_extras(
-        self, ops: Sequence[BasicOperation], callers: Sequence[Sequence[int | None]], place: int
-    ) -> EqualExtras | None:
-        """Two extra inputs of the caller that must be equal, of which this op reads the second.
+    def equal_extra(
+        self, ops: Sequence[BasicOperation], place: int
+    ) -> tuple[int, Callable[[torch.Tensor, torch.Tensor], None]] | None:
+        """An op before this one whose first extra input must be equal to its own, and a check.
 
-        ``callers`` are the places of the extra inputs of all ``ops`` among the caller's, None for
-        those from a channel; ``place`` is that of this op among them.
+        Ops with ``index_extras`` are asked. ``place`` is that of this op among ``ops``, and the
+        check raises InputError for two tensors that differ.
         """
         return None
 

@@ -102,8 +102,8 @@ class Passes:
         if not is_fake:
             if forward_ad_level() >= 0:
                 refuse_transform()
-            for pair in self._pipeline.equal_extras:
-                pair.check(given.extras[pair.first], given.extras[pair.second])
+            for first, second, check in self._pipeline.equal_extras:
+                check(given.extras[first], given.extras[second])
             replayed = self._replayed(given)
             if replayed is not None:
                 return replayed

@@ -167,7 +167,7 @@ EXPERTS = (
     Mutant(
         "grouped linears that are far apart must get the same sizes",
         "basic_ops/grouped_linear.py",
-        "GroupedLinear.equal_extras",
+        "GroupedLinear.equal_extra",
         'if not hasattr(ops[i], "stage")',
         "if isinstance(ops[i], GroupedLinear)",
         "test_grouped_linear.py::test_other_groups_are_allowed_after_other_ops_and_in_other_numbers",
