@@ -6,6 +6,8 @@ class, and opens the door with an object of it as soon as it is imported::
 
     NAME.open(MyAnswers())
 
+Fusions of wings have a door of their own, ``register`` in ``fused_ops/catalog.py``.
+
 ``tests/rooms.py`` says which files are the core, a wing or a product.
 """
 

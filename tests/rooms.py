@@ -57,7 +57,6 @@ ROOMS = (
             *_in("reference", "grouped", "permutation"),
             *_in("functional", "grouped", "permutation", "routing"),
             *_in("tensors", "group_formats", "grouped", "stacks"),
-            "runtime/shared_sizes",
         ),
     ),
     Room(

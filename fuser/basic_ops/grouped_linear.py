@@ -34,6 +34,7 @@ from fuser.functional.lazy import LazyTensor, materialize
 from fuser.gemm import grouped
 from fuser.gemm.quantized_groups import sums_of
 from fuser.op import (
+    BasicOperation,
     Contexts,
     OperationContext,
     StepGrads,
@@ -303,6 +304,22 @@ class GroupedLinear(GroupParameters):
             values = materialize(values)
         ctx.rebuilt_input = rows_of_groups(values, ctx)
 
+    def equal_extra(
+        self, ops: Sequence[BasicOperation], place: int
+    ) -> tuple[int, Callable[[torch.Tensor, torch.Tensor], None]] | None:
+        """Split sizes are those of a linear before it, if both are parts of one expert.
+
+        Then they have equal numbers of groups, and only pointwise ops between them. After other
+        ops the groups may differ.
+        """
+        last = next((i for i in range(place)[::-1] if not hasattr(ops[i], "stage")), None)
+        before = None if last is None else ops[last]
+        if last is None or not isinstance(before, GroupedLinear):
+            return None
+        if before.num_groups != self.num_groups:
+            return None
+        return last, functools.partial(check_equal_sizes, (last, place))
+
     # -- running --------------------------------------------------------------------
 
     def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
@@ -423,3 +440,19 @@ class GroupedLinear(GroupParameters):
                 f"GroupedLinear got a buffer {name} in the memory of its input."
                 " Give it memory of its own."
             )
+
+
+def check_equal_sizes(ops: tuple[int, int], first: torch.Tensor, second: torch.Tensor) -> None:
+    """Refuse other split sizes for the second of two ops; on other devices they are not read."""
+    if first is second:
+        return
+    is_readable = first.device.type == second.device.type == "cpu"
+    if not is_readable or first.shape != second.shape:  # which the op refuses
+        return
+    sizes, others = first.tolist(), second.tolist()
+    if sizes != others:
+        raise InputError(
+            f"The grouped MLP of ops {ops[0]} to {ops[1]} got split sizes "
+            f"[{grouped.listed(sizes)}] for its first GroupedLinear and [{grouped.listed(others)}] "
+            "for its second; they must be equal, unless the linears are in two pipelines."
+        )

@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fuser.basic_ops.grouped_quantized_weights import stacked
 from fuser.basic_ops.linear_operands import plain
 from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.functional.random_seeds import dropout_seed
-from fuser.op import BasicOperation, OperationContext, cast, check_sizes
+from fuser.gemm.grouped import GroupProducts
+from fuser.op import BasicOperation, OperationContext, cast, check_sizes, fill_weight
 from fuser.op.module_calls import module_calls
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor
 from fuser.tensors.sharding import is_distributed
 
+Products = ModuleType | GroupProducts
+"""The products of a linear: the module ``fuser.gemm``, or the same of groups of rows."""
 
-class Products(Protocol):
-    """The products of a linear: the module ``fuser.gemm``, or the same of groups of rows."""
+KINDS = ("lora_A", "lora_B")
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, /) -> torch.Tensor: ...
-
-    def linear_add(
-        self, x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor, /, *, scale: float
-    ) -> torch.Tensor: ...
-
-    def dgrad(
-        self,
-        dy: torch.Tensor,
-        weight: torch.Tensor,
-        scale: float = 1.0,
-        addend: torch.Tensor | None = None,
-        /,
-    ) -> torch.Tensor: ...
-
-    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, scale: float = 1.0, /) -> torch.Tensor: ...
+Adapted = TypeVar("Adapted", bound="LoRAAdapters")
 
 
 class AdaptersSaved(NamedTuple):
@@ -62,9 +51,10 @@ class AdaptersState(NamedTuple):
 
 
 class LoRAAdapters(BasicOperation):
-    """A linear with frozen weights and adapters: the last parameters, first all A and then all B.
+    """The adapters of a linear, or of a linear for each group, whose weights are frozen.
 
-    The linear's own class comes after this one in the bases of an op.
+    They are the last parameters, first all A and then all B. The linear's own class comes after
+    this one in the bases of an op.
     """
 
     in_features: int
@@ -73,37 +63,120 @@ class LoRAAdapters(BasicOperation):
     rank: int
     alpha: float
     dropout_probability: float
+    _groups: tuple[int, ...] = ()  # their number, if there are groups
+    _names: dict[str, tuple[str, ...]]  # of the parameters, by kind, but for a bias
     _adapter_names: tuple[str, ...] = ()
     _are_trained: tuple[bool, ...]  # the adapters, before they were merged
     is_merged: bool = False
     """Whether the adapters' product is in the weight; see :meth:`merge`."""
 
-    def _take_adapters(
-        self, names: Sequence[str], rank: int, alpha: float | None, dropout: float
+    def _add_adapters(
+        self, rank: int, alpha: float | None, dropout: float, *, is_one: bool, **options: Any
     ) -> None:
-        """Freeze the parameters that there are; ``names`` are those of the adapters."""
+        """Freeze the parameters that there are, and add adapters: one of each kind, or many."""
         for parameter in self._parameters.values():
             if parameter is not None:
                 parameter.requires_grad_(False)
-        self._adapter_names = tuple(names)
         self.rank = rank
         self.alpha = float(rank if alpha is None else alpha)
         self.dropout_probability = dropout
-        self._are_trained = (True,) * len(names)
+        for kind in KINDS:
+            each = (kind,) if is_one else tuple(f"{kind}{g}" for g in range(*self._groups))
+            self._names[kind] = each
+            self._adapter_names += each
+            buffer = torch.empty(*self._groups, *self._size(kind), **options)
+            for name, part in zip(each, [buffer] if is_one else buffer, strict=True):
+                self.register_parameter(name, torch.nn.Parameter(part))
+        self.parameter_names = (*self.parameter_names, *self._adapter_names)
+        self._are_trained = (True,) * len(self._adapter_names)
+        if options["device"].type != "meta":
+            self._reset(self._adapter_names)
+
+    @classmethod
+    def from_linear(
+        cls: type[Adapted],
+        linear: torch.nn.Module,
+        *,
+        rank: int,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+        adapter_dtype: torch.dtype | None = None,
+    ) -> Adapted:
+        """Adapters for a linear with ``weight`` and ``bias``, of torch or of fuser.
+
+        Those of groups are for a ``GroupedLinear``, whose channels and layout of parameters they
+        get. The parameters of ``linear`` are used, and frozen; nothing is copied. Of quantized
+        weights that make one copy from the other, the columnwise copy is freed.
+
+        Raises
+        ------
+        InputTypeError, InputError
+            As the constructor; or if ``linear`` has no such weight, has adapters for groups
+            already, or is sharded. Nothing has changed then.
+        """
+        parameters, options = cls._options_of(linear)
+        own = {"rank": rank, "alpha": alpha, "dropout": dropout, "adapter_dtype": adapter_dtype}
+        adapted = cls(**own, device="meta", **options)  # type: ignore[call-arg]
+        for name, parameter in parameters.items():
+            setattr(adapted, name, frozen(parameter))
+            hold_once(getattr(adapted, name))
+        device = next(iter(parameters.values())).device
+        for name in adapted._adapter_names:
+            like = torch.empty_like(getattr(adapted, name), device=device)
+            setattr(adapted, name, torch.nn.Parameter(like))
+        adapted._input_channels = dict(getattr(linear, "_input_channels", {}))
+        adapted.train(linear.training)
+        if not adapted._groups or device.type != "meta":
+            adapted.reset_adapters()
+        return adapted
+
+    @classmethod
+    def _options_of(cls, linear: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The parameters of a linear, and arguments for one like it; may refuse it."""
+        raise NotImplementedError
+
+    def _size(self, kind: str) -> tuple[int, ...]:
+        """The shape of what one linear has."""
+        inputs, outputs = self.in_features, self.out_features
+        sizes = {"weight": (outputs, inputs), "bias": (outputs,)}
+        return {**sizes, "lora_A": (self.rank, inputs), "lora_B": (outputs, self.rank)}[kind]
 
     def _parts(self, kind: str) -> list[Any]:
         """The parameters of a kind, ``"weight"``, ``"lora_A"`` or ``"lora_B"``: one, or many."""
-        raise NotImplementedError
+        own = self._parameters
+        return [own[n] if n in own else getattr(self, n) for n in self._names[kind]]
+
+    # -- first values ---------------------------------------------------------
+
+    def reset_adapters(self) -> None:
+        """Each A as the weight of torch.nn.Linear, and B zero: the products are zero.
+
+        :meth:`reset_parameters` does it too.
+        """
+        self._reset(self._adapter_names)
+
+    def _reset(self, chosen: Collection[str]) -> None:
+        for name in self._adapter_names:
+            if name in chosen:
+                is_a = name.startswith("lora_A")
+                self.initialise(name, fill_weight if is_a else torch.nn.init.zeros_)
+
+    def as_parameter(self, weight: torch.nn.Parameter, name: str = "weight") -> torch.nn.Parameter:
+        fresh: torch.nn.Parameter = super().as_parameter(weight, name)  # type: ignore[misc]
+        hold_once(fresh)
+        return fresh
 
     def _operand(
         self, ctx: OperationContext, kind: str, dtype: torch.dtype, *, is_read: bool
     ) -> torch.Tensor:
         """The adapters of a kind as the operand of a product; whether backward reads it too."""
-        raise NotImplementedError
+        (one,) = self._parts(kind)
+        return cast(one, dtype)
 
     def _sized(self) -> str:
         """The op with its sizes, for messages."""
-        return f"{type(self).__name__}({self.in_features}, {self.out_features})"
+        sizes = (*self._groups, self.in_features, self.out_features)
+        return f"{type(self).__name__}({', '.join(map(str, sizes))})"
 
     def extra_repr(self) -> str:
         merged = ", merged" if self.is_merged else ""
@@ -119,8 +192,23 @@ class LoRAAdapters(BasicOperation):
         """``alpha / rank``."""
         return self.alpha / self.rank
 
+    def merged_weight(self) -> torch.Tensor:
+        """``W + alpha / rank * B @ A``, computed in fp32 and rounded once, in the dtype of W.
+
+        Of groups, ``[num_groups, out_features, in_features]``; of a quantized W its values. An op
+        without adapters that has this weight computes what this one does in evaluation mode, up to
+        the rounding of the weight.
+
+        Raises
+        ------
+        StateError
+            If the parameters are sharded, or are merged already.
+        """
+        merged = self._merged()
+        return stacked(merged) if self._groups and merged[0].dim() == 2 else merged[0]
+
     def _merged(self) -> list[torch.Tensor]:
-        """Each weight with its product, computed in fp32 and rounded once."""
+        """Each weight with its product."""
         self._check_merge(is_merged=False)
         return [
             (plain(weight.detach(), torch.float32).float() + product).to(weight.dtype)
@@ -254,7 +342,13 @@ class LoRAAdapters(BasicOperation):
         """None, for the same reason."""
         return None
 
-    def _check_frozen(self) -> None:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> Any:
+        self._check_parameters()
+        return super().output_spec(spec, extras, autocast)
+
+    def _check_parameters(self) -> None:
         """Refuse weights that require a gradient."""
         for name, parameter in zip(self.parameter_names, self._parts("weight"), strict=False):
             if parameter.requires_grad:
@@ -268,6 +362,13 @@ class LoRAAdapters(BasicOperation):
         """Whether a gradient of A, and one of B, is wanted; of the op's parameters."""
         count = len(self._adapter_names) // 2
         return any(require_grad[-2 * count : -count]), any(require_grad[-count:])
+
+    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        return tuple(self._kernels(side, key, super().kernels(side, key)))
+
+    def _kernels(self, side: str, key: PlanKey, base: tuple[str, ...]) -> Iterator[str]:
+        """The kernels of the op, of which ``base`` are those of the linear."""
+        raise NotImplementedError
 
     def _adapter_kernels(
         self, side: str, key: PlanKey, named: Callable[[str], Sequence[str]], *, adds: bool

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
 from fuser.basic_ops.grouped_linear import GroupedLinear
 from fuser.basic_ops.grouped_products import GroupedProduct
-from fuser.basic_ops.grouped_quantized_weights import stacked
-from fuser.basic_ops.lora_adapters import LoRAAdapters, check_adapters, frozen, hold_once
+from fuser.basic_ops.lora_adapters import LoRAAdapters, check_adapters
 from fuser.errors import InputError
 from fuser.gemm import grouped
 from fuser.gemm.grouped import GroupProducts, Groups
@@ -23,10 +22,9 @@ from fuser.op import (
     Tensors,
     default_device,
     default_dtype,
-    fill_weight,
     write_output,
 )
-from fuser.specs import PlanKey, TensorSpec
+from fuser.specs import PlanKey
 from fuser.tensors.sharding import is_distributed
 
 
@@ -108,39 +106,10 @@ class LoRAGroupedLinear(LoRAAdapters, GroupedLinear):
             scale_bias=scale_bias,
         )
         options: dict[str, Any] = {"device": default_device(device), "dtype": of_adapters}
-        kinds = ("lora_A", "lora_B")
-        for kind in kinds:
-            each = tuple(f"{kind}{g}" for g in range(num_groups))
-            self._names[kind] = (kind,) if single_grouped_weight else each
-        adapters = [name for kind in kinds for name in self._names[kind]]
-        self.parameter_names = [*self.parameter_names, *adapters]
-        self._take_adapters(adapters, rank, alpha, dropout)
-        for kind in kinds:
-            self._register(kind, torch.empty(num_groups, *self._size(kind), **options))
-        if options["device"].type != "meta":
-            self._reset(adapters)
+        self._add_adapters(rank, alpha, dropout, is_one=single_grouped_weight, **options)
 
     @classmethod
-    def from_linear(
-        cls,
-        linear: GroupedLinear,
-        *,
-        rank: int,
-        alpha: float | None = None,
-        dropout: float = 0.0,
-        adapter_dtype: torch.dtype | None = None,
-    ) -> LoRAGroupedLinear:
-        """Adapters for a ``GroupedLinear``, whose channels and layout of parameters it gets.
-
-        The parameters of ``linear`` are used, and frozen; nothing is copied. Of quantized weights
-        that make one copy from the other, the columnwise copy is freed.
-
-        Raises
-        ------
-        InputTypeError, InputError
-            As the constructor, or if ``linear`` is something else, has adapters or is sharded.
-            Nothing has changed then.
-        """
+    def _options_of(cls, linear: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         if not isinstance(linear, GroupedLinear) or isinstance(linear, LoRAAdapters):
             kind = type(linear)
             raise InputError(
@@ -152,104 +121,28 @@ class LoRAGroupedLinear(LoRAAdapters, GroupedLinear):
                 "LoRAGroupedLinear.from_linear got sharded weights: make it first, and then shard "
                 "it."
             )
-        device = linear._parts("weight")[0].device
-        adapted = cls(
-            linear.num_groups,
-            linear.in_features,
-            linear.out_features,
-            rank=rank,
-            alpha=alpha,
-            dropout=dropout,
-            bias=linear.has_bias,
-            device="meta",
-            dtype=linear._dtype,
-            adapter_dtype=adapter_dtype,
-            single_grouped_weight=linear.single_grouped_weight,
-            single_grouped_bias=linear.single_grouped_bias,
-            scale_bias=linear.scale_bias,
-        )
-        for name in linear.parameter_names:
-            setattr(adapted, name, frozen(getattr(linear, name)))
-            hold_once(getattr(adapted, name))
-        for name in adapted._adapter_names:
-            like = torch.empty_like(getattr(adapted, name), device=device)
-            setattr(adapted, name, torch.nn.Parameter(like))
-        adapted._input_channels = dict(linear._input_channels)
-        adapted.train(linear.training)
-        if device.type != "meta":
-            adapted._reset(adapted._adapter_names)
-        return adapted
+        flags = ("scale_bias", "single_grouped_weight", "single_grouped_bias")
+        same = ("num_groups", "in_features", "out_features", *flags)
+        options = {name: getattr(linear, name) for name in same}
+        parameters = {name: getattr(linear, name) for name in linear.parameter_names}
+        return parameters, {**options, "bias": linear.has_bias, "dtype": linear._dtype}
 
-    def _sized(self) -> str:
-        return GroupedLinear._sized(self)
-
-    def _size(self, kind: str) -> tuple[int, ...]:
-        of_adapters = {
-            "lora_A": (self.rank, self.in_features),
-            "lora_B": (self.out_features, self.rank),
-        }
-        return of_adapters[kind] if kind in of_adapters else super()._size(kind)
-
-    def _parts(self, kind: str) -> list[Any]:
-        return GroupedLinear._parts(self, kind)
-
-    # -- first values ---------------------------------------------------------
-
-    def reset_parameters(self) -> None:
-        """Initialise weights and biases as GroupedLinear does, and the adapters.
-
-        The adapters as :meth:`reset_adapters`.
-        """
-        super().reset_parameters()
-
-    def reset_adapters(self) -> None:
-        """Each A as the weight of torch.nn.Linear, and B zero: the products are zero."""
-        self._reset(self._adapter_names)
+    @property
+    def _groups(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (self.num_groups,)
 
     def _reset(self, chosen: Collection[str]) -> None:
-        for name in self._adapter_names:
-            if name in chosen:
-                is_a = name.startswith("lora_A")
-                self.initialise(name, fill_weight if is_a else torch.nn.init.zeros_)
         super()._reset(chosen)
-
-    def as_parameter(self, weight: torch.nn.Parameter, name: str) -> torch.nn.Parameter:
-        fresh = super().as_parameter(weight, name)
-        hold_once(fresh)
-        return fresh
-
-    def merged_weight(self) -> torch.Tensor:
-        """``W_g + alpha / rank * B_g @ A_g``, ``[num_groups, out_features, in_features]``.
-
-        Computed in fp32 and rounded once, in the dtype of the weights; of quantized ones their
-        values. A ``GroupedLinear`` with it computes what this op does in evaluation mode, up to
-        that rounding.
-
-        Raises
-        ------
-        StateError
-            If the parameters are sharded, or are merged already.
-        """
-        merged = self._merged()
-        return merged[0] if self.single_grouped_weight else stacked(merged)
+        GroupedLinear._reset(self, chosen)
 
     # -- questions of the planner ---------------------------------------------
-
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
-        self._check_frozen()
-        return super().output_spec(spec, extras, autocast)
 
     def runs_at_once(self, key: PlanKey) -> bool:
         dtype = self._adapter_dtype(key.autocast_dtype)
         is_wide = key.arch is not None and dtype is torch.float32 and not self.is_merged
         return super().runs_at_once(key) and not is_wide
 
-    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
-        return tuple(self._kernels(side, key))
-
-    def _kernels(self, side: str, key: PlanKey) -> Iterator[str]:
+    def _kernels(self, side: str, key: PlanKey, base: tuple[str, ...]) -> Iterator[str]:
         count, is_one = self.num_groups, self.runs_at_once(key)
         has_one_dtype = self._parts("lora_A")[0].dtype is self._dtype or key.autocast_dtype
 
@@ -258,7 +151,7 @@ class LoRAGroupedLinear(LoRAAdapters, GroupedLinear):
                 return (*named(name.replace("addmm", "mm")), "add")
             return (f"grouped {name} of {count}" if is_one else f"{count} x {name}",)
 
-        yield from super().kernels(side, key)
+        yield from base
         yield from self._adapter_kernels(side, key, named, adds=True)
 
     # -- running --------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from fuser import gemm
 from fuser.basic_ops.basic_linear import BasicLinear
 from fuser.basic_ops.linear_epilogues import added_gemm, addend_refusal
 from fuser.basic_ops.linear_operands import plain
-from fuser.basic_ops.lora_adapters import LoRAAdapters, check_adapters, frozen, hold_once
+from fuser.basic_ops.lora_adapters import LoRAAdapters, check_adapters
 from fuser.communication import GroupArgument
 from fuser.errors import InputError
 from fuser.op import (
@@ -22,10 +22,9 @@ from fuser.op import (
     check_parameter,
     default_device,
     default_dtype,
-    fill_weight,
     write_output,
 )
-from fuser.specs import PlanKey, TensorSpec
+from fuser.specs import PlanKey
 from fuser.tensors import QuantizedTensor
 from fuser.tensors.sharding import is_distributed
 
@@ -91,38 +90,15 @@ class LoRALinear(LoRAAdapters, BasicLinear):
         check_adapters("LoRALinear", dropout, **sizes)
         super().__init__(in_features, out_features, device=device, dtype=dtype)
         factory: dict[str, Any] = {"device": default_device(device), "dtype": self.weight.dtype}
-        of_bias = torch.nn.Parameter(torch.empty(out_features, **factory)) if bias else None
+        of_bias = torch.nn.Parameter(torch.zeros(out_features, **factory)) if bias else None
         self.register_parameter("bias", of_bias)
-        self._take_adapters(("lora_A", "lora_B"), rank, alpha, dropout)
+        self.parameter_names = ("weight", "bias") if bias else ("weight",)
+        self._names = {"weight": ("weight",)}
         factory["dtype"] = default_dtype(adapter_dtype or self.weight.dtype)
-        self.lora_A = torch.nn.Parameter(torch.empty(rank, in_features, **factory))
-        self.lora_B = torch.nn.Parameter(torch.empty(out_features, rank, **factory))
-        self.parameter_names = tuple(
-            name for name in ("weight", "bias", "lora_A", "lora_B") if name != "bias" or bias
-        )
-        self._reset([name for name in self.parameter_names[1:] if not self._is_on_meta(name)])
+        self._add_adapters(rank, alpha, dropout, is_one=True, **factory)
 
     @classmethod
-    def from_linear(
-        cls,
-        linear: torch.nn.Module,
-        *,
-        rank: int,
-        alpha: float | None = None,
-        dropout: float = 0.0,
-        adapter_dtype: torch.dtype | None = None,
-    ) -> LoRALinear:
-        """Adapters for a linear with ``weight`` and ``bias``, of torch or of fuser.
-
-        The parameters of ``linear`` are used, and frozen; nothing is copied. Of a quantized weight
-        that makes one copy from the other, the columnwise copy is freed.
-
-        Raises
-        ------
-        InputTypeError, InputError
-            As the constructor, or if ``linear`` has no weight of two dimensions. Nothing has
-            changed then.
-        """
+    def _options_of(cls, linear: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         weight, bias = (getattr(linear, name, None) for name in ("weight", "bias"))
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
             raise InputError(
@@ -133,28 +109,9 @@ class LoRALinear(LoRAAdapters, BasicLinear):
             raise InputError(
                 "LoRALinear.from_linear got a sharded weight: make it first, and then shard it."
             )
-        out_features, in_features = weight.shape
-        adapted = cls(
-            in_features,
-            out_features,
-            rank=rank,
-            alpha=alpha,
-            dropout=dropout,
-            bias=bias is not None,
-            device="meta",
-            dtype=weight.dtype,
-            adapter_dtype=adapter_dtype,
-        )
-        adapted.weight = frozen(weight)
-        if bias is not None:
-            adapted.bias = frozen(bias)
-        for name in ("lora_A", "lora_B"):
-            like = getattr(adapted, name)
-            setattr(adapted, name, torch.nn.Parameter(torch.empty_like(like, device=weight.device)))
-        hold_once(adapted.weight)
-        adapted.train(linear.training)
-        adapted._reset(["lora_A", "lora_B"])
-        return adapted
+        own = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        sizes = dict(zip(("out_features", "in_features"), weight.shape, strict=True))
+        return own, {**sizes, "bias": bias is not None, "dtype": weight.dtype}
 
     def shard(
         self,
@@ -186,74 +143,30 @@ class LoRALinear(LoRAAdapters, BasicLinear):
         The adapters as :meth:`reset_adapters`. Parameters on meta are allocated first.
         """
         super().reset_parameters()
-        self._reset([name for name in self.parameter_names if name != "weight"])
+        self._reset(self.parameter_names[1:])
 
-    def reset_adapters(self) -> None:
-        """A Kaiming-uniform, as the weight of torch.nn.Linear, and B zero: the product is zero."""
-        self._reset(["lora_A", "lora_B"])
-
-    def _reset(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.initialise(name, fill_weight if name == "lora_A" else torch.nn.init.zeros_)
-
-    def _is_on_meta(self, name: str) -> bool:
-        return bool(getattr(self, name).is_meta)
+    def _reset(self, chosen: Collection[str]) -> None:
+        super()._reset(chosen)
+        if "bias" in chosen:
+            self.initialise("bias", torch.nn.init.zeros_)
 
     def pre_first_fuser_forward(self) -> None:
         super().pre_first_fuser_forward()
-        self._reset([name for name in self.parameter_names if self._is_on_meta(name)])
-
-    def as_parameter(self, weight: torch.nn.Parameter, name: str = "weight") -> torch.nn.Parameter:
-        fresh = super().as_parameter(weight, name)
-        hold_once(fresh)
-        return fresh
-
-    def _parts(self, kind: str) -> list[Any]:
-        return [getattr(self, kind)]
-
-    def _operand(
-        self, ctx: OperationContext, kind: str, dtype: torch.dtype, *, is_read: bool
-    ) -> torch.Tensor:
-        return cast(getattr(self, kind), dtype)
-
-    def merged_weight(self) -> torch.Tensor:
-        """``W + alpha / rank * B @ A``, computed in fp32 and rounded once, in the dtype of W.
-
-        Of a quantized W its values. A ``Linear`` with it computes what this op does in evaluation
-        mode, up to the rounding of the weight.
-
-        Raises
-        ------
-        StateError
-            If the parameters are sharded, or are merged already.
-        """
-        (merged,) = self._merged()
-        return merged
+        self._reset([name for name in self.parameter_names if getattr(self, name).is_meta])
 
     # -- questions of the planner ---------------------------------------------
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
-        self._check_frozen()
-        shapes = {
-            "bias": (self.out_features,),
-            "lora_A": (self.rank, self.in_features),
-            "lora_B": (self.out_features, self.rank),
-        }
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
         for name in self.parameter_names[1:]:
-            check_parameter(self._sized(), name, getattr(self, name), shapes[name])
-        return super().output_spec(spec, extras, autocast)
+            check_parameter(self._sized(), name, getattr(self, name), self._size(name))
 
-    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
-        return tuple(self._kernels(side, key))
-
-    def _kernels(self, side: str, key: PlanKey) -> Iterator[str]:
-        (op,), (base, *_) = key.ops, (*super().kernels(side, key), "")
+    def _kernels(self, side: str, key: PlanKey, base: tuple[str, ...]) -> Iterator[str]:
+        (op,), (product, *_) = key.ops, (*base, "")
         of_bias = [param.requires_grad for param in op.params[1:-2]]
         if side == "forward":
             has_bias = len(op.params) == 4
-            yield "addmm" if has_bias and key.recipe is None else base
+            yield "addmm" if has_bias and key.recipe is None else product
             if has_bias and not _adds_bias(
                 key.recipe is not None, key.autocast_dtype or op.params[0].dtype
             ):
@@ -261,7 +174,7 @@ class LoRALinear(LoRAAdapters, BasicLinear):
         yield from self._adapter_kernels(side, key, lambda name: (name,), adds=False)
         if side == "backward" and op.input_requires_grad:
             is_fused = not self.is_merged and addend_refusal(self, "backward", key) is None
-            yield added_gemm(self, "backward", key) if is_fused else base
+            yield added_gemm(self, "backward", key) if is_fused else product
             yield from () if is_fused or self.is_merged else ("add",)
         if side == "backward" and any(of_bias):
             yield "sum"

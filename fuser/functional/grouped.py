@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from fuser.chain import Stage, Stages
 from fuser.cuda import grouped as cuda
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
 from fuser.cuda.tiled import as_producer
 from fuser.errors import KernelUnavailable
 from fuser.formats import GROUP_TILE, tile_count
-from fuser.functional.lazy import LazyTensor, materialize, matrix_of, rows_of
+from fuser.functional.lazy import LazyTensor, as_stored, materialize, matrix_of, rows_of
+from fuser.functional.pointwise import (
+    BackwardChain,
+    Operands,
+    kernels_take,
+    scaled_activation_backward,
+)
 from fuser.reference import grouped as reference
 
 
@@ -190,3 +197,81 @@ def add_bias(
         else:
             return out
     return reference.add_bias(ends, bias, scales, out)
+
+
+class _BackwardOfGroups(BackwardChain):
+    """That of padded rows of ``groups``, which also leaves ``dbias``, its sums over each group."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        operands: Operands,
+        grads: Operands,
+        groups: PaddedGroups,
+        dbias: torch.Tensor | None,
+    ) -> None:
+        super().__init__(stages, dy, x, operands, grads)
+        self.groups, self.dbias = groups, dbias
+
+    @property
+    def sums_rows(self) -> bool:  # type: ignore[override]
+        return self.dbias is not None
+
+    def apart(self) -> LazyTensor:
+        other: Any = super().apart()
+        other.dbias = None
+        return other  # type: ignore[no-any-return]
+
+    def _from_kernel(self) -> torch.Tensor:
+        return self._summed(super()._from_kernel())
+
+    def _from_reference(self) -> torch.Tensor:
+        return self._summed(super()._from_reference())
+
+    def _summed(self, dx: torch.Tensor) -> torch.Tensor:
+        if self.dbias is not None:
+            self.dbias.copy_(reference.sum_groups(dx, self.groups.tiles, len(self.dbias)))
+        return dx
+
+    def launch_key(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
+        key, tensors = super().launch_key()
+        return ("groups", key), (*tensors, self.dbias, self.groups.padded_ends)
+
+    def finish(self) -> None:
+        sums, self.sums = self.sums, None
+        if self.dbias is not None and sums is not None:
+            try:
+                cuda.sum_groups(sums, self.groups.padded_ends, out=self.dbias)
+            except KernelUnavailable:
+                self.dbias.copy_(reference.sum_tiles(sums, self.groups.tiles, len(self.dbias)))
+        super().finish()
+
+
+def scaled_activation_bias_backward(
+    stage: Stage,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    groups: PaddedGroups,
+    *,
+    wants_dscales: bool = True,
+) -> tuple[torch.Tensor | LazyTensor, torch.Tensor | None, torch.Tensor]:
+    """Gradients of a scaled activation, and those of the biases in its input ``x``.
+
+    All rows are those of padded ``groups``, whose biases are before the activation: their gradients
+    ``[G, columns of x]`` are the sums of the first result over the rows of each group. A lazy
+    result is to be written as :func:`padded_rows` of these groups.
+    """
+    count = len(groups.ends)
+    if not kernels_take(dy, x):
+        values, dscales = scaled_activation_backward(
+            stage, dy, x, scales, wants_dscales=wants_dscales
+        )
+        return values, dscales, reference.sum_groups(materialize(values), groups.tiles, count)
+    operand = as_stored(scales).contiguous()
+    dscales = torch.empty_like(operand) if wants_dscales else None
+    dbias = torch.empty(count, x.shape[-1], dtype=x.dtype, device=x.device)
+    dx = _BackwardOfGroups((stage.scaled,), dy, x, (operand,), (dscales,), groups, dbias)
+    return dx, dscales, dbias

@@ -13,16 +13,13 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from fuser.chain import Stage, Stages
-from fuser.cuda import grouped as cuda_groups
 from fuser.cuda import pointwise as kernels
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
 from fuser.errors import KernelUnavailable
-from fuser.functional.grouped import PaddedGroups
 from fuser.functional.lazy import LazyTensor, as_stored
 from fuser.reference import activation as reference
 from fuser.reference import chain as reference_chain
-from fuser.reference import grouped as reference_groups
 from fuser.reference.dropout import dropout as reference_dropout
 from fuser.wrapper_tensor import WrapperTensor
 
@@ -52,7 +49,7 @@ def activation(stage: Stage, x: torch.Tensor, *, is_plain: bool = False) -> Resu
 
     ``is_plain``: nothing around it is quantized, so that torch's rounding is acceptable too.
     """
-    if prefers_torch(stage, x.numel(), is_plain=is_plain) or not _takes(x):
+    if prefers_torch(stage, x.numel(), is_plain=is_plain) or not kernels_take(x):
         return reference.activation(stage, x)
     return _Forward((stage,), x, NO_OPERAND)
 
@@ -70,9 +67,9 @@ def activation_backward(
     ``output``: what :func:`activation` returned again for this x. If it is lazy, and one kernel can
     store it and the gradient, that kernel does, in the memory of ``dy``, which nothing reads later.
     """
-    if prefers_torch(stage, x.numel(), is_plain=is_plain) or not _takes(dy, x):
+    if prefers_torch(stage, x.numel(), is_plain=is_plain) or not kernels_take(dy, x):
         return reference.activation_backward(stage, dy, x)
-    return _Backward((stage,), dy, x, NO_OPERAND, NO_OPERAND, output=output)
+    return BackwardChain((stage,), dy, x, NO_OPERAND, NO_OPERAND, output=output)
 
 
 def activation_bias_backward(
@@ -87,17 +84,17 @@ def activation_bias_backward(
 
     ``output`` as in :func:`activation_backward`.
     """
-    if prefers_torch(stage, x.numel(), is_plain=is_plain) or not _takes(dy, x):
+    if prefers_torch(stage, x.numel(), is_plain=is_plain) or not kernels_take(dy, x):
         dx = reference.activation_backward(stage, dy, x)
         return dx, (dx if dx.dim() == 2 else dx.reshape(-1, dx.shape[-1])).sum(0)
     dbias = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device)
     stages = (_BIAS, stage)
-    return _Backward(stages, dy, x, (None, None), (dbias, None), saved=1, output=output), dbias
+    return BackwardChain(stages, dy, x, (None, None), (dbias, None), saved=1, output=output), dbias
 
 
 def scaled_activation(stage: Stage, x: torch.Tensor, scales: torch.Tensor) -> Result:
     """``stage(x) * scales[..., None]``; see the reference."""
-    if not _takes(x):
+    if not kernels_take(x):
         return reference.scaled_activation(stage, x, scales)
     return _Forward((stage.scaled,), x, (as_stored(scales).contiguous(),))
 
@@ -115,77 +112,48 @@ def scaled_activation_backward(
 
     ``output`` as in :func:`activation_backward`.
     """
-    if not _takes(dy, x):
+    if not kernels_take(dy, x):
         return reference.scaled_activation_backward(
             stage, dy, x, scales, wants_dscales=wants_dscales
         )
     operand = as_stored(scales).contiguous()
     dscales = torch.empty_like(operand) if wants_dscales else None
     stages = (stage.scaled,)
-    return _Backward(stages, dy, x, (operand,), (dscales,), output=output), dscales
-
-
-def scaled_activation_bias_backward(
-    stage: Stage,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    scales: torch.Tensor,
-    groups: PaddedGroups,
-    *,
-    wants_dscales: bool = True,
-) -> tuple[Result, torch.Tensor | None, torch.Tensor]:
-    """The gradients of :func:`scaled_activation_backward`, and those of the biases in ``x``.
-
-    All rows are those of padded ``groups``, whose biases are before the activation: their gradients
-    ``[G, columns of x]`` are the sums of the first result over the rows of each group. A lazy
-    result is to be written as :func:`fuser.functional.grouped.padded_rows` of these groups.
-    """
-    count = len(groups.ends)
-    if not _takes(dy, x):
-        values, dscales = reference.scaled_activation_backward(
-            stage, dy, x, scales, wants_dscales=wants_dscales
-        )
-        return values, dscales, reference_groups.sum_groups(values, groups.tiles, count)
-    operand = as_stored(scales).contiguous()
-    dscales = torch.empty_like(operand) if wants_dscales else None
-    dbias = torch.empty(count, x.shape[-1], dtype=x.dtype, device=x.device)
-    stages = (stage.scaled,)
-    dx = _Backward(stages, dy, x, (operand,), (dscales,), groups=groups, group_dbias=dbias)
-    return dx, dscales, dbias
+    return BackwardChain(stages, dy, x, (operand,), (dscales,), output=output), dscales
 
 
 def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> Result:
     """``x * mask / (1 - p)``, also for a gradient; see the reference."""
-    if not _takes(x):
+    if not kernels_take(x):
         return reference_dropout(x, seed, p)
     return _Forward((Stage("dropout", (p,)),), x, (seed,))
 
 
 def bias(x: torch.Tensor, addend: torch.Tensor) -> Result:
     """``x + addend``, of one dtype."""
-    if not _takes(x):
+    if not kernels_take(x):
         return x + addend
     return _Forward((_BIAS,), x, (as_stored(addend).contiguous(),))
 
 
 def bias_backward(dy: torch.Tensor, size: int) -> tuple[Result, torch.Tensor]:
     """``dy`` itself, and its sum over rows of ``size``; a quantizer may compute both at once."""
-    if not _takes(dy):
+    if not kernels_take(dy):
         return dy, dy.reshape(-1, size).sum(0)
     dbias = torch.empty(size, dtype=dy.dtype, device=dy.device)
-    return _Backward((_BIAS,), dy, None, NO_OPERAND, (dbias,)), dbias
+    return BackwardChain((_BIAS,), dy, None, NO_OPERAND, (dbias,)), dbias
 
 
 def constant_scale(x: torch.Tensor, scale: float) -> Result:
     """``x * scale``."""
-    if not _takes(x) or abs(scale) > MAX_FLOAT32:
+    if not kernels_take(x) or abs(scale) > MAX_FLOAT32:
         return x * scale
     return _Forward((Stage("constant_scale", (scale,)),), x, NO_OPERAND)
 
 
 def add(x: torch.Tensor, extra: torch.Tensor) -> Result:
     """``x + extra``, of one shape."""
-    if not _takes(x, extra):
+    if not kernels_take(x, extra):
         return x + extra
     return _Forward((Stage("add_extra_input"),), x, (_rows(extra).contiguous(),))
 
@@ -228,7 +196,7 @@ def chain_backward(
         width <<= stage.is_gated
     grads.reverse()
     contiguous = [None if operand is None else _rows(operand).contiguous() for operand in operands]
-    return _Backward(stages, dy, x, contiguous, grads, output=output), grads
+    return BackwardChain(stages, dy, x, contiguous, grads, output=output), grads
 
 
 def prefers_torch(stage: Stage, count: int, *, is_plain: bool) -> bool:
@@ -246,7 +214,7 @@ def reads_in_place(x: torch.Tensor) -> bool:
 _BIAS = Stage("bias")
 
 
-def _takes(x: torch.Tensor, other: torch.Tensor | None = None) -> bool:
+def kernels_take(x: torch.Tensor, other: torch.Tensor | None = None) -> bool:
     """Whether kernels support these tensors, which must have one dtype."""
     return kernels_support(x) and x.dim() > 0 and (other is None or other.dtype is x.dtype)
 
@@ -299,12 +267,14 @@ class _Forward(LazyTensor):
         return kernels.forward_producer(self.stages, self.x, self.operands, *self.matrix)
 
 
-class _Backward(LazyTensor):
+class BackwardChain(LazyTensor):
     """The gradient of a chain's input; ``grads`` of its operands are written together with it.
 
-    With ``groups``, whose padded rows these are, so is ``group_dbias``: the sums of each group. If
-    the gradient is stored unquantized, so is the ``output`` of the chain, where the kernel can.
+    If the gradient is stored unquantized, so is the ``output`` of the chain, where the kernel can.
     """
+
+    sums_rows = False
+    """Whether a tiled kernel leaves sums over rows also if no bias is the only operand."""
 
     def __init__(
         self,
@@ -314,12 +284,9 @@ class _Backward(LazyTensor):
         operands: Operands,
         grads: Operands,
         saved: int = 0,
-        groups: PaddedGroups | None = None,
-        group_dbias: torch.Tensor | None = None,
         output: Result | None = None,
     ) -> None:
         self.stages = stages
-        self.groups, self.group_dbias = groups, group_dbias
         self.output = output
         self.dy = _rows(dy)
         self.x = None if x is None else _rows(x)
@@ -334,8 +301,8 @@ class _Backward(LazyTensor):
         self.row_parts: torch.Tensor | None = None
 
     def apart(self) -> LazyTensor:
-        other: _Backward = copy.copy(self)
-        other.grads, other.group_dbias = (None,) * len(self.stages), None
+        other: BackwardChain = copy.copy(self)
+        other.grads = (None,) * len(self.stages)
         return other
 
     def _from_kernel(self) -> torch.Tensor:
@@ -347,7 +314,6 @@ class _Backward(LazyTensor):
             y = self.dy if self.dy.is_contiguous() else torch.empty_like(self.dy)
             self._run(dx, None, y)
             output.values = y
-        self._sum_groups(dx)
         return dx
 
     def _output_to_store(self) -> _Forward | None:
@@ -361,12 +327,6 @@ class _Backward(LazyTensor):
         reads = kernels.writes_output(self.stages, self.dtype, self.operands, self.grads, saved)
         return output if reads else None
 
-    def _sum_groups(self, dx: torch.Tensor) -> None:
-        """Compute ``group_dbias`` from values in memory."""
-        if self.groups is not None and self.group_dbias is not None:
-            tiles, count = self.groups.tiles, len(self.group_dbias)
-            self.group_dbias.copy_(reference_groups.sum_groups(dx, tiles, count))
-
     def _from_reference(self) -> torch.Tensor:
         dx, grads = reference_chain.backward(
             self.stages, self.dy, self.x, self.operands, self.saved
@@ -376,17 +336,13 @@ class _Backward(LazyTensor):
                 out.copy_(grad)
         self.grads, self.sums, self.row_parts = (None,) * len(self.stages), None, None
         dx = dx.contiguous()  # the same tensor if it is: autograd sees who else has it
-        dx = dx if dx.shape == self.shape else dx.view(self.shape)
-        self._sum_groups(dx)
-        return dx
+        return dx if dx.shape == self.shape else dx.view(self.shape)
 
     def amax(self, out: torch.Tensor) -> None:
         self._run(None, out)
 
     def launch_key(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
-        ends = None if self.groups is None else self.groups.padded_ends
-        beside = (*self.grads, self.group_dbias, ends)
-        return (self.stages, self.saved), (self.dy, self.x, *self.operands, *beside)
+        return (self.stages, self.saved), (self.dy, self.x, *self.operands, *self.grads)
 
     def producer(self) -> Producer:
         rows, columns = self.matrix
@@ -394,7 +350,7 @@ class _Backward(LazyTensor):
         scaled = [i for i, stage in enumerate(self.stages) if stage.is_scaled]
         self.sums = self.row_parts = None
         is_of_bias = operands_with_grad == [0] and self.stages[0].name == "bias"
-        if is_of_bias or self.group_dbias is not None:
+        if is_of_bias or self.sums_rows:
             self.sums = self._parts(kernels.sums_shape(rows, columns))
         if len(operands_with_grad) == 1 and operands_with_grad == scaled:
             shape = kernels.row_parts_shape(self.stages, rows, self.columns)
@@ -417,14 +373,8 @@ class _Backward(LazyTensor):
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def finish(self) -> None:
-        if self.groups is not None and self.group_dbias is not None and self.sums is not None:
-            groups, out = self.groups, self.group_dbias
-            try:
-                cuda_groups.sum_groups(self.sums, groups.padded_ends, out=out)
-            except KernelUnavailable:
-                out.copy_(reference_groups.sum_tiles(self.sums, groups.tiles, len(out)))
         grad = next((grad for grad in self.grads if grad is not None), None)
-        parts = self.sums if self.row_parts is None and self.groups is None else self.row_parts
+        parts = self.sums if self.row_parts is None else self.row_parts
         if parts is not None and grad is not None:
             try:
                 kernels.sum_parts(parts, grad.view(-1))

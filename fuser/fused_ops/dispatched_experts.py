@@ -11,6 +11,7 @@ from fuser.basic_ops import GroupedLinear, MoeDispatch
 from fuser.basic_ops.remote_rows import sends_bytes
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.functional.lazy import materialize
+from fuser.fused_ops.catalog import register
 from fuser.fused_ops.grouped_mlp import GroupedMLP
 from fuser.op import Contexts, FusedOperation, StepGrads, StepInputs, StepOutputs, Tensors
 from fuser.plan.window import Optional
@@ -20,6 +21,7 @@ SPLIT_SIZES = 0
 """The extra output of the dispatch that has them."""
 
 
+@register
 class DispatchedExperts(FusedOperation):
     """``y_g = experts_g(x[tokens of g])``: no copy of the tokens in the order of experts is made.
 

@@ -23,6 +23,8 @@ from fuser.basic_ops.grouped_products import (
 from fuser.basic_ops.scaled_activation import ScaledActivation, ScaledActivationSaved
 from fuser.chain import Stage
 from fuser.functional import pointwise
+from fuser.functional.grouped import scaled_activation_bias_backward
+from fuser.fused_ops.catalog import register
 from fuser.gemm import grouped
 from fuser.op import (
     Contexts,
@@ -51,6 +53,7 @@ class GroupedMLPState(NamedTuple):
     """Whether backward computes the scaled activation again, whatever the plan."""
 
 
+@register
 class GroupedMLP(FusedOperation):
     """``y_g = (f(x_g @ up_g.T) * scales) @ down_g.T`` of all groups together.
 
@@ -227,7 +230,7 @@ class GroupedMLP(FusedOperation):
         # The store that quantizes dz leaves the sums of its rows, of whole tiles of one group.
         sums_beside = of_up.wants_biases and of_up.wants_products and not of_up.linear.scale_bias
         if sums_beside and isinstance(of_up, QuantizedProduct):
-            return pointwise.scaled_activation_bias_backward(
+            return scaled_activation_bias_backward(
                 *of_dz, of_up.padded, wants_dscales=wants_dscales
             )
         dz, dscales = pointwise.scaled_activation_backward(*of_dz, wants_dscales=wants_dscales)

@@ -133,10 +133,11 @@ class InspectedStep:
         op: int,
         role: str,
         tensors: Sequence[QuantizedTensor],
-        groups: PaddedGroups | None,
+        groups: object | None,
         *,
         is_repeated: bool,
     ) -> None:
+        assert groups is None or isinstance(groups, PaddedGroups)
         found: dict[str, list[torch.Tensor]] = {}
         for tensor in tensors:
             for copy, sums in _measured_once(tensor, groups).items():

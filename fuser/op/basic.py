@@ -178,6 +178,16 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """
         return 0
 
+    def equal_extra(
+        self, ops: Sequence[BasicOperation], place: int
+    ) -> tuple[int, Callable[[torch.Tensor, torch.Tensor], None]] | None:
+        """An op before this one whose first extra input must be equal to its own, and a check.
+
+        Ops with ``index_extras`` are asked. ``place`` is that of this op among ``ops``, and the
+        check raises InputError for two tensors that differ.
+        """
+        return None
+
     def kept_input(self, key: PlanKey) -> QuantSpec | None:
         """How the op keeps its main input, if it keeps it quantized; else None."""
         return None

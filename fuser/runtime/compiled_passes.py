@@ -102,8 +102,8 @@ class Passes:
         if not is_fake:
             if forward_ad_level() >= 0:
                 refuse_transform()
-            for shared in self._pipeline._shared_sizes:
-                shared.check(given.extras[shared.first], given.extras[shared.second])
+            for first, second, check in self._pipeline.equal_extras:
+                check(given.extras[first], given.extras[second])
             replayed = self._replayed(given)
             if replayed is not None:
                 return replayed

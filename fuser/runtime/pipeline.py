@@ -18,7 +18,13 @@ from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
 from fuser.op.optimizer_steps import count_optimizer_steps
 from fuser.plan.devices import Device, device_named, device_of
-from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_quantized_outputs
+from fuser.plan.graph import (
+    OpGraph,
+    Source,
+    extra_input_sources,
+    returned_outputs,
+    with_quantized_outputs,
+)
 from fuser.plan.memory_curve import memory_curve
 from fuser.plan.plain_torch import baselines_of
 from fuser.plan.plan import FusionPlan
@@ -42,7 +48,6 @@ from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.local_parts import any_distributed, are_resharded, local_parts
 from fuser.runtime.padding import padding_notes
-from fuser.runtime.shared_sizes import shared_sizes
 from fuser.runtime.vectorization import layout_notes
 from fuser.specs import OpKey, PlanKey, QuantSpec, TensorKey, TensorSpec
 from fuser.tensors import QuantizedTensor
@@ -105,7 +110,7 @@ class OperationFuser:
         self.returned = returned_outputs(self.basic_ops, self.open_channels)
         self.checks = Checks(self.basic_ops, self.sources)
         self.num_extra_inputs = self.checks.num_extra_inputs
-        self._shared_sizes = shared_sizes(self.basic_ops, self.sources)
+        self.equal_extras = _equal_extras(basic_ops, self.sources)
         self.planned_count = 0
         self._plans: dict[PlanKey, CompiledPlan] = {}
         self._runs: dict[tuple[Any, ...], CompiledPlan] = {}
@@ -192,10 +197,10 @@ class OperationFuser:
                 with local_parts(self.basic_ops, self._slots.counts, self._slots.slots):
                     return self.run(input_, extra_inputs, kwargs, is_placed=True)
             run, params, layout = known_run
-        for shared in self._shared_sizes:
-            first, second = extra_inputs[shared.first], extra_inputs[shared.second]
+        for one, other, check in self.equal_extras:
+            first, second = extra_inputs[one], extra_inputs[other]
             if first is not second:
-                shared.check(first, second)
+                check(first, second)
         for index, op in self._hooked:
             op.pre_fuser_forward(requires_grad=run.requires_grad[index])
         try:
@@ -587,6 +592,21 @@ def _check_fusion(fusion: Any) -> None:
     if fusion.side not in ("forward", "backward", "joint"):
         raise InputError(f"{name}.side is {fusion.side!r}; it is 'forward', 'backward' or 'joint'.")
     check_has_methods(fusion, fusion.side)
+
+
+def _equal_extras(
+    ops: Sequence[BasicOperation], sources: Sequence[tuple[Source, ...]]
+) -> list[tuple[int, int, Callable[[torch.Tensor, torch.Tensor], None]]]:
+    """Pairs of the caller's extra inputs that must be equal, each with its check."""
+    pairs = []
+    for place, op in enumerate(ops):
+        found = op.equal_extra(ops, place) if op.index_extras else None
+        if found is not None:
+            before, check = found
+            first, second = sources[before][0].caller_index, sources[place][0].caller_index
+            if first is not None and second is not None:
+                pairs.append((first, second, check))
+    return pairs
 
 
 def _format(tensor: torch.Tensor) -> NumberFormat | None:

@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from fuser.functional.grouped import PaddedGroups
 from fuser.functional.lazy import LazyTensor
 from fuser.tensors.base import QuantizedTensor
 
@@ -43,11 +42,14 @@ class Step(Protocol):
         op: int,
         role: str,
         tensors: Sequence[QuantizedTensor],
-        groups: PaddedGroups | None,
+        groups: object | None,
         *,
         is_repeated: bool,
     ) -> None:
-        """An op reads quantized tensors, one or one for each group, in a role such as "input"."""
+        """An op reads quantized tensors, one or one for each group, in a role such as "input".
+
+        ``groups`` are the padded groups of their rows, as the op gave them.
+        """
 
 
 Steps = Mapping[int, Step]
@@ -100,7 +102,7 @@ def keep_source(made: QuantizedTensor, source: torch.Tensor | LazyTensor) -> Non
 
 
 def note_operands(
-    op: Any, *, groups: PaddedGroups | None = None, only_new: bool = False, **operands: Any
+    op: Any, *, groups: object | None = None, only_new: bool = False, **operands: Any
 ) -> None:
     """Show the inspector the quantized tensors that ``op`` reads, by role.
 

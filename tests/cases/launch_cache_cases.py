@@ -184,6 +184,10 @@ def padded(*sizes: int) -> grouped.PaddedGroups:
     return groups
 
 
+# The gradients of scales are undefined in padding, of which these groups have none.
+WHOLE_TILES: Options = {"groups": grouped.padded_groups(128, 2, 256, torch.device("cpu"))}
+
+
 def maps(seed: int, choices: int) -> Options:
     """The maps of a permutation to ROWS rows."""
     generator = torch.Generator().manual_seed(seed)
@@ -201,6 +205,17 @@ def step_of(seed: int, dtype: torch.dtype = BF16) -> adamw.Step:
 
 GELU, SWIGLU = Stage("gelu"), Stage("swiglu")
 
+# Gradients of the biases of groups, beside values of whole tiles.
+OF_GROUPS: Options = {
+    "stages": (Stage("srelu", is_scaled=True),),
+    "dy": PADDED,
+    "x": PADDED.flip(0),
+    "operands": (drawn(12, 8, F32).flatten(),),
+    "grads": (None,),
+    "groups": padded(20, 12),
+    "dbias": torch.zeros(2, COLUMNS, dtype=BF16),
+}
+
 BASES: dict[type[LazyTensor], Options] = {
     normalization._Norm: {
         "x": drawn(1, dtype=F32),
@@ -216,13 +231,14 @@ BASES: dict[type[LazyTensor], Options] = {
         "needed": (True,),
     },
     pointwise._Forward: {"stages": (GELU,), "x": drawn(1), "operands": (None,)},
-    pointwise._Backward: {
+    pointwise.BackwardChain: {
         "stages": (GELU,),
         "dy": drawn(2),
         "x": drawn(1),
         "operands": (None,),
         "grads": (None,),
     },
+    grouped._BackwardOfGroups: OF_GROUPS,
     grouped._PaddedRows: {"rows": drawn(1), "groups": padded(20, 12), "is_padded": False},
     permutation._GatheredRows: {"x": drawn(1), **maps(1, 1)},
     adamw._Updated: {"step": step_of(1), "dtype": BF16},
@@ -235,16 +251,6 @@ QUANTIZERS: dict[type[LazyTensor], Quantizer] = {
 }
 EXTRA = drawn(6, dtype=F32)
 LAYERNORM = {"parameters": (GAMMA, BETA), "statistics": (MEAN, RSTD), "needed": (True, True)}
-# Gradients of the biases of groups, beside values of whole tiles.
-OF_GROUPS: Options = {
-    "stages": (Stage("srelu", is_scaled=True),),
-    "dy": PADDED,
-    "x": PADDED.flip(0),
-    "operands": (drawn(12, 8, F32).flatten(),),
-    "grads": (None,),
-    "groups": padded(20, 12),
-    "group_dbias": torch.zeros(2, COLUMNS, dtype=BF16),
-}
 
 
 def _chain_of(given: Options) -> LazyTensor:
@@ -286,7 +292,7 @@ OF_PRODUCERS: dict[type[LazyTensor], dict[str, tuple[Options, Options]]] = {
         "x": ({}, {"x": drawn(5)}),
         "operands": (BIASED, {**BIASED, "operands": (2 * BIAS, None)}),
     },
-    pointwise._Backward: {
+    pointwise.BackwardChain: {
         "dy": ({}, {"dy": drawn(5)}),
         "x": ({}, {"x": drawn(5)}),
         "operands": (
@@ -298,9 +304,15 @@ OF_PRODUCERS: dict[type[LazyTensor], dict[str, tuple[Options, Options]]] = {
             {**BIASED, "grads": (None, None)},
             {**BIASED, "grads": (None, None), "saved": 1},
         ),
-        "groups": (OF_GROUPS, {**OF_GROUPS, "groups": padded(12, 20)}),
-        "group_dbias": (OF_GROUPS, {**OF_GROUPS, "groups": None, "group_dbias": None}),
         "output": ({}, {"output": _chain_of}),
+    },
+    grouped._BackwardOfGroups: {
+        "dy": ({}, {"dy": PADDED + 1}),
+        "x": ({}, {"x": PADDED}),
+        "operands": ({}, {"operands": (2 * OF_GROUPS["operands"][0],)}),
+        "grads": (WHOLE_TILES, {**WHOLE_TILES, "grads": (torch.zeros(256, dtype=F32),)}),
+        "groups": ({}, {"groups": padded(12, 20)}),
+        "dbias": ({}, {"dbias": None}),
     },
     grouped._PaddedRows: {
         "rows": ({}, {"rows": drawn(5)}),
@@ -321,7 +333,7 @@ OF_PRODUCERS: dict[type[LazyTensor], dict[str, tuple[Options, Options]]] = {
 
 def of_producers() -> Iterator[Pair]:
     """A pair for each parameter of each constructor; the stages of a chain have theirs below."""
-    for cls in LazyTensor.__subclasses__():
+    for cls in (*LazyTensor.__subclasses__(), *pointwise.BackwardChain.__subclasses__()):
         if not cls.__module__.startswith("fuser.") or cls.launch_key is LazyTensor.launch_key:
             continue
         for name in list(inspect.signature(cls).parameters):
@@ -369,7 +381,7 @@ def of_stages() -> Iterator[Pair]:
             dy = drawn(2, COLUMNS // (1 + stage.is_gated))
             backward.append({**options, "dy": dy, "grads": (None, None)})
         yield Pair(f"_Forward.{name}", (_two(pointwise._Forward, *forward),))
-        yield Pair(f"_Backward.{name}", (_two(pointwise._Backward, *backward),))
+        yield Pair(f"BackwardChain.{name}", (_two(pointwise.BackwardChain, *backward),))
 
 
 def _two(cls: type[LazyTensor], one: Options, other: Options) -> tuple[Any, Any]:
@@ -395,13 +407,13 @@ def _producing(cls: type[LazyTensor], options: Options) -> Callable[[str], Resul
             values = cls(**given)
             beside = list(given.get("grads", getattr(values, "grads", ())))
             beside += [*getattr(values, "statistics", ()), getattr(values, "z", None)]
-            beside.append(given.get("group_dbias"))
+            beside.append(given.get("dbias"))
             if quantizer is None:
                 results.append(values.tensor())
                 beside.append(getattr(values, "rounded_dx", None))
                 beside.append(getattr(given.get("output"), "values", None))
             else:
-                groups = given.get("groups") if cls is pointwise._Backward else None
+                groups = given.get("groups") if cls is grouped._BackwardOfGroups else None
                 rows: Any = values
                 if groups is not None:
                     rows = grouped.padded_rows(values, groups, is_padded=True)

@@ -19,9 +19,9 @@ from torch.nn.utils import prune
 
 import fuser
 from fuser import recipe as recipes
+from fuser.basic_ops.grouped_linear import check_equal_sizes
 from fuser.errors import InputError, StateError
 from fuser.recipe import BACKWARD_OVERRIDES
-from fuser.runtime.shared_sizes import SharedSizes
 
 G, K, N, T = 4, 32, 48, 96
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -283,9 +283,8 @@ def test_split_sizes_on_another_device_are_not_read_to_be_compared() -> None:
     model, x = up_and_down(), values(T, K, seed=1).to("meta")
     sizes, others = torch.tensor(SPLITS["even"]), torch.tensor(SPLITS["first empty"])
     model.to("meta").plan(x, sizes.to("meta"), others.to("meta"))
-    pair = SharedSizes(0, 1, (0, 1))
-    pair.check(sizes.to("meta"), others.to("meta"))
-    pair.check(sizes, others.to("meta"))
+    check_equal_sizes((0, 1), sizes.to("meta"), others.to("meta"))
+    check_equal_sizes((0, 1), sizes, others.to("meta"))
 
 
 def test_other_groups_are_allowed_after_other_ops_and_in_other_numbers() -> None:

@@ -25,7 +25,7 @@ from fuser.cuda.launch import Kernel
 from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
 from fuser.functional.lazy import materialize
-from fuser.fused_ops import GroupedMLP
+from fuser.fused_ops import GroupedMLP, grouped_mlp
 from fuser.op import OperationContext
 from fuser.reference import grouped as reference
 
@@ -568,7 +568,7 @@ def exact_sums(monkeypatch: pytest.MonkeyPatch) -> Sums:
     gradient of z as a kernel writes it.
     """
     found: Sums = {}
-    backward = pointwise.scaled_activation_bias_backward
+    backward = grouped_mlp.scaled_activation_bias_backward
 
     def noted(function: Any, dh: Any, z: Any, scales: Any, groups: Any, **options: Any) -> Any:
         dz, _ = pointwise.scaled_activation_backward(function, dh, z, scales, wants_dscales=False)
@@ -583,7 +583,7 @@ def exact_sums(monkeypatch: pytest.MonkeyPatch) -> Sums:
             found[name] = tuple(torch.stack(sums, 1))
         return backward(function, dh, z, scales, groups, **options)
 
-    monkeypatch.setattr(pointwise, "scaled_activation_bias_backward", noted)
+    monkeypatch.setattr(grouped_mlp, "scaled_activation_bias_backward", noted)
     return found
 
 

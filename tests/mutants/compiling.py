@@ -293,8 +293,8 @@ COMPILING = (
         "split sizes of two linears are not compared in graphs",
         PASSES,
         "Passes.forward",
-        "for shared in self._pipeline._shared_sizes:",
-        "for shared in ():",
+        "for first, second, check in self._pipeline.equal_extras:",
+        "for first, second, check in ():",
         "test_compiled_experts.py::test_split_sizes_of_two_tensors_are_not_taken_for_one",
     ),
     Mutant(

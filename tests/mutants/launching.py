@@ -377,11 +377,11 @@ LAUNCH_CACHE = (
     Mutant(
         "a chain's saved stages are left out of its backward's key",
         "functional/pointwise.py",
-        "_Backward.launch_key",
-        "return (self.stages, self.saved), (self.dy, self.x, *self.operands, *beside)",
-        "return self.stages, (self.dy, self.x, *self.operands, *beside)",
+        "BackwardChain.launch_key",
+        "return (self.stages, self.saved), (self.dy, self.x, *self.operands, *self.grads)",
+        "return self.stages, (self.dy, self.x, *self.operands, *self.grads)",
         "test_launch_keys.py",
-        select="_Backward.saved",
+        select="BackwardChain.saved",
     ),
     Mutant(
         "the margin is left out of the key of delayed scaling's update",

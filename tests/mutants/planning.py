@@ -837,7 +837,7 @@ REBUILT = (
     Mutant(
         "the activation of another tensor is taken for that of the gradient's kernel",
         "functional/pointwise.py",
-        "_Backward._output_to_store",
+        "BackwardChain._output_to_store",
         "if not isinstance(output, _Forward) or output.x is not self.x:",
         "if not isinstance(output, _Forward):",
         "test_rebuilt.py::test_an_output_of_other_tensors_is_computed_from_those",

@@ -14,7 +14,6 @@ LEFT = {
     ("core", "sharding"): 31,
     ("core", "memory plans"): 12,
     ("core", "recording"): 11,
-    ("core", "experts"): 7,
     ("core", "model plans"): 3,
     ("core", "cuts"): 3,
     ("core", "compile"): 2,
