@@ -77,6 +77,7 @@ from fuser.precision.availability import (
 )
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import QuantizerRole
+from fuser.runtime import cut as _cut  # noqa: F401 - cuts pipelines into autograd nodes
 from fuser.runtime.graphs import make_graphed_callables
 from fuser.runtime.model_plan import plan
 from fuser.runtime.pipeline import (

@@ -8,12 +8,15 @@ class, and opens the door with an object of it as soon as it is imported::
 
 Fusions of wings have a door of their own, ``register`` in ``fused_ops/catalog.py``.
 
+Several wings may open one door, each for some of its questions: a class leaves the others to
+``super()``, and an object has no state.
+
 ``tests/rooms.py`` says which files are the core, a wing or a product.
 """
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fuser.errors import InputTypeError
 
@@ -44,4 +47,20 @@ class Door(Generic[Answers]):
         kind = type(self.default)
         if not isinstance(guest, kind):
             raise InputTypeError(f"a door of {kind.__name__} takes an object of it, got {guest!r}.")
+        if self.guest is not self.default:
+            guest = type(kind.__name__, (type(guest), type(self.guest)), {})()
         self.guest = guest
+
+
+class PassRunner:
+    """How the passes of a plan run: here as one autograd node, by the plan's own code."""
+
+    def compiled_plan(self, kind: Any, planned: Any, graph: Any, *contents: Any) -> Any:
+        """A plan ready to be called, an object of the class ``kind`` or of another one.
+
+        ``graph`` is bound to the plan's key, and ``contents`` are further arguments of the class.
+        """
+        return kind(planned.plan, *contents, planned.forward, planned.backward)
+
+
+PASSES = Door(PassRunner())

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fuser.doors import PASSES, PassRunner
 from fuser.op import BasicOperation
 from fuser.plan.cuts import Cuts, Sizes, default_buckets, joined_ops, nodes
 from fuser.plan.graph import OpGraph, Source
@@ -23,6 +24,7 @@ from fuser.plan.rebuilt import rebuilding
 from fuser.runtime.codegen import Neighbours
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import ParameterLayout
+from fuser.runtime.split_backward import SplittablePlan
 from fuser.specs import PlanKey
 from fuser.torch_private import gradient_hooks, graph_task, running_data_parallel
 
@@ -36,28 +38,20 @@ Place = tuple[int, int]
 Tensors = tuple[torch.Tensor, ...]
 
 
-def compiled_plan(
-    planned: Planned,
-    graph: OpGraph,
-    key: PlanKey,
-    ops: Sequence[BasicOperation],
-    sources: Sequence[tuple[Source, ...]],
-    returned: Sequence[Place],
-    param_counts: Sequence[int],
-) -> CompiledPlan:
-    """A plan ready to be called, which can be cut if it has places for that.
+class CuttingPasses(PassRunner):
+    """Plans that can be cut if they have places for that, and backwards in parts."""
 
-    ``graph`` is the pipeline's graph; the other parameters are those of :class:`CompiledPlan`.
-    """
-    contents = key, ops, sources, returned, param_counts
-    if key.requires_grad:
-        cuts = Cuts(planned, key, graph)
-        if cuts.at((0, 0)):
-            return CuttablePlan(planned, *contents, cuts)
-    return CompiledPlan(planned.plan, *contents, planned.forward, planned.backward)
+    def compiled_plan(
+        self, kind: Any, planned: Planned, graph: OpGraph, key: PlanKey, *contents: Any
+    ) -> Any:
+        if key.requires_grad:
+            cuts = Cuts(planned, key, graph)
+            if cuts.at((0, 0)):
+                return CuttablePlan(planned, key, *contents, cuts)
+        return super().compiled_plan(SplittablePlan, planned, graph, key, *contents)
 
 
-class CuttablePlan(CompiledPlan):
+class CuttablePlan(SplittablePlan):
     """A plan that runs as one autograd node, or as several if gradients are needed earlier.
 
     Parameters
@@ -84,7 +78,6 @@ class CuttablePlan(CompiledPlan):
         self._steps = steps
         self._sources = sources
         self._to_caller = returned
-        self._param_counts = param_counts
         self._watched = self._largest(cuts.at(default_buckets()))
         self._cuts_of: dict[Any, tuple[int, ...]] = {}
         self._cut_plans: dict[tuple[int, ...], CutPlan] = {}
@@ -148,8 +141,8 @@ class CuttablePlan(CompiledPlan):
         params: Tensors,
         extra_inputs: Tensors,
     ) -> FusionPlan:
-        """``plan`` with the autograd nodes of such a call, the reason for the cuts, and what they
-        make it keep. Binds ``graph``, that of the pipeline.
+        """Also with the reason for the cuts, and what they make it keep. Binds ``graph``, that of
+        the pipeline.
         """
         who, sizes = self.waiting(params) or ("", None)
         gaps = self.cuts.gaps
@@ -208,7 +201,7 @@ class CuttablePlan(CompiledPlan):
         later = {s.place for row in self._sources[stop:] for s in row if s.producer is not None}
         outputs = [p for p in self.places if p[0] in ops and (p in later or p in self._to_caller)]
         first, counts = sum(self._param_counts[:start]), self._param_counts[start:stop]
-        run = CompiledPlan(
+        run = SplittablePlan(
             self.plan,
             self._key(start, stop),
             self.ops[start:stop],
@@ -303,3 +296,4 @@ class CutPlan:
 
 
 _call = CompiledPlan.call
+PASSES.open(CuttingPasses())

@@ -15,7 +15,7 @@ import torch
 
 from fuser.communication import WeakGroup, finished
 from fuser.op import BasicOperation, FusibleOperation, autocast_dtype
-from fuser.plan.graph import Source
+from fuser.plan.graph import OpGraph, Source
 from fuser.plan.parameter_slots import find_slots
 from fuser.plan.plan import FusionPlan
 from fuser.precision import contexts
@@ -37,6 +37,7 @@ from fuser.runtime.diagnose import (
     refuse_transform,
 )
 from fuser.runtime.gradient_paths import (
+    Needed,
     accumulating_leaf,
     needed_gradients,
     needing,
@@ -45,7 +46,6 @@ from fuser.runtime.gradient_paths import (
 )
 from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.recorded import RecordedPasses, is_recordable, put_together, taken_apart
-from fuser.runtime.split_backward import SplitBackward
 from fuser.source import compiled
 from fuser.specs import OpKey, PlanKey
 from fuser.tensors import QuantizedTensor
@@ -241,11 +241,25 @@ class CompiledPlan:
         functions = compiled(self.source, "plan", self._names | ranged)
         return functions["forward"], functions.get("backward")
 
-    @functools.cached_property
-    def split(self) -> SplitBackward:
-        """The two parts of backward, for callers that ask for its gradients apart."""
-        source, names, steps = self.source, self._names, self._backward_steps
-        return SplitBackward(source, names, steps, self.ops, self._param_counts)
+    def part_of_backward(
+        self, ctx: Any, needed: Needed, grads: tuple[torch.Tensor | None, ...]
+    ) -> Callable[..., Any] | None:
+        """What runs in place of ``backward`` for some of its gradients; None if all of it does.
+
+        ``ctx`` is the node's context in torch, and ``grads`` are those of the outputs.
+        """
+        return None
+
+    def with_nodes(
+        self,
+        plan: FusionPlan,
+        graph: OpGraph,
+        input_: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        extra_inputs: Sequence[torch.Tensor],
+    ) -> FusionPlan:
+        """``plan`` with the autograd nodes of such a call, if it may have several."""
+        return plan
 
     def call(
         self,
@@ -414,7 +428,7 @@ class _PipelineFunction(torch.autograd.Function):
                     break
         except RuntimeError:  # torch cannot tell for a leaf that torch.autograd.grad was given
             needed = needed_gradients(edges)
-        part = None if needed is None else run.split.part(ctx, needed, grad_outputs)
+        part = None if needed is None else run.part_of_backward(ctx, needed, grad_outputs)
         # From here on only the generated code holds them, unless the graph is retained.
         held = [saved] if ends is not None else list(saved)
         del saved

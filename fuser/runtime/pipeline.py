@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fuser.cuda.launch import kernel_refusal
+from fuser.doors import PASSES
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.formats import NumberFormat
 from fuser.fused_ops.catalog import FUSIONS
@@ -43,7 +44,6 @@ from fuser.precision.recomputation import (
 from fuser.runtime import observed
 from fuser.runtime.call_key import CallKeyReader
 from fuser.runtime.checks import Checks
-from fuser.runtime.cut import CuttablePlan, compiled_plan
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.local_parts import any_distributed, are_resharded, local_parts
@@ -302,9 +302,7 @@ class OperationFuser:
         plan = replace(plan, layout=layout, padding=padding)
         # FSDP awaits all gradients of a module, and calls hooks of its parameters itself.
         slots = self._slots
-        if isinstance(run, CuttablePlan) and not are_resharded(
-            self.basic_ops, slots.counts, slots.slots
-        ):
+        if not are_resharded(self.basic_ops, slots.counts, slots.slots):
             plan = run.with_nodes(plan, graph, input, params, extra_inputs)
         cuts = plan.cuts if plan.waiting else ()
         # A plan of an earlier call may be of other rows, and keep other bytes for each.
@@ -494,9 +492,8 @@ class OperationFuser:
             if key.recipe is not None:
                 warn_if_emulated(key.recipe, key.arch)
             planned = make_plan(graph, key, _registered)
-            run = compiled_plan(
-                planned, graph, key, self.basic_ops, self.sources, self.returned, self._slots.counts
-            )
+            contents = key, self.basic_ops, self.sources, self.returned, self._slots.counts
+            run = PASSES.guest.compiled_plan(CompiledPlan, planned, graph, *contents)
             self.planned_count += 1
             _keep(self._plans, key, run)
         return run

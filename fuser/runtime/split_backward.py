@@ -8,6 +8,7 @@ whether it is the same, so values are compared, and the second part waits for th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 
 from fuser.op import BasicOperation, OperationContext
 from fuser.runtime.codegen import PlannedOps, method_of
+from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.gradient_paths import Needed
 from fuser.source import compiled
 from fuser.tensors import QuantizedTensor
@@ -108,6 +110,21 @@ class SplitBackward:
             return (*results[:1], None, *results[2:])  # without dx, which is no gradient here
 
         return second
+
+
+class SplittablePlan(CompiledPlan):
+    """A plan whose callers may ask for the gradients of backward apart."""
+
+    @functools.cached_property
+    def split(self) -> SplitBackward:
+        """The two parts of backward."""
+        source, names, steps = self.source, self._names, self._backward_steps
+        return SplitBackward(source, names, steps, self.ops, self._param_counts)
+
+    def part_of_backward(
+        self, ctx: Any, needed: Needed, grads: tuple[torch.Tensor | None, ...]
+    ) -> Function | None:
+        return self.split.part(ctx, needed, grads)
 
 
 def _contexts(given: Any) -> Sequence[Any]:

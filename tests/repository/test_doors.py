@@ -25,6 +25,22 @@ def test_a_wing_answers_in_place_of_the_default() -> None:
     assert door.guest.number() == 2
 
 
+class Named(Answers):
+    def name(self) -> str:
+        return "two"
+
+
+def test_each_of_several_wings_answers_its_questions_and_the_last_one_first() -> None:
+    class Next(Answers):
+        def number(self) -> int:
+            return 10 + super().number()
+
+    door = Door(Answers())
+    for guest in (Others(), Named(), Next()):
+        door.open(guest)
+    assert (door.guest.number(), door.guest.name()) == (12, "two")  # type: ignore[attr-defined]
+
+
 def test_an_object_of_another_class_is_refused_when_it_comes() -> None:
     door = Door(Answers())
     with pytest.raises(InputTypeError, match="a door of Answers takes an object of it, got 3"):

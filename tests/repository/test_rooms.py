@@ -15,7 +15,6 @@ LEFT = {
     ("core", "memory plans"): 12,
     ("core", "recording"): 11,
     ("core", "model plans"): 3,
-    ("core", "cuts"): 3,
     ("core", "compile"): 2,
     ("core", "notes"): 2,
     ("core", "hybrid formats"): 2,
