@@ -16,11 +16,16 @@ Several wings may open one door, each for some of its questions: a class leaves 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
-from fuser.errors import InputTypeError
+import torch
+
+from fuser.errors import InputError, InputTypeError
+from fuser.torch_private import breaks_graph
 
 Answers = TypeVar("Answers")
+Result = TypeVar("Result")
 
 
 class Door(Generic[Answers]):
@@ -52,6 +57,11 @@ class Door(Generic[Answers]):
         self.guest = guest
 
 
+@breaks_graph
+def _outside(container: Any, x: Any, extras: Any, keywords: Any) -> Any:
+    return container.forward(x, *extras, **keywords)
+
+
 class PassRunner:
     """How the passes of a plan run: here as one autograd node, by the plan's own code."""
 
@@ -62,5 +72,102 @@ class PassRunner:
         """
         return kind(planned.plan, *contents, planned.forward, planned.backward)
 
+    def saving(self, ops: Any, key: Any, limit: Any) -> Any:
+        """``key``, that of a plan of ``ops``, with what forward keeps for backward under a limit.
+
+        Here all that backward reads.
+        """
+        return key
+
+    def budget(self, given: Any) -> Any:
+        """The ``MemoryBudget`` that a user has given as a number.
+
+        Raises
+        ------
+        InputError
+            If there are none, as here.
+        """
+        raise InputError(
+            f"memory_budget got {given!r}, and memory plans are not installed. Leave it out."
+        )
+
+    def keeping_inputs(
+        self, model: Any, forward: Callable[..., Result], inputs: Any, op_kwargs: Any
+    ) -> Result:
+        """``forward(model, *inputs, op_kwargs=op_kwargs)`` under a budget of 0."""
+        return forward(model, *inputs, op_kwargs=op_kwargs)
+
+    def recorded(self, plan: Any, steps: Any) -> Any:
+        """What repeats the passes of a compiled plan, which has these steps; None: its code runs.
+
+        It has the methods of ``RecordedPasses``.
+        """
+        return None
+
+    @staticmethod
+    def launches(
+        what: Hashable, tensors: Sequence[torch.Tensor | None], function: Callable[[], Result]
+    ) -> Result:
+        """The result of ``function``, which allocates tensors, and launches kernels over these.
+
+        ``what`` is everything else that the function depends on.
+        """
+        return function()
+
+    @staticmethod
+    def constant_launches(
+        cache: dict[Any, Any],
+        what: Hashable,
+        tensors: Sequence[torch.Tensor],
+        function: Callable[[], None],
+    ) -> None:
+        """Call ``function``, which launches kernels over the same tensors at most calls.
+
+        ``cache`` is of the tensors' owner, and keeps what is known of earlier calls.
+        """
+        function()
+
+    def traced_call(self, container: Any, x: Any, extras: Any, keywords: Any) -> Any:
+        """The call of a container or an op that torch.compile traces: here between two graphs.
+
+        It gets the input, the extra inputs, and keyword arguments of the forward.
+        """
+        return _outside(container, x, extras, keywords)
+
 
 PASSES = Door(PassRunner())
+
+
+class Observer:
+    """What a plan that is shown says of one call, besides what holds for every call."""
+
+    calls: Callable[[], Any] | None = None
+    """Returns what answers the calls of pipelines on this thread, or None; None if all run."""
+
+    def kept(self, graph: Any, forward: Any, cuts: Sequence[int] = ()) -> tuple[Any, ...]:
+        """The tensors of ``forward``, the steps that run, that backward reads; here unnamed.
+
+        ``cuts`` are the ops before which another autograd node begins.
+        """
+        return ()
+
+    def costs(
+        self,
+        graph: Any,
+        plan: Any,
+        key_under: Any,
+        registered: Any,
+        target: Any = None,
+        *,
+        is_known: bool = False,
+    ) -> dict[str, Any]:
+        """Fields of ``plan`` about what other choices would cost; may bind ``graph``.
+
+        ``key_under`` gives the plan's key under another limit of what is kept; ``registered`` and
+        ``target`` are those of the planner. ``is_known``: an earlier call has made the plan, which
+        may have had other rows.
+        """
+        return {}
+
+
+OBSERVER = Door(Observer())

@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import torch
 from torch.compiler import is_compiling
 
+from fuser.doors import PASSES
 from fuser.errors import InputError, InputTypeError, explains_arguments, refuse_unknown
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.op import CallResult, FusedOperation, Stateful
 from fuser.op.module_calls import module_calls
 from fuser.plan.plan import FusionPlan
-from fuser.plan.rebuilt import activation_memory_budget, budget
+from fuser.plan.saved_inputs import MemoryBudget, budget
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.runtime.checks import check_keywords
 from fuser.runtime.pipeline import checked_fusions
-from fuser.runtime.repeated_forward import keeping_inputs
 from fuser.runtime.segment import Keywords
 from fuser.runtime.segments import Segments
-from fuser.runtime.traced import traced_call
 from fuser.torch_private import (
     global_backward_hooks,
     global_backward_pre_hooks,
@@ -66,14 +65,14 @@ class Sequential(Stateful, torch.nn.Sequential):
         On another budget than those of :class:`fuser.activation_memory_budget`.
     """
 
-    _memory_budget: activation_memory_budget | None = None
+    _memory_budget: MemoryBudget | None = None
 
     @explains_arguments
     def __init__(
         self,
         *modules: torch.nn.Module | Mapping[str, torch.nn.Module],
         fusions: Sequence[type[FusedOperation]] = FUSIONS,
-        memory_budget: float | activation_memory_budget | None = None,
+        memory_budget: float | MemoryBudget | None = None,
     ) -> None:
         own = _as_budget(memory_budget)
         if len(modules) == 1 and isinstance(modules[0], Mapping):
@@ -97,12 +96,12 @@ class Sequential(Stateful, torch.nn.Sequential):
         self._segments = _NO_SEGMENTS
 
     @property
-    def memory_budget(self) -> activation_memory_budget | None:
+    def memory_budget(self) -> MemoryBudget | None:
         """What is kept for backward; None for what the contexts of a call say."""
         return self._memory_budget
 
     @memory_budget.setter
-    def memory_budget(self, memory_budget: float | activation_memory_budget | None) -> None:
+    def memory_budget(self, memory_budget: float | MemoryBudget | None) -> None:
         self._memory_budget = _as_budget(memory_budget)
 
     @overload
@@ -224,7 +223,9 @@ class Sequential(Stateful, torch.nn.Sequential):
         """
         if is_compiling():
             given = {} if op_kwargs is None else {"op_kwargs": op_kwargs}
-            traced: CallResult = traced_call(self, input, extra_inputs, given | unknown)
+            traced: CallResult = PASSES.guest.traced_call(
+                self, input, extra_inputs, given | unknown
+            )
             return traced
         if unknown:
             refuse_unknown(f"The call of a {type(self).__name__}", Sequential.forward, unknown)
@@ -234,7 +235,7 @@ class Sequential(Stateful, torch.nn.Sequential):
                 return Sequential.forward(self, input, *extra_inputs, op_kwargs=op_kwargs)
         if budget.limit.memory_budget == 0 and torch.is_grad_enabled() and not is_in_checkpoint():
             inputs = (input, *extra_inputs)
-            return keeping_inputs(self, Sequential.forward, inputs, op_kwargs)
+            return PASSES.guest.keeping_inputs(self, Sequential.forward, inputs, op_kwargs)
         modules, _, only, version = self._segments
         if (
             only is not None
@@ -355,12 +356,11 @@ class Sequential(Stateful, torch.nn.Sequential):
         return tuple(plan for pipeline in pipelines for plan in pipeline.plans)
 
 
-def _as_budget(
-    budget: float | activation_memory_budget | None,
-) -> activation_memory_budget | None:
-    if budget is None or isinstance(budget, activation_memory_budget):
+def _as_budget(budget: float | MemoryBudget | None) -> MemoryBudget | None:
+    if budget is None or isinstance(budget, MemoryBudget):
         return budget
-    return activation_memory_budget(budget)
+    own: MemoryBudget = PASSES.guest.budget(budget)
+    return own
 
 
 def _one_of(method: str, **given: Any) -> Any:

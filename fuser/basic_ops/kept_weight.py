@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fuser.cuda.sequence import layout_of
+from fuser.cuda.arguments import layout_of
 from fuser.op import BasicOperation
 from fuser.op.optimizer_steps import optimizer_steps
 from fuser.precision.contexts import recomputed_state

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import Parameter
 
-from fuser.cuda.sequence import end_of
+from fuser.cuda.arguments import end_of
 from fuser.errors import StateError
 from fuser.tensors import QuantizedTensor
 from fuser.torch_private import storage_uses

@@ -28,13 +28,13 @@ from fuser.conversion.modules import (
 )
 from fuser.conversion.parts import Chain, LinearPart, ModulePart, Part
 from fuser.conversion.trace import MODE, OTHER_KEYWORDS, parameters_of, traced
+from fuser.doors import PASSES
 from fuser.errors import StateError
 from fuser.op import CallResult, autocast_dtype
-from fuser.plan.rebuilt import budget
+from fuser.plan.saved_inputs import budget
 from fuser.precision.contexts import autocast
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.runtime.given_parameters import GivenParameters, ParameterPlaces
-from fuser.runtime.repeated_forward import keeping_inputs
 from fuser.runtime.traced import traced_call
 from fuser.sequential import Sequential
 from fuser.torch_private import forward_ad_level, has_global_hooks, is_functorch_active
@@ -361,7 +361,7 @@ class Pipeline:
         if is_kept or torch.compiler.is_compiling() or is_in_checkpoint():
             return run(owner, x, *others)
         # The parameters are here in this call alone, so this call is repeated in backward.
-        return keeping_inputs(owner, run, (x, *others), None)
+        return PASSES.guest.keeping_inputs(owner, run, (x, *others), None)
 
     def _broadcast(
         self, owner: torch.nn.Module, x: torch.Tensor, others: Sequence[Any]

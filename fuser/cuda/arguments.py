@@ -21,6 +21,9 @@ ELEMENTS = {
 }
 """Dtypes of pipelines to their C++ names."""
 
+# Tensors whose layout says everything: other classes have contents of their own.
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -79,6 +82,32 @@ class Producer(NamedTuple):
     dtype: torch.dtype
     is_aligned: bool
     alone: Producer | None = None
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Everything about a tensor that a launch depends on, except its address.
+
+    None if its memory does not hold its values: it is of another class, lazily negated, one of
+    torch's zero tensors, or its memory was freed.
+    """
+    if type(tensor) not in PLAIN or tensor.is_neg():
+        return None
+    address = tensor.data_ptr()
+    if not address and tensor.numel():
+        return None
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.get_device(),
+        address & 15,
+    )
+
+
+def end_of(tensor: torch.Tensor) -> int:
+    """The address after the last element of a tensor that is not empty."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 class Slot(NamedTuple):

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from fuser.cuda import launch
-from fuser.cuda.sequence import LaunchSequence, layout_of, record
+from fuser.cuda.arguments import layout_of
+from fuser.cuda.sequence import LaunchSequence, record
 
 # A process uses few layouts; a process whose shapes never repeat must not fill the memory.
 MOST_SEQUENCES = 4096

@@ -18,7 +18,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from fuser.cuda import cublaslt, launch, module, pass_graphs
-from fuser.cuda.arguments import Slot, Struct, encode, filled
+from fuser.cuda.arguments import PLAIN, Slot, Struct, encode, end_of, filled
 from fuser.cuda.launch import Kernel, Launch, begin, prepared
 from fuser.cuda.pass_graphs import FEWEST_CALLS, PassGraphs
 from fuser.formats import ceil_div
@@ -28,37 +28,8 @@ from fuser.wrapper_tensor import WrapperTensor
 
 Result = TypeVar("Result")
 
-# Tensors whose layout says everything: other classes have contents of their own.
-PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-
 # Buffers of zeros begin at multiples of this many bytes in the memory that they share.
 ZEROS_ALIGNMENT = 16
-
-
-def layout_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Everything about a tensor that a launch depends on, except its address.
-
-    None if its memory does not hold its values: it is of another class, lazily negated, one of
-    torch's zero tensors, or its memory was freed.
-    """
-    if type(tensor) not in PLAIN or tensor.is_neg():
-        return None
-    address = tensor.data_ptr()
-    if not address and tensor.numel():
-        return None
-    return (
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.get_device(),
-        address & 15,
-    )
-
-
-def end_of(tensor: torch.Tensor) -> int:
-    """The address after the last element of a tensor that is not empty."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 # -- actions ----------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from fuser.cuda import fp8_scaling as kernels
 from fuser.cuda.launch import kernels_support
-from fuser.cuda.launch_cache import constant_launches
+from fuser.doors import PASSES
 from fuser.errors import KernelUnavailable
 from fuser.reference import fp8_scaling as reference
 
@@ -32,7 +32,7 @@ def update_delayed(
     options: dict[str, Any] = {"margin": margin, "algorithm": algorithm}
     if scales and kernels_support(scales[0]):
         try:
-            constant_launches(
+            PASSES.guest.constant_launches(
                 {} if cache is None else cache,
                 (margin, algorithm, *map(id, newest)),
                 (*amax_histories, *scales, *max_fp8, *filter(torch.is_tensor, amaxes or ())),

@@ -10,9 +10,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from fuser.cuda.arguments import Producer
+from fuser.cuda.arguments import PLAIN, Producer
 from fuser.cuda.launch import kernels_support
-from fuser.cuda.sequence import PLAIN
 from fuser.errors import KernelUnavailable
 
 Result = TypeVar("Result")

@@ -10,6 +10,7 @@ import torch
 from torch.compiler import is_compiling
 
 from fuser.communication import GroupArgument
+from fuser.doors import PASSES
 from fuser.errors import StateError
 from fuser.formats import DType, NumberFormat
 from fuser.functional.lazy import LazyTensor
@@ -23,7 +24,6 @@ from fuser.op.step import Grads
 from fuser.precision.amax_reduction import note_op
 from fuser.precision.contexts import current_recipe
 from fuser.precision.delayed_scaling import DelayedScales
-from fuser.precision.numbered_calls import number_call
 from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe, fp8_dtype
 from fuser.specs import Collective, PlanKey, Product, QuantSpec, TensorSpec
@@ -116,7 +116,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         # For code outside this library: the recipe of the last forward, and quantizers it got.
         self._last_recipe: Recipe | None = None
         self._quantizer_views: dict[tuple[str, int], Any] = {}
-        number_call(self, note_op(self))
+        self._number = note_op(self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -624,7 +624,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """
         if is_compiling():
             traced: torch.Tensor | tuple[torch.Tensor, ...]
-            traced = type(self).traced_call(self, input, extra_inputs, kwargs)
+            traced = PASSES.guest.traced_call(self, input, extra_inputs, kwargs)
             return traced
         result: torch.Tensor | tuple[torch.Tensor, ...] = self._own_pipeline()(
             input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None
@@ -718,7 +718,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        number_call(self, note_op(self))
+        self._number = note_op(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # A factory may be a closure, which cannot be pickled. A copy calls it again.

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 import torch
 from torch.compiler import is_compiling
 
+from fuser.doors import PASSES
 from fuser.errors import InputError, InputTypeError, StateError, refuse_unknown
 from fuser.op.fusible import FusibleOperation
 from fuser.specs import QuantSpec
@@ -219,7 +220,7 @@ class FusedOperation(FusibleOperation):
         if is_compiling():
             given = {"basic_op_kwargs": basic_op_kwargs} if basic_op_kwargs else {}
             traced: torch.Tensor | tuple[torch.Tensor, ...]
-            traced = type(self).traced_call(self, input, extra_inputs, given | unknown)
+            traced = PASSES.guest.traced_call(self, input, extra_inputs, given | unknown)
             return traced
         if unknown:
             refuse_unknown(f"The call of a {type(self).__name__}", FusedOperation.forward, unknown)

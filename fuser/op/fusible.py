@@ -69,7 +69,6 @@ class FusibleOperation(Stateful, abc.ABC):
     __slots__ = ("_runner",)
     _runner: Any
     runner_of: ClassVar[Callable[[Any, Any], Any]]
-    traced_call: ClassVar[Callable[[Any, Any, Any, Any], Any]]
     quantizer_view: ClassVar[Callable[[Any, Any], Any]]
     is_external: ClassVar[bool] = False
     """Whether code outside this library runs in the op's forward or backward."""
@@ -257,14 +256,6 @@ def runs_ops_alone(function: Callable[[Any, Any], Any]) -> None:
     It is called with the op, and with the runner that the op had before or None.
     """
     FusibleOperation.runner_of = staticmethod(function)
-
-
-def traces_ops(function: Callable[[Any, Any, Any, Any], Any]) -> None:
-    """Register what torch.compile traces for the call of an op alone, in a later package.
-
-    It is called with the op, the input, the extra inputs and the keyword arguments.
-    """
-    FusibleOperation.traced_call = staticmethod(function)
 
 
 def shows_quantizers(function: Callable[[Any, Any], Any]) -> None:

@@ -24,7 +24,7 @@ _NOT_STRUCTURE = frozenset(
         *("_parameters", "_buffers", "_modules", "training", "_changes", "_captured", "_delayed"),
         *("_quantizers", "_made_quantizers", "_last_recipe", "_quantizer_views", "_group"),
         *("_agreement", "_structure", "_is_full_backward_hook", "_init"),
-        *("_next_call", "runs_in_graph", "_rng_state_tracker_function"),
+        *("_number", "_next_call", "runs_in_graph", "_rng_state_tracker_function"),
         *("_delayed_wgrads", "_wgrad_hooks"),
         *("_non_persistent_buffers_set", "_forward_hooks_with_kwargs"),
         *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks"),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fuser.op import FusedOperation, FusibleOperation
 from fuser.plan.graph import OpGraph
 from fuser.plan.plan import Kept
-from fuser.plan.rebuilt import rebuilding
+from fuser.plan.saved_inputs import rebuilding
 from fuser.plan.why_kept import OWN, TOKENS, why_input, why_weight
 from fuser.specs import TensorSpec
 

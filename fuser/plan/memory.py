@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fuser.plan.plan import MemoryCurve
 from fuser.report.text import columns, format_bytes, format_time
 
 
@@ -59,17 +60,17 @@ class BudgetCost:
 
 
 @dataclass(frozen=True)
-class MemoryCurve:
-    """The budgets of a training plan, from the most memory to the least; empty without backward.
+class BudgetCurve(MemoryCurve):
+    """The budgets of a training plan, from the most memory to the least.
 
     As text it is a table. Budgets that keep the same bytes as an earlier one are left out of it,
     and of iteration.
     """
 
-    every: tuple[BudgetCost, ...] = ()
-    tokens: int = 0
+    every: tuple[BudgetCost, ...]
+    tokens: int
     """The rows of the planned input."""
-    nominal_tokens: int = 0
+    nominal_tokens: int
     """The tokens of the modelled times."""
 
     def __iter__(self) -> Iterator[BudgetCost]:
@@ -80,8 +81,6 @@ class MemoryCurve:
                 yield cost
 
     def __str__(self) -> str:
-        if not self.every:
-            return "kept for backward: nothing needs a gradient"
         heading = ("budget", "a token", "weights", "all", f"step of {self.nominal_tokens}", "again")
         rows = [
             (
@@ -99,22 +98,22 @@ class MemoryCurve:
         )
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """The table as plain lists, strings and numbers, ready for JSON."""
         return [
             {**vars(cost), "inputs": list(cost.inputs), "weights": list(cost.weights)}
             for cost in self
         ]
 
-    def followed_by(self, other: MemoryCurve, by: int) -> MemoryCurve:
-        """The budgets of two pipelines; ``by``: the number of ops of this one."""
-        later = tuple(cost.moved(by) for cost in other.every)
-        if not (self.every and later):
-            return self if self.every else replace(other, every=later)
-        pairs = zip(self.every, later, strict=True)
+    def moved(self, by: int) -> BudgetCurve:
+        return replace(self, every=tuple(cost.moved(by) for cost in self.every))
+
+    def followed_by(self, other: MemoryCurve, by: int) -> BudgetCurve:
+        if not isinstance(other, BudgetCurve):
+            return self
+        pairs = zip(self.every, other.moved(by).every, strict=True)
         return replace(self, every=tuple(first + second for first, second in pairs))
 
-    def with_inputs(self, sizes: Iterable[int]) -> MemoryCurve:
-        """For a container of several pipelines: budget 0 keeps its inputs, of these bytes."""
+    def with_inputs(self, sizes: Iterable[int]) -> BudgetCurve:
+        """Also: budget 0 keeps the inputs."""
         nbytes = sum(sizes)
         return replace(
             self,

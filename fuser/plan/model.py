@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from fuser.plan.devices import Device
-from fuser.plan.plain_torch import COMPILED, EAGER, Baseline
-from fuser.plan.plan import FusionPlan
+from fuser.plan.plain_torch import COMPILED, EAGER
+from fuser.plan.plan import Baseline, FusionPlan
 from fuser.report.text import columns, format_bytes, format_flops, format_time
 
 OPTIMIZER = "optimizer"  # the place of its step

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,25 +33,12 @@ from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.op import BasicOperation
 from fuser.plan.devices import Device
 from fuser.plan.graph import OpGraph
+from fuser.plan.plan import Baseline
 from fuser.plan.torch_calls import TorchCall, TorchCalls, compiled_seconds, eager_seconds
 from fuser.reference.activation import step_by_step
 from fuser.specs import TensorSpec
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """Modelled microseconds of the ops of a plan in plain torch; ``backward`` is 0 without one."""
-
-    name: str
-    forward: float
-    backward: float
-
-    @property
-    def microseconds(self) -> float:
-        """Both sides."""
-        return self.forward + self.backward
 
 
 EAGER, COMPILED = "torch eager", "torch.compile"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import os
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +13,6 @@ from typing import Any
 
 from fuser.cuda.launch import off_cuda
 from fuser.plan.devices import Device, device_of
-from fuser.plan.memory import MemoryCurve
-from fuser.plan.plain_torch import Baseline
 from fuser.report.text import (
     columns,
     format_bytes,
@@ -150,6 +148,47 @@ class Channel:
     producer: int
     consumer: int
     has_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Modelled microseconds of the ops of a plan in plain torch; ``backward`` is 0 without one."""
+
+    name: str
+    forward: float
+    backward: float
+
+    @property
+    def microseconds(self) -> float:
+        """Both sides."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """What memory budgets would keep for backward: here nothing, without a backward."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __str__(self) -> str:
+        return "kept for backward: nothing needs a gradient"
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """The table as plain lists, strings and numbers, ready for JSON."""
+        return []
+
+    def moved(self, by: int) -> MemoryCurve:
+        """The same with ops whose indices are larger by ``by``."""
+        return self
+
+    def followed_by(self, other: MemoryCurve, by: int) -> MemoryCurve:
+        """The budgets of two pipelines; ``by``: the number of ops of this one."""
+        return other.moved(by)
+
+    def with_inputs(self, sizes: Iterable[int]) -> MemoryCurve:
+        """For a container of several pipelines, whose inputs have these bytes."""
+        return self
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fuser.doors import OBSERVER
 from fuser.errors import FuserWarning, StateError
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.cost import NOMINAL_TOKENS, CostModel
 from fuser.plan.cover import Candidate, cheapest_cover, outside, unchosen, unchosen_joint
 from fuser.plan.devices import Device, device_of
 from fuser.plan.graph import OpGraph
-from fuser.plan.kept import kept_tensors
 from fuser.plan.plan import Channel, FusionPlan, Note, Refusal
 from fuser.plan.registered import Pinned, RegisteredFusions, apply_registered
 from fuser.plan.window import matches
@@ -99,7 +99,7 @@ def make_plan(
         features=features_of(graph),
         wholes=tuple(op.part_of for op in graph.ops),
         extra_outputs=tuple(op.num_extra_outputs for op in graph.ops),
-        kept=kept_tensors(graph, run["forward"]) if key.requires_grad else (),
+        kept=OBSERVER.guest.kept(graph, run["forward"]) if key.requires_grad else (),
         notes=_notes(graph, key, (*run["forward"], *run["backward"]), tokens),
     )
     return Planned(plan, run["forward"], run["backward"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fuser.op import BasicOperation
 from fuser.plan.graph import OpGraph
 from fuser.plan.plan import PIPELINE_INPUT
-from fuser.plan.rebuilt import is_own, rebuilding
 from fuser.plan.registered import RegisteredFusions
+from fuser.plan.saved_inputs import is_own, rebuilding
 
 PRODUCT = "output of a product"
 EVERYTHING = "everything is kept: activation_memory_budget(None), or a checkpoint"

@@ -2,9 +2,9 @@
 
 A graph recomputes a pipeline, or runs its backward, without a trace in Python of the forward that
 it belongs to. Under delayed scaling both depend on that forward: on its scales, its amax step and
-the states of its gradients. So an op with quantizers has a tensor with its number and that of its
-next call. A graph reads it as an input, and gives it to the forward, to the backward and to a
-recomputation. The forward stores another tensor in the op.
+the states of its gradients. So an op with quantizers gets a tensor with its number and that of its
+next call, when it is first traced. A graph reads it as an input, and gives it to the forward, to
+the backward and to a recomputation. The forward stores another tensor in the op.
 """
 
 from __future__ import annotations
@@ -41,17 +41,12 @@ _call_numbers = itertools.count()
 _calls: dict[Number, ForwardCall] = {}
 
 
-def number_call(op: Any, number: int) -> None:
-    """Store the tensor for the next call in an op with this number."""
+def number_call(op: Any) -> None:
+    """Store the tensor for the next call in an op."""
     # Without the setter of modules: it changes nothing on which a recorded pass depends.
     with outside_fake_mode(), torch.inference_mode(False):
-        numbers = torch.tensor([number, next(_call_numbers)], device="cpu")
+        numbers = torch.tensor([op._number, next(_call_numbers)], device="cpu")
     op.__dict__["_next_call"] = numbers
-
-
-def op_number(op: Any) -> int:
-    """The number of an op."""
-    return int(op._next_call[0])
 
 
 def numbers_in(tensors: Iterable[torch.Tensor]) -> list[Number]:
@@ -90,7 +85,7 @@ def note_forward(numbers: Sequence[Number], ops: Sequence[Any], call: ForwardCal
     for op, number in zip(ops, numbers, strict=True):
         if call is not None:
             _calls[number] = call
-        number_call(op, number[0])
+        number_call(op)
     while len(_calls) > MOST_CALLS:
         _calls.pop(next(iter(_calls)), None)
 

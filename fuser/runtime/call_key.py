@@ -11,7 +11,7 @@ import torch
 from fuser.cuda import module as kernels
 from fuser.op import BasicOperation
 from fuser.plan.parameter_slots import find_slots, is_computed
-from fuser.plan.rebuilt import budget
+from fuser.plan.saved_inputs import budget
 from fuser.precision.contexts import current_recipe
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.runtime.known_parameters import KnownParameters, ParameterLayout, ends_of_memory

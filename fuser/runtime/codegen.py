@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.basic_ops import Activation
-from fuser.cuda.sequence import end_of
+from fuser.cuda.arguments import end_of
 from fuser.cuda.tiled import NotInOneLaunch, in_one_launch
 from fuser.errors import StateError
 from fuser.op import (
@@ -29,7 +29,7 @@ from fuser.op import (
     keyword_names,
 )
 from fuser.plan.graph import Source, assumes_extra_outputs
-from fuser.plan.rebuilt import rebuilding
+from fuser.plan.saved_inputs import rebuilding
 from fuser.report.text import span
 from fuser.runtime.diagnose import (
     check_backward,

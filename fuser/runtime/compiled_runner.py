@@ -22,15 +22,12 @@ from fuser.errors import StateError
 from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, context_of
 from fuser.plan.planner import make_plan
-from fuser.plan.rebuilt import Limit
+from fuser.plan.saved_inputs import Limit
 from fuser.precision.amax_reduction import forget_op
 from fuser.precision.availability import warn_if_emulated
 from fuser.precision.contexts import (
     AutocastState,
     recomputing_under,
-)
-from fuser.precision.numbered_calls import (
-    op_number,
 )
 from fuser.runtime.compiled_values import (
     Contexts,
@@ -48,7 +45,8 @@ from fuser.runtime.compiled_values import (
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import KnownParameters, ParameterLayout, tensor_guard
 from fuser.runtime.pipeline import OperationFuser, registered_fusions
-from fuser.runtime.recorded import Part, RecordedForward, put_together, taken_apart
+from fuser.runtime.recorded import RecordedForward
+from fuser.runtime.saved_tensors import Part, put_together, taken_apart
 from fuser.tensors import QuantizedTensor
 from fuser.torch_private import (
     is_any_autocast_enabled,
@@ -499,7 +497,7 @@ def copied(pipeline: OperationFuser) -> OperationFuser:
     ops = [copy.deepcopy(op, memo) for op in pipeline.basic_ops]
     for op in ops:
         op.__dict__["runs_in_graph"] = True
-        forget_op(op_number(op))
+        forget_op(op._number)
     twin = OperationFuser(ops, pipeline.fusions, open_channels=pipeline.open_channels)
     twin._find_parameters()
     twin._is_started = True

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fuser.doors import PASSES, PassRunner
+from fuser.doors import OBSERVER, PASSES, PassRunner
 from fuser.op import BasicOperation
 from fuser.plan.cuts import Cuts, Sizes, default_buckets, joined_ops, nodes
 from fuser.plan.graph import OpGraph, Source
-from fuser.plan.kept import kept_tensors
 from fuser.plan.plan import FusionPlan, Node
 from fuser.plan.planner import Planned
-from fuser.plan.rebuilt import rebuilding
+from fuser.plan.saved_inputs import rebuilding
 from fuser.runtime.codegen import Neighbours
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import ParameterLayout
@@ -61,6 +60,8 @@ class CuttablePlan(SplittablePlan):
     cuts
         The places where the plan can be cut; there is one.
     """
+
+    can_be_cut = True
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class CuttablePlan(SplittablePlan):
         kept = plan.kept
         if who:
             graph.bind(self.key)
-            kept = kept_tensors(graph, self._steps[0], cuts)
+            kept = OBSERVER.guest.kept(graph, self._steps[0], cuts)
         return replace(plan, nodes=plan_nodes, waiting=who, kept=kept)
 
     def _largest(self, cuts: Sequence[int]) -> list[int]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from fuser.communication import WeakGroup, finished
-from fuser.op import BasicOperation, FusibleOperation, autocast_dtype
+from fuser.doors import PASSES
+from fuser.op import BasicOperation, autocast_dtype
 from fuser.plan.graph import OpGraph, Source
 from fuser.plan.parameter_slots import find_slots
 from fuser.plan.plan import FusionPlan
@@ -45,7 +46,7 @@ from fuser.runtime.gradient_paths import (
     readers,
 )
 from fuser.runtime.known_parameters import ParameterLayout
-from fuser.runtime.recorded import RecordedPasses, is_recordable, put_together, taken_apart
+from fuser.runtime.saved_tensors import put_together, taken_apart
 from fuser.source import compiled
 from fuser.specs import OpKey, PlanKey
 from fuser.tensors import QuantizedTensor
@@ -76,6 +77,9 @@ class CompiledPlan:
     neighbours
         The ops beside ``ops``, if these are a part of the pipeline that was planned.
     """
+
+    can_be_cut = False
+    """Whether a call may have several autograd nodes."""
 
     def __init__(
         self,
@@ -126,7 +130,10 @@ class CompiledPlan:
         params = [param for op in key.ops for param in op.params]
         of_params = [1 + place for place, param in enumerate(params) if param.requires_grad]
         self.asked = ([0] if key.ops[0].input_requires_grad else []) + of_params[:1]
-        self.recorded = self._recorded(steps) if is_whole else None
+        self.recorded = (
+            PASSES.guest.recorded(self, steps) if is_whole and self.runs_kernels else None
+        )
+        """Where recorded passes are kept; None if the steps must run at each call."""
         # The attributes of the ops that store the recipe of their last forward.
         modes = ("forward", "backward") if self.is_delayed else ()
         self.recipe_states = [
@@ -186,18 +193,6 @@ class CompiledPlan:
         self.backward = self._backward  # type: ignore[method-assign]
         return grads
 
-    def _recorded(self, steps: Iterable[FusibleOperation]) -> RecordedPasses | None:
-        """Where recorded passes are kept; None if the steps must run at each call."""
-        recipe = self.key.recipe
-        if not self.runs_kernels:
-            return None
-        if (recipe is not None and recipe.custom()) or not is_recordable([*self.ops, *steps]):
-            return None
-        delayed = recipe if isinstance(recipe, DelayedScaling) else None
-        if delayed is not None and delayed.keeps_columns("input"):
-            return None  # what is saved shares memory with inputs
-        return RecordedPasses(self.ops, delayed)
-
     def run(
         self,
         input_: torch.Tensor,
@@ -255,10 +250,10 @@ class CompiledPlan:
         plan: FusionPlan,
         graph: OpGraph,
         input_: torch.Tensor,
-        params: Sequence[torch.Tensor],
-        extra_inputs: Sequence[torch.Tensor],
+        params: tuple[torch.Tensor, ...],
+        extra_inputs: tuple[torch.Tensor, ...],
     ) -> FusionPlan:
-        """``plan`` with the autograd nodes of such a call, if it may have several."""
+        """``plan`` with the autograd nodes of such a call."""
         return plan
 
     def call(

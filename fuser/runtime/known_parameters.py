@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from fuser.cuda.sequence import layout_of
+from fuser.cuda.arguments import layout_of
 from fuser.op import BasicOperation
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.master_weight import recipe_of_gathering

@@ -20,9 +20,9 @@ from fuser.errors import FuserError, InputError, InputTypeError
 from fuser.op.structure import REFUSED, structure_of
 from fuser.plan.devices import Device, device_named, device_of
 from fuser.plan.model import Box, ModelPlan, Part, StepMemory, grouped
-from fuser.plan.plain_torch import COMPILED, EAGER, Baseline
-from fuser.plan.plan import PIPELINE_INPUT, FusionPlan
-from fuser.plan.rebuilt import budget
+from fuser.plan.plain_torch import COMPILED, EAGER
+from fuser.plan.plan import PIPELINE_INPUT, Baseline, FusionPlan
+from fuser.plan.saved_inputs import budget
 from fuser.plan.torch_calls import (
     ATTENTION,
     ATTENTION_BACKWARD,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fuser.cuda.launch import kernel_refusal
-from fuser.doors import PASSES
+from fuser.doors import OBSERVER, PASSES
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.formats import NumberFormat
 from fuser.fused_ops.catalog import FUSIONS
@@ -26,12 +26,10 @@ from fuser.plan.graph import (
     returned_outputs,
     with_quantized_outputs,
 )
-from fuser.plan.memory_curve import memory_curve
-from fuser.plan.plain_torch import baselines_of
 from fuser.plan.plan import FusionPlan
 from fuser.plan.planner import features_of, make_plan
-from fuser.plan.rebuilt import Limit, budget, with_rebuilt_tensors
 from fuser.plan.registered import FusionFunction, RegisteredFusions, check_has_methods
+from fuser.plan.saved_inputs import Limit, budget
 from fuser.plan.window import check_window
 from fuser.precision import contexts
 from fuser.precision.availability import warn_if_emulated
@@ -41,7 +39,6 @@ from fuser.precision.recomputation import (
     state_of_forward,
     warn_if_unquantized_in_backward,
 )
-from fuser.runtime import observed
 from fuser.runtime.call_key import CallKeyReader
 from fuser.runtime.checks import Checks
 from fuser.runtime.executor import CompiledPlan
@@ -172,7 +169,8 @@ class OperationFuser:
 
         ``is_placed``: the caller has already set the conditions of a recomputation.
         """
-        if observed.observing_threads and (observe := observed.observer()) is not None:
+        observer = OBSERVER.guest.calls
+        if observer is not None and (observe := observer()) is not None:
             answer: Output = observe(self, input_, extra_inputs)
             return answer
         if not self._is_started and not self._takes_scalar(input_):
@@ -302,12 +300,12 @@ class OperationFuser:
         plan = replace(plan, layout=layout, padding=padding)
         # FSDP awaits all gradients of a module, and calls hooks of its parameters itself.
         slots = self._slots
-        if not are_resharded(self.basic_ops, slots.counts, slots.slots):
+        if run.can_be_cut and not are_resharded(self.basic_ops, slots.counts, slots.slots):
             plan = run.with_nodes(plan, graph, input, params, extra_inputs)
-        cuts = plan.cuts if plan.waiting else ()
-        # A plan of an earlier call may be of other rows, and keep other bytes for each.
-        known = plan if self.planned_count > count else None
-        return replace(plan, memory=memory_curve(graph, known, under, _registered, cuts=cuts))
+        is_known = self.planned_count == count
+        return replace(
+            plan, **OBSERVER.guest.costs(graph, plan, under, _registered, is_known=is_known)
+        )
 
     def plan_on(
         self,
@@ -338,8 +336,7 @@ class OperationFuser:
             graph, key = self._key_on(place.type, input, extra_inputs, **facts)
             under = self._keys_under(graph, key, input, extra_inputs)
         plan = make_plan(graph, key, _registered, target).plan
-        plan = replace(plan, baselines=baselines_of(graph, target))
-        return replace(plan, memory=memory_curve(graph, plan, under, _registered, target))
+        return replace(plan, **OBSERVER.guest.costs(graph, plan, under, _registered, target))
 
     def plan_for_gpu(
         self,
@@ -507,7 +504,7 @@ class OperationFuser:
         # there are other hooks then, the ops are in other pipelines. In a graph they are not.
         is_free = self.basic_ops[0].runs_in_graph or not is_in_checkpoint()
         if registered_count() == 0 and is_free:
-            key = with_rebuilt_tensors(self.basic_ops, key, limit)
+            key = PASSES.guest.saving(self.basic_ops, key, limit)
         return with_quantized_outputs(self.basic_ops, key)
 
     def _graph(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.errors import StateError
-from fuser.runtime.recorded import QuantizedPart
+from fuser.runtime.saved_tensors import QuantizedPart
 from fuser.tensors import QuantizedTensor
 
 QUANTIZED = "quantized "

@@ -13,7 +13,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn import Parameter
@@ -23,7 +23,10 @@ from fuser.basic_ops.main_grad import accumulation, note_accumulation
 from fuser.basic_ops.shared_memory import Versions
 from fuser.communication import WeakGroup, resolved
 from fuser.cuda import launch
-from fuser.cuda.sequence import PLAIN, LaunchSequence, record
+from fuser.cuda.arguments import PLAIN
+from fuser.cuda.launch_cache import cached_launches, constant_launches
+from fuser.cuda.sequence import LaunchSequence, record
+from fuser.doors import PASSES, PassRunner
 from fuser.errors import InputError, StateError
 from fuser.functional.lazy import LazyTensor
 from fuser.op import (
@@ -51,6 +54,7 @@ from fuser.runtime.known_parameters import (
     QuantizedFacts,
     buffers_of,
 )
+from fuser.runtime.saved_tensors import Part, put_together, saved_as, tensor_of
 from fuser.source import SourceCode
 from fuser.tensors import Float8Quantizer, QuantizedTensor
 from fuser.torch_private import (
@@ -83,6 +87,25 @@ def is_recordable(ops: Iterable[FusibleOperation]) -> bool:
         and getattr(op, "is_recordable", True)
         for op in ops
     )
+
+
+class RecordingPasses(PassRunner):
+    """Passes and launches that are recorded once, and then repeated."""
+
+    launches = staticmethod(cached_launches)
+    constant_launches = staticmethod(constant_launches)
+
+    def recorded(self, plan: Any, steps: Iterable[FusibleOperation]) -> RecordedPasses | None:
+        recipe = plan.key.recipe
+        if (recipe is not None and recipe.custom()) or not is_recordable([*plan.ops, *steps]):
+            return None
+        delayed = recipe if isinstance(recipe, DelayedScaling) else None
+        if delayed is not None and delayed.keeps_columns("input"):
+            return None  # what is saved shares memory with inputs
+        return RecordedPasses(plan.ops, delayed)
+
+
+PASSES.open(RecordingPasses())
 
 
 class Keywords(NamedTuple):
@@ -321,29 +344,6 @@ def _are_distinct(tensors: Tensors) -> bool:
     return len(set(map(id, tensors))) == len(tensors)
 
 
-class QuantizedPart(NamedTuple):
-    """A quantized tensor: everything but its buffers, which have these places."""
-
-    kind: type[QuantizedTensor]
-    buffers: dict[str, int]
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    quantizer: Any
-    is_read_only: bool
-
-    def tensor(self, held: Sequence[torch.Tensor]) -> QuantizedTensor:
-        """The tensor over other buffers."""
-        buffers: dict[str, torch.Tensor | None] = {n: held[at] for n, at in self.buffers.items()}
-        tensor = self.kind(buffers, self.shape, self.dtype, self.device, self.quantizer)
-        tensor._is_read_only = self.is_read_only
-        return tensor
-
-
-Part: TypeAlias = "QuantizedPart | int | None"
-"""How to make a saved tensor from others: the place of one, or those of its buffers."""
-
-
 class _Keeps(NamedTuple):
     """Quantized weights that a forward keeps: of one of :attr:`Keywords.before`."""
 
@@ -354,7 +354,7 @@ class _Keeps(NamedTuple):
 
     def keep(self, before: Sequence[KeptBefore], held: Sequence[torch.Tensor]) -> None:
         """Keep them, in other buffers."""
-        made = [_tensor(each, held) for each in self.made]
+        made = [tensor_of(each, held) for each in self.made]
         before[self.place].keep(self.how, made if self.is_list else made[0])
 
 
@@ -647,43 +647,6 @@ class RecordedForward:
         return result
 
 
-def taken_apart(
-    saved: Iterable[torch.Tensor | None],
-) -> tuple[list[Part], tuple[torch.Tensor, ...]]:
-    """How to make saved tensors from others, and these: buffers of quantized tensors.
-
-    A checkpoint compares what a forward and its recomputation save. Either may be recorded, so
-    both save buffers.
-    """
-    held: list[torch.Tensor] = []
-    parts = [_saved_as(tensor, held) for tensor in saved]
-    return parts, tuple(held)
-
-
-def put_together(
-    saved: Iterable[Part], held: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor | None, ...]:
-    """The tensors that were taken apart, over the buffers ``held``."""
-    return tuple([_tensor(each, held) for each in saved])
-
-
-def _saved_as(tensor: torch.Tensor | None, held: list[torch.Tensor]) -> Part:
-    """How to make a saved tensor from the tensors in ``held``, to which its own are added."""
-    if tensor is None:
-        return None
-    if not isinstance(tensor, QuantizedTensor) or not _is_buffers_alone(tensor):
-        return _index(tensor, held)
-    buffers = {n: _index(b, held) for n, b in tensor.buffers().items() if b is not None}
-    what = (tensor.shape, tensor.dtype, tensor.device, tensor._quantizer)
-    return QuantizedPart(type(tensor), buffers, *what, tensor._is_read_only)
-
-
-def _is_buffers_alone(tensor: QuantizedTensor) -> bool:
-    """Whether a quantized tensor is neither a parameter nor refers to another tensor."""
-    references = (tensor._view_of, tensor._source, tensor._gathering)
-    return not any(references) and not isinstance(tensor, Parameter)
-
-
 def _recorded_as(
     tensor: torch.Tensor | None,
     held: list[torch.Tensor],
@@ -694,7 +657,7 @@ def _recorded_as(
 
     Nor ``quantized``: the ids of quantized parameters, which are inputs.
     """
-    saved = _saved_as(tensor, held)
+    saved = saved_as(tensor, held)
     is_input = id(tensor) in quantized
     if isinstance(saved, int) and isinstance(tensor, QuantizedTensor) and not is_input:
         sequence.refusal = sequence.refusal or f"it saves {tensor}, which refers to another"
@@ -731,13 +694,6 @@ def _with(value: Any, given: Sequence[Any]) -> Any:
 def _like(value: Any, parts: list[Any]) -> Any:
     """A tuple or list with other parts."""
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-
-
-def _tensor(saved: Part, held: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A saved tensor, over other buffers."""
-    if saved is None or isinstance(saved, int):
-        return None if saved is None else held[saved]
-    return saved.tensor(held)
 
 
 def _other_tensors(
@@ -780,15 +736,6 @@ def _picked(
         place = places[id(wanted[0])]
         return lambda inputs: (inputs[place],)
     return operator.itemgetter(*[places[id(tensor)] for tensor in wanted])
-
-
-def _index(tensor: torch.Tensor, held: list[torch.Tensor]) -> int:
-    """The place of ``tensor`` in ``held``, to which it is added if it is not there."""
-    for place, other in enumerate(held):
-        if other is tensor:
-            return place
-    held.append(tensor)
-    return len(held) - 1
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A forward that runs again before its backward, so that only its inputs are kept."""
+"""Budgets of memory in passes and plans; a forward that runs again, and keeps its inputs alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from fuser.doors import OBSERVER, PASSES, Observer, PassRunner
 from fuser.errors import InputError, StateError
 from fuser.op import CallResult, FusibleOperation
 from fuser.op.structure import structure_of
+from fuser.plan.graph import OpGraph
+from fuser.plan.kept import kept_tensors
+from fuser.plan.memory_curve import memory_curve
+from fuser.plan.plan import FusionPlan
+from fuser.plan.rebuilt import activation_memory_budget, with_rebuilt_tensors
 from fuser.tensors.sharding import gathered_by
 
 
@@ -65,3 +71,29 @@ def _state(model: torch.nn.Module) -> object:
     ops = [structure_of(op) for op in modules if isinstance(op, FusibleOperation)]
     versions = [None if p.is_inference() else p._version for p in parameters]
     return [*map(id, modules)], ops, [*map(id, parameters)], versions
+
+
+class SavingPasses(PassRunner):
+    """Passes that keep less for backward than it reads."""
+
+    saving = staticmethod(with_rebuilt_tensors)
+    budget = staticmethod(activation_memory_budget)
+    keeping_inputs = staticmethod(keeping_inputs)
+
+
+class MemoryObserver(Observer):
+    """What plans keep, and what they would keep under other budgets."""
+
+    kept = staticmethod(kept_tensors)
+
+    def costs(
+        self, graph: OpGraph, plan: FusionPlan, *given: Any, is_known: bool = False
+    ) -> dict[str, Any]:
+        fields = super().costs(graph, plan, *given, is_known=is_known)
+        cuts = plan.cuts if plan.waiting else ()
+        own = None if is_known else plan
+        return {**fields, "memory": memory_curve(graph, own, *given, cuts=cuts)}
+
+
+PASSES.open(SavingPasses())
+OBSERVER.open(MemoryObserver())

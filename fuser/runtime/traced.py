@@ -15,13 +15,14 @@ import torch
 
 from fuser.basic_ops import MoeCombine, MoeDispatch
 from fuser.communication import group_number
+from fuser.doors import PASSES, PassRunner
 from fuser.errors import InputError, StateError
 from fuser.functional.random_seeds import MOST_DROPOUT, MOST_ROUNDING
 from fuser.op import BasicOperation, FusibleOperation
-from fuser.op.fusible import traces_ops
 from fuser.op.structure import REFUSED, structure_of
-from fuser.plan.rebuilt import limit_here
+from fuser.plan.saved_inputs import limit_here
 from fuser.precision.contexts import AROUND, EnteredInGraph, entered_in, recipe_key_here
+from fuser.precision.numbered_calls import number_call
 from fuser.runtime.compiled import forward, forward_on_host
 from fuser.runtime.compiled_passes import lock
 from fuser.runtime.compiled_runner import quantizing
@@ -188,6 +189,9 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
     structure = f"{names} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     note_structure(structure, pipeline, quantized)
     quantizers = set(quantizing(ops))
+    for op in quantizers:
+        if op.__dict__.get("_next_call") is None:
+            number_call(op)
     return Pipeline(
         "",
         structure,
@@ -388,4 +392,10 @@ def _segments_of(container: Any) -> Segments:
     return segments
 
 
-traces_ops(traced_call)
+class TracedPasses(PassRunner):
+    """Pipelines in the graphs of torch.compile."""
+
+    traced_call = staticmethod(traced_call)  # type: ignore[assignment]
+
+
+PASSES.open(TracedPasses())

@@ -31,7 +31,7 @@ from fuser.functional.lazy import are_rows
 from fuser.fused_ops import PointwiseChain
 from fuser.plan.graph import Memory, OpGraph
 from fuser.plan.plan import FusionPlan, Note, Step
-from fuser.plan.rebuilt import rebuilding
+from fuser.plan.saved_inputs import rebuilding
 from fuser.specs import PlanKey, TensorSpec
 
 VECTOR_BYTES = 16

@@ -136,7 +136,7 @@ COMPILING = (
         "a forward under delayed scaling does not number the next call",
         CALLS,
         "note_forward",
-        "number_call(op, number[0])",
+        "number_call(op)",
         "pass",
         DELAYED,
     ),

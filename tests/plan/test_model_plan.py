@@ -222,7 +222,7 @@ def test_planning_changes_nothing_and_the_model_runs_as_before(recipe: Any) -> N
         assert torch.equal(value, values[name]), name
     assert model(TOKENS).shape == (2, 32, HIDDEN)
     assert observed.observer() is None
-    assert observed.observing_threads == 0
+    assert observed.ModelObserver.calls is None
 
 
 def test_other_threads_run_their_models_meanwhile() -> None:
@@ -479,7 +479,7 @@ def test_a_forward_that_reads_values_is_refused_in_a_sentence_and_the_next_call_
     with pytest.raises(fuser.InputError, match=said("model-plan-cannot-planned-inputs", "Reads")):
         fuser.plan(Reads(), torch.empty(2, 2))
     assert observed.observer() is None
-    assert observed.observing_threads == 0
+    assert observed.ModelObserver.calls is None
     assert current_recipe() is None
     assert fuser.plan(torch.nn.GELU(), torch.empty(2, 2)).parts
 

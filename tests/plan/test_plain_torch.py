@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import fuser
 from fuser.plan import plain_torch
 from fuser.plan.devices import CPU, DEVICES, Device
-from fuser.plan.plain_torch import Baseline
+from fuser.plan.plan import Baseline
 from fuser.plan.torch_calls import TorchCall, TorchCalls, compiled_seconds, eager_seconds
 
 WIDTH, ROWS = 16, 6

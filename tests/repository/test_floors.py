@@ -21,11 +21,11 @@ ROOT = Path(fuser.__file__).parent
 PACKAGES = (
     "version",
     "errors",
-    "doors",
     "report",
     "formats",
     "source",
     "torch_private",
+    "doors",
     "wrapper_tensor",
     "chain",
     "recipe",

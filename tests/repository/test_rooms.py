@@ -12,10 +12,6 @@ WINGS = LIBRARY.parent / "docs" / "dev" / "wings"
 
 LEFT = {
     ("core", "sharding"): 31,
-    ("core", "memory plans"): 12,
-    ("core", "recording"): 11,
-    ("core", "model plans"): 3,
-    ("core", "compile"): 2,
     ("core", "notes"): 2,
     ("core", "hybrid formats"): 2,
 }

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuser
 from fuser import recipe as recipes
-from fuser.cuda.sequence import layout_of
+from fuser.cuda.arguments import layout_of
 from fuser.precision.contexts import AutocastState
 from fuser.runtime import recorded
 from fuser.runtime.known_parameters import ParameterLayout
