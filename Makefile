@@ -179,6 +179,10 @@ test-elsewhere: $(VENV)/.ready
 	FUSER_TEST_OTHER_SUMS=1 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 \
 		$(BIN)/python $(PYTEST) tests --ignore tests/gpu
 
+# The library without a wing or a product of tests/rooms.py.
+wing-out: $(VENV)/.ready
+	$(BIN)/python tests/wing_out.py "$(WING)" -- $(PYTEST_FLAGS)
+
 # The site, in out/site; needs Python 3.11 or later, and no network.
 docs: $(VENV)/.ready
 	$(BIN)/python -m sphinx -W --keep-going -b html -c docs/site . out/site

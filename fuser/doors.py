@@ -72,15 +72,17 @@ class PassRunner:
         """
         return kind(planned.plan, *contents, planned.forward, planned.backward)
 
-    def saving(self, ops: Any, key: Any, limit: Any) -> Any:
+    @staticmethod
+    def saving(ops: Any, key: Any, limit: Any) -> Any:
         """``key``, that of a plan of ``ops``, with what forward keeps for backward under a limit.
 
         Here all that backward reads.
         """
         return key
 
-    def budget(self, given: Any) -> Any:
-        """The ``MemoryBudget`` that a user has given as a number.
+    @staticmethod
+    def budget(memory_budget: float | None) -> Any:
+        """The ``MemoryBudget`` of a number that a user has given.
 
         Raises
         ------
@@ -88,12 +90,11 @@ class PassRunner:
             If there are none, as here.
         """
         raise InputError(
-            f"memory_budget got {given!r}, and memory plans are not installed. Leave it out."
+            f"memory_budget got {memory_budget!r}; without memory plans it must be left out."
         )
 
-    def keeping_inputs(
-        self, model: Any, forward: Callable[..., Result], inputs: Any, op_kwargs: Any
-    ) -> Result:
+    @staticmethod
+    def keeping_inputs(model: Any, forward: Callable[..., Any], inputs: Any, op_kwargs: Any) -> Any:
         """``forward(model, *inputs, op_kwargs=op_kwargs)`` under a budget of 0."""
         return forward(model, *inputs, op_kwargs=op_kwargs)
 
@@ -127,7 +128,8 @@ class PassRunner:
         """
         function()
 
-    def traced_call(self, container: Any, x: Any, extras: Any, keywords: Any) -> Any:
+    @staticmethod
+    def traced_call(container: Any, x: Any, extras: Any, keywords: Any) -> Any:
         """The call of a container or an op that torch.compile traces: here between two graphs.
 
         It gets the input, the extra inputs, and keyword arguments of the forward.
@@ -144,8 +146,9 @@ class Observer:
     calls: Callable[[], Any] | None = None
     """Returns what answers the calls of pipelines on this thread, or None; None if all run."""
 
-    def kept(self, graph: Any, forward: Any, cuts: Sequence[int] = ()) -> tuple[Any, ...]:
-        """The tensors of ``forward``, the steps that run, that backward reads; here unnamed.
+    @staticmethod
+    def kept(graph: Any, forward: Any, cuts: Sequence[int] = ()) -> tuple[Any, ...]:
+        """The tensors that backward reads of ``forward``, the steps that run; here none is listed.
 
         ``cuts`` are the ops before which another autograd node begins.
         """

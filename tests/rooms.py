@@ -186,12 +186,12 @@ def names(texts: Mapping[str, str]) -> Iterator[Name]:
             if first != "fuser" or node.level:
                 continue
             for alias in node.names:
-                target = _defining("/".join(folders), alias.name, texts)
+                target = defining("/".join(folders), alias.name, texts)
                 if target is not None:
                     yield Name(path, node.lineno, target, alias.name, id(node) in lazy)
 
 
-def _defining(module: str, name: str, texts: Mapping[str, str]) -> str | None:
+def defining(module: str, name: str, texts: Mapping[str, str]) -> str | None:
     """The file that defines a name of ``module``, which may be a package that re-exports it."""
     for path in (f"{module}/{name}.py", f"{module}/{name}/__init__.py", f"{module}.py"):
         if path.lstrip("/") in texts:
@@ -201,7 +201,7 @@ def _defining(module: str, name: str, texts: Mapping[str, str]) -> str | None:
         if not isinstance(node, ast.ImportFrom) or not node.module:
             continue
         if any(name in (alias.asname, alias.name) for alias in node.names):
-            return _defining("/".join(node.module.split(".")[1:]), name, texts)
+            return defining("/".join(node.module.split(".")[1:]), name, texts)
     return package if package in texts else None
 
 

@@ -67,11 +67,7 @@ class BudgetCurve(MemoryCurve):
     and of iteration.
     """
 
-    every: tuple[BudgetCost, ...]
-    tokens: int
-    """The rows of the planned input."""
-    nominal_tokens: int
-    """The tokens of the modelled times."""
+    every: tuple[BudgetCost, ...] = ()
 
     def __iter__(self) -> Iterator[BudgetCost]:
         seen: set[tuple[float, int]] = set()

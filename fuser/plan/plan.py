@@ -168,6 +168,12 @@ class Baseline:
 class MemoryCurve:
     """What memory budgets would keep for backward: here nothing, without a backward."""
 
+    every: tuple[Any, ...] = ()
+    tokens: int = 0
+    """The rows of the planned input."""
+    nominal_tokens: int = 0
+    """The tokens of the modelled times."""
+
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 

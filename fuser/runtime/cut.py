@@ -46,7 +46,7 @@ class CuttingPasses(PassRunner):
         if key.requires_grad:
             cuts = Cuts(planned, key, graph)
             if cuts.at((0, 0)):
-                return CuttablePlan(planned, key, *contents, cuts)
+                return CuttablePlan(cuts, planned, key, *contents)
         return super().compiled_plan(SplittablePlan, planned, graph, key, *contents)
 
 
@@ -55,23 +55,23 @@ class CuttablePlan(SplittablePlan):
 
     Parameters
     ----------
-    planned, key, ops, sources, returned, param_counts
-        As of :class:`CompiledPlan`.
     cuts
         The places where the plan can be cut; there is one.
+    planned, key, ops, sources, returned, param_counts
+        As of :class:`CompiledPlan`.
     """
 
     can_be_cut = True
 
     def __init__(
         self,
+        cuts: Cuts,
         planned: Planned,
         key: PlanKey,
         ops: Sequence[BasicOperation],
         sources: Sequence[tuple[Source, ...]],
         returned: Sequence[Place],
         param_counts: Sequence[int],
-        cuts: Cuts,
     ) -> None:
         steps = planned.forward, planned.backward
         super().__init__(planned.plan, key, ops, sources, returned, param_counts, *steps)

@@ -395,7 +395,7 @@ def _segments_of(container: Any) -> Segments:
 class TracedPasses(PassRunner):
     """Pipelines in the graphs of torch.compile."""
 
-    traced_call = staticmethod(traced_call)  # type: ignore[assignment]
+    traced_call = staticmethod(traced_call)
 
 
 PASSES.open(TracedPasses())
