@@ -74,7 +74,7 @@ PASS_GRAPHS = (
 LAUNCH_CACHE = (
     Mutant(
         "the alignment of a tensor is left out of a launch's key",
-        "cuda/sequence.py",
+        "cuda/arguments.py",
         "layout_of",
         "address & 15",
         "",
@@ -82,7 +82,7 @@ LAUNCH_CACHE = (
     ),
     Mutant(
         "the strides of a tensor are left out of a launch's key",
-        "cuda/sequence.py",
+        "cuda/arguments.py",
         "layout_of",
         "tensor.stride(), tensor.",
         "tensor.",
@@ -257,7 +257,7 @@ LAUNCH_CACHE = (
     ),
     Mutant(
         "kernels read zeros without memory",
-        "cuda/sequence.py",
+        "cuda/arguments.py",
         "layout_of",
         "if not address and tensor.numel():\n    return None",
         "",

@@ -698,7 +698,7 @@ PLAN_KEYS = (
 REBUILT = (
     Mutant(
         "what a frozen op did not save is computed again from it",
-        "plan/rebuilt.py",
+        "plan/saved_inputs.py",
         "rebuilding",
         "if not (key.ops[i].requires_grad and ops[i].rebuilds_output and is_own(ops[i])):",
         "if not (ops[i].rebuilds_output and is_own(ops[i])):",
@@ -706,7 +706,7 @@ REBUILT = (
     ),
     Mutant(
         "what a user's op computed is computed again by its base class",
-        "plan/rebuilt.py",
+        "plan/saved_inputs.py",
         "is_own",
         "return not op.is_external and op.__dict__.keys().isdisjoint(METHODS)",
         "return op.__dict__.keys().isdisjoint(METHODS)",

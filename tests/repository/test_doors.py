@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from fuser.doors import Door
@@ -40,8 +38,7 @@ def test_each_of_several_wings_answers_its_questions_and_the_last_one_first() ->
     door = Door(Answers())
     for guest in (Others(), Named(), Next()):
         door.open(guest)
-    guest: Any = door.guest
-    assert (guest.number(), guest.name()) == (12, "two")
+    assert (door.guest.number(), door.guest.name()) == (12, "two")
 
 
 def test_an_object_of_another_class_is_refused_when_it_comes() -> None:
