@@ -235,7 +235,7 @@ class Sequential(Stateful, torch.nn.Sequential):
                 return Sequential.forward(self, input, *extra_inputs, op_kwargs=op_kwargs)
         if budget.limit.memory_budget == 0 and torch.is_grad_enabled() and not is_in_checkpoint():
             inputs = (input, *extra_inputs)
-            again: CallResult
+            again: torch.Tensor | tuple[torch.Tensor, ...]
             again = PASSES.guest.keeping_inputs(self, Sequential.forward, inputs, op_kwargs)
             return again
         modules, _, only, version = self._segments

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import wing_out
 
@@ -32,7 +34,7 @@ def test_a_core_that_imports_the_wing_is_named() -> None:
 def test_a_package_says_of_which_wing_a_name_is_that_it_lacks() -> None:
     lost = wing_out.lost_files("experts", TEXTS)
     text = wing_out.without_names("__init__.py", TEXTS, lost)
-    package = {"__name__": "fuser"}
+    package: dict[str, Any] = {"__name__": "fuser"}
     exec(text.replace("from fuser.op import a", "a = 1"), package)
     assert (package["a"], package["__all__"]) == (1, ["a"])
     for name, said in (
@@ -41,5 +43,5 @@ def test_a_package_says_of_which_wing_a_name_is_that_it_lacks() -> None:
         ("other", "module 'fuser' has no attribute 'other'"),
     ):
         with pytest.raises(AttributeError, match=said):
-            package["__getattr__"](name)  # type: ignore[operator]
+            package["__getattr__"](name)
     assert wing_out.without_names("op/__init__.py", TEXTS, {}) == TEXTS["op/__init__.py"]
