@@ -107,7 +107,6 @@ ROOMS = (
     ),
     Room("cuts", "wing", ("plan/cuts", "runtime/cut", "runtime/split_backward")),
     Room("AdamW", "wing", ("cuda/adamw", "functional/adamw", "reference/adamw")),
-    Room("hybrid formats", "wing", ("tensors/hybrid", "tensors/identity")),
     Room("notes", "wing", ("runtime/padding", "runtime/vectorization")),
     Room("te", "product", ("te/", "ops/")),
     Room("demo", "product", ("demo/",)),

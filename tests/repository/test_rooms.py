@@ -18,7 +18,6 @@ LEFT = {
     ("core", "cuts"): 3,
     ("core", "compile"): 2,
     ("core", "notes"): 2,
-    ("core", "hybrid formats"): 2,
 }
 """How many names still lead from a room into one that it may not know. A number only falls."""
 
