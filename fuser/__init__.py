@@ -77,6 +77,7 @@ from fuser.precision.availability import (
 )
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import QuantizerRole
+from fuser.runtime import notes as _notes  # noqa: F401 - notes of plans on a call's tensors
 from fuser.runtime.graphs import make_graphed_callables
 from fuser.runtime.model_plan import plan
 from fuser.runtime.pipeline import (

@@ -13,7 +13,10 @@ Fusions of wings have a door of their own, ``register`` in ``fused_ops/catalog.p
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
 
 from fuser.errors import InputTypeError
 
@@ -45,3 +48,14 @@ class Door(Generic[Answers]):
         if not isinstance(guest, kind):
             raise InputTypeError(f"a door of {kind.__name__} takes an object of it, got {guest!r}.")
         self.guest = guest
+
+
+class Observer:
+    """What a plan that is shown says of one call, besides what holds for every call."""
+
+    def notes(self, graph: Any, plan: Any, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Fields of ``plan`` that depend on the tensors of a call; ``graph`` is that call's."""
+        return {}
+
+
+OBSERVER = Door(Observer())

@@ -107,7 +107,7 @@ ROOMS = (
     ),
     Room("cuts", "wing", ("plan/cuts", "runtime/cut", "runtime/split_backward")),
     Room("AdamW", "wing", ("cuda/adamw", "functional/adamw", "reference/adamw")),
-    Room("notes", "wing", ("runtime/padding", "runtime/vectorization")),
+    Room("notes", "wing", ("runtime/notes",)),
     Room("te", "product", ("te/", "ops/")),
     Room("demo", "product", ("demo/",)),
     Room("inspection", "product", ("inspection/",)),

@@ -17,7 +17,6 @@ LEFT = {
     ("core", "model plans"): 3,
     ("core", "cuts"): 3,
     ("core", "compile"): 2,
-    ("core", "notes"): 2,
 }
 """How many names still lead from a room into one that it may not know. A number only falls."""
 
