@@ -78,6 +78,7 @@ from fuser.precision.availability import (
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import QuantizerRole
 from fuser.runtime import cut as _cut  # noqa: F401 - cuts pipelines into autograd nodes
+from fuser.runtime import notes as _notes  # noqa: F401 - notes of plans on a call's tensors
 from fuser.runtime import recorded as _recorded  # noqa: F401 - repeats passes and launches
 from fuser.runtime import repeated_forward as _repeated  # noqa: F401 - budgets of memory
 from fuser.runtime import traced as _traced  # noqa: F401 - calls in torch.compile

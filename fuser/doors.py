@@ -154,6 +154,10 @@ class Observer:
         """
         return ()
 
+    def notes(self, graph: Any, plan: Any, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Fields of ``plan`` that depend on the tensors of a call; ``graph`` is that call's."""
+        return {}
+
     def costs(
         self,
         graph: Any,

@@ -25,7 +25,6 @@ WHAT = {
     "memory plans": "what backward computes again",
     "cuts": "a pipeline in several nodes",
     "AdamW": "a step that quantizes",
-    "hybrid formats": "a format for each copy",
     "notes": "what a plan says of shapes",
     "te": "programs of Transformer Engine",
     "demo": "a language model that trains",

@@ -6,7 +6,7 @@ import torch
 
 from fuser.formats import GROUP_TILE, tile_count
 from fuser.precision.quantizer_for import role_format
-from fuser.recipe import Float8BlockScaling, Recipe
+from fuser.recipe import Recipe
 
 OWN_BITS = "The bits of a row depend on that row and its group alone"
 
@@ -68,9 +68,9 @@ def bits_note(recipe: Recipe | None, dtype: torch.dtype) -> str | None:
 
 def _rows_of_a_scale(recipe: Recipe, role: str) -> str:
     """The rows with which a row shares a scale; empty if it has scales of its own."""
-    if isinstance(recipe, Float8BlockScaling):
-        dims = {"input": recipe.x_block_scaling_dim, "grad_output": recipe.grad_block_scaling_dim}
-        return "127 rows" if dims[role] == 2 else ""
-    form = role_format(recipe, role)
-    has_own_scales = all(name in form.layout.rows for name in form.layout.rowwise)
-    return "all rows" if form.has_one_scale or not has_own_scales else ""
+    layout = role_format(recipe, role).layout
+    names = {*layout.rowwise, *layout.shared}
+    if not names <= layout.rows.keys():
+        return "all rows"
+    most = max(layout.rows[name][1] for name in names)
+    return f"{most - 1} rows" if most > 1 else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -105,9 +106,8 @@ def rmsnorm(
     InputError
         If a dtype, shape or layout is wrong, or nothing would be written.
     """
-    options = (eps, zero_centered_gamma)
-    outputs = (y, y_dtype, z, None, rstd, amax)
-    _forward("rmsnorm", "RMSNorm", x, extra, gamma, None, *outputs, *options)
+    tensors = _Forward(x, extra, gamma, y=y, z=z, rstd=rstd, amax=amax)
+    _forward("rmsnorm", "RMSNorm", tensors, y_dtype, eps, zero_centered_gamma)
 
 
 def layernorm(
@@ -144,9 +144,8 @@ def layernorm(
     InputError
         If a dtype, shape or layout is wrong, or nothing would be written.
     """
-    options = (eps, zero_centered_gamma)
-    outputs = (y, y_dtype, z, mean, rstd, amax)
-    _forward("layernorm", "LayerNorm", x, extra, gamma, beta, *outputs, *options)
+    tensors = _Forward(x, extra, gamma, beta, y=y, z=z, mean=mean, rstd=rstd, amax=amax)
+    _forward("layernorm", "LayerNorm", tensors, y_dtype, eps, zero_centered_gamma)
 
 
 def l2norm(
@@ -174,8 +173,7 @@ def l2norm(
     InputError
         If a dtype, shape or layout is wrong, or nothing would be written.
     """
-    outputs = (y, y_dtype, None, None, rnorm, amax)
-    _forward("l2norm", "RMSNorm", x, None, None, None, *outputs, eps, False)
+    _forward("l2norm", "RMSNorm", _Forward(x, y=y, rstd=rnorm, amax=amax), y_dtype, eps)
 
 
 def norm_producer(
@@ -308,22 +306,29 @@ def _forward_choice(
     return kernel, Launch((blocks,), (plan.lanes, plan.rows))
 
 
+class _Forward(NamedTuple):
+    """``struct Forward`` of the kernels: the tensors in its order, None for those not there."""
+
+    x: torch.Tensor
+    extra: torch.Tensor | None = None
+    gamma: torch.Tensor | None = None
+    beta: torch.Tensor | None = None
+    y: torch.Tensor | None = None
+    z: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    rstd: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+
+
 def _forward(
     function: str,
     norm: str,
-    x: torch.Tensor,
-    extra: torch.Tensor | None,
-    gamma: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    y: torch.Tensor | None,
+    tensors: _Forward,
     y_dtype: torch.dtype | None,
-    z: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor | None,
-    amax: torch.Tensor | None,
     eps: float,
-    zero_centered_gamma: bool,
+    zero_centered_gamma: bool = False,
 ) -> None:
+    x, extra, gamma, beta, y, z, mean, rstd, amax = tensors
     rows, columns = checked_shape(function, x)
     if y_dtype is None:
         check_tensor(function, "y", y, partners_of(x.dtype), x.shape)
@@ -354,7 +359,7 @@ def _forward(
         most_blocks,
     )
     launch_norm(
-        *(kernel, launch, (x, extra, gamma, beta, y, z, mean, rstd, amax), x, gamma, strides),
+        *(kernel, launch, tensors, x, gamma, strides),
         is_aligned=is_aligned,
         zero_centered_gamma=zero_centered_gamma,
         eps=eps,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -120,8 +121,9 @@ def rmsnorm_backward(
     InputError
         If a dtype, shape or layout is wrong.
     """
-    tensors = (dy, x, gamma, None, None, rstd, d_extra, dx, rounded_dx, y, workspace, means, amax)
-    _backward("rmsnorm_backward", "RMSNorm", *tensors, zero_centered_gamma, (dgamma,))
+    tensors = _Backward(dy, x, gamma, rstd=rstd, d_extra=d_extra, partials=workspace)
+    tensors = tensors._replace(dx=dx, rounded_dx=rounded_dx, y=y, means=means, amax=amax)
+    _backward("rmsnorm_backward", "RMSNorm", tensors, (dgamma,), zero_centered_gamma)
 
 
 def layernorm_backward(
@@ -167,8 +169,9 @@ def layernorm_backward(
     InputError
         If a dtype, shape or layout is wrong.
     """
-    tensors = (dy, x, gamma, beta, mean, rstd, d_extra, dx, rounded_dx, y, workspace, means, amax)
-    _backward("layernorm_backward", "LayerNorm", *tensors, zero_centered_gamma, (dgamma, dbeta))
+    tensors = _Backward(dy, x, gamma, beta, mean, rstd, d_extra, partials=workspace)
+    tensors = tensors._replace(dx=dx, rounded_dx=rounded_dx, y=y, means=means, amax=amax)
+    _backward("layernorm_backward", "LayerNorm", tensors, (dgamma, dbeta), zero_centered_gamma)
 
 
 def l2norm_backward(
@@ -196,8 +199,8 @@ def l2norm_backward(
     InputError
         If a dtype, shape or layout is wrong.
     """
-    tensors = (dy, x, None, None, None, rnorm, None, dx, None, None, None, means, amax)
-    _backward("l2norm_backward", "RMSNorm", *tensors, False, ())
+    tensors = _Backward(dy, x, rstd=rnorm, dx=dx, means=means, amax=amax)
+    _backward("l2norm_backward", "RMSNorm", tensors, ())
 
 
 def norm_backward_producer(
@@ -427,25 +430,32 @@ def _gradients_launch(columns: int, kinds: int, partials: int) -> Launch:
     return Launch((-(-columns // 32), kinds), (32, min(max(partials, 1), 16)))
 
 
+class _Backward(NamedTuple):
+    """``struct Backward`` of the kernels: the tensors in its order, None for those not there."""
+
+    dy: torch.Tensor
+    x: torch.Tensor
+    gamma: torch.Tensor | None = None
+    beta: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    rstd: torch.Tensor | None = None
+    d_extra: torch.Tensor | None = None
+    dx: torch.Tensor | None = None
+    rounded_dx: torch.Tensor | None = None
+    y: torch.Tensor | None = None
+    partials: torch.Tensor | None = None
+    means: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+
+
 def _backward(
     function: str,
     norm: str,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    gamma: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    d_extra: torch.Tensor | None,
-    dx: torch.Tensor | None,
-    rounded_dx: torch.Tensor | None,
-    y: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    means: torch.Tensor | None,
-    amax: torch.Tensor | None,
-    zero_centered_gamma: bool,
+    tensors: _Backward,
     grads: tuple[torch.Tensor | None, ...],
+    zero_centered_gamma: bool = False,
 ) -> None:
+    dy, x, gamma, beta, mean, rstd, d_extra, dx, rounded_dx, y, workspace, means, amax = tensors
     rows, columns = checked_shape(function, x)
     check_tensor(function, "dy", dy, partners_of(x.dtype), x.shape, is_spaced=True)
     check_tensor(function, "d_extra", d_extra, (x.dtype,), x.shape, is_spaced=True)
@@ -487,13 +497,13 @@ def _backward(
         d_extra = None
     if rows > 0 and (param_grads or any(output is not None for output in (dx, means, amax))):
         strides = row_strides(x, d_extra, dy)
-        read, written = (dy, x, gamma, beta, mean, rstd, d_extra), (dx, rounded_dx, y)
+        written = (dx, rounded_dx, y)
         is_aligned = are_aligned(columns, x, strides, dy, gamma, beta, d_extra, *written)
         dtypes, sizes = (x.dtype, dy.dtype), (rows, columns)
         kernel, launch, depth = _backward_choice(
             norm, *dtypes, *sizes, is_aligned, d_extra is not None, y is not None, *device
         )
-        tensors = (*read, *written, partials, means, amax)
+        tensors = tensors._replace(d_extra=d_extra, partials=partials)
         launch_norm(
             *(kernel, launch, tensors, x, gamma, strides),
             is_aligned=is_aligned,

@@ -44,8 +44,6 @@ from fuser.runtime.checks import Checks
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.local_parts import any_distributed, are_resharded, local_parts
-from fuser.runtime.padding import padding_notes
-from fuser.runtime.vectorization import layout_notes
 from fuser.specs import OpKey, PlanKey, QuantSpec, TensorKey, TensorSpec
 from fuser.tensors import QuantizedTensor
 from fuser.torch_private import breaks_graph
@@ -292,12 +290,11 @@ class OperationFuser:
             run = self._plan_run(input, params, extra_inputs, only_planning=True)
             graph = self._graph(input, extra_inputs, run.key.autocast_dtype)
             under = self._keys_under(graph, run.key, input, extra_inputs)
-        layout = layout_notes(graph, run.plan, input, extra_inputs)
-        padding = padding_notes(graph, run.plan) if input.numel() else ()
+        notes = OBSERVER.guest.notes(graph, run.plan, (input, *extra_inputs))
         plan = run.plan
         if plan.features != features_of(graph):  # it was made for tensors of other columns
             plan = make_plan(graph, run.key, _registered).plan
-        plan = replace(plan, layout=layout, padding=padding)
+        plan = replace(plan, **notes)
         # FSDP awaits all gradients of a module, and calls hooks of its parameters itself.
         slots = self._slots
         if run.can_be_cut and not are_resharded(self.basic_ops, slots.counts, slots.slots):

@@ -580,8 +580,8 @@ SENTENCES = (
     ),
     Mutant(
         "a plan does not say that an input is misaligned",
-        "runtime/vectorization.py",
-        "_Reading._obstacles",
+        "runtime/notes.py",
+        "_obstacles",
         "begin = 0 if rows.is_meta else rows.data_ptr() % VECTOR_BYTES",
         "begin = 0",
         "test_vectorization.py",

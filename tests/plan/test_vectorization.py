@@ -394,6 +394,14 @@ def test_extra_inputs_and_those_that_a_channel_brings_are_looked_at() -> None:
     ]
 
 
+def test_what_backward_computes_again_is_read_in_its_own_width() -> None:
+    model = fuser.Sequential(fuser.GELU(), fuser.BasicLinear(COLUMNS, 33))
+    with on_kernels():
+        plan = model.plan(_clean(F32).requires_grad_())
+    assert [kept.rebuilt_by for kept in plan.kept if kept.name == "input"] == [(), (0,)]
+    assert plan.layout == ()
+
+
 def test_ops_of_a_second_pipeline_are_counted_on() -> None:
     model = fuser.Sequential(fuser.GELU(), torch.nn.Flatten(1, 2), fuser.RMSNorm(27))
     plan = plan_of(model, torch.empty(4, 3, 9))

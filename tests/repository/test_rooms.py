@@ -12,8 +12,6 @@ WINGS = LIBRARY.parent / "docs" / "dev" / "wings"
 
 LEFT = {
     ("core", "sharding"): 31,
-    ("core", "notes"): 2,
-    ("core", "hybrid formats"): 2,
 }
 """How many names still lead from a room into one that it may not know. A number only falls."""
 
