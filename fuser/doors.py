@@ -6,12 +6,15 @@ class, and opens the door with an object of it as soon as it is imported::
 
     NAME.open(MyAnswers())
 
+A product also adds members to classes of the core, and is loaded when one of them is first used.
 ``tests/rooms.py`` says which files are the core, a wing or a product.
 """
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+import contextlib
+import importlib
+from typing import Any, Generic, TypeVar
 
 from fuser.errors import InputTypeError
 
@@ -25,11 +28,23 @@ class Door(Generic[Answers]):
     ----------
     default
         Answers while no wing has opened the door.
+    product
+        A module that opens the door, loaded at the first question; without it the default answers.
     """
 
-    def __init__(self, default: Answers) -> None:
+    guest: Answers
+
+    def __init__(self, default: Answers, product: str | None = None) -> None:
         self.default = default
-        self.guest = default
+        self.product = product
+
+    def __getattr__(self, name: str) -> Answers:
+        if name != "guest":
+            raise AttributeError(f"a door has no attribute {name!r}.")
+        if self.product is not None:
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(self.product)
+        return self.__dict__.setdefault("guest", self.default)  # type: ignore[no-any-return]
 
     def open(self, guest: Answers) -> None:
         """Let ``guest`` answer from now on.
@@ -43,3 +58,28 @@ class Door(Generic[Answers]):
         if not isinstance(guest, kind):
             raise InputTypeError(f"a door of {kind.__name__} takes an object of it, got {guest!r}.")
         self.guest = guest
+
+
+class OfProduct:
+    """A member that a module of a product defines, which is loaded when it is first used."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        setattr(self.owner, self.name, vars(importlib.import_module(self.module))[self.name])
+        return getattr(owner if instance is None else instance, self.name)
+
+
+class View:
+    """What a program sees of a quantizer."""
+
+    def of(self, quantizer: Any, before: Any) -> Any:
+        """The object for ``quantizer``; ``before`` is the one of this place before, or None."""
+        return quantizer
+
+
+VIEW = Door(View(), product="fuser.te.quantizers")

@@ -70,7 +70,6 @@ class FusibleOperation(Stateful, abc.ABC):
     _runner: Any
     runner_of: ClassVar[Callable[[Any, Any], Any]]
     traced_call: ClassVar[Callable[[Any, Any, Any, Any], Any]]
-    quantizer_view: ClassVar[Callable[[Any, Any], Any]]
     is_external: ClassVar[bool] = False
     """Whether code outside this library runs in the op's forward or backward."""
     stores_rebuilt_output: ClassVar[bool] = False
@@ -265,11 +264,3 @@ def traces_ops(function: Callable[[Any, Any, Any, Any], Any]) -> None:
     It is called with the op, the input, the extra inputs and the keyword arguments.
     """
     FusibleOperation.traced_call = staticmethod(function)
-
-
-def shows_quantizers(function: Callable[[Any, Any], Any]) -> None:
-    """Register what makes the object that code outside this library gets for a quantizer.
-
-    It is called with the quantizer, and with the object made before for the same place or None.
-    """
-    FusibleOperation.quantizer_view = staticmethod(function)

@@ -18,11 +18,11 @@ import torch
 
 from fuser import tensors
 from fuser.communication import resolved
+from fuser.doors import VIEW, View
 from fuser.errors import InputError
 from fuser.formats import BlockScalingDim, DType
 from fuser.functional.lazy import LazyTensor
 from fuser.op import default_device
-from fuser.op.fusible import shows_quantizers
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.quantizer import QUANTIZABLE
 
@@ -417,10 +417,13 @@ def changeable(value: Any, before: Any = None) -> Any:
     return quantizer
 
 
-def _quantizer_of(tensor: QuantizedTensor) -> Any:
+def _get_quantizer(self: QuantizedTensor) -> Any:
     """A changeable copy of the tensor's quantizer; a change does not affect the tensor."""
-    return changeable(tensor._quantizer)
+    return changeable(self._quantizer)
 
 
-shows_quantizers(changeable)
-QuantizedTensor._get_quantizer = _quantizer_of  # type: ignore[attr-defined]
+class _Changeable(View):
+    of = staticmethod(changeable)
+
+
+VIEW.open(_Changeable())
