@@ -77,9 +77,9 @@ class OfProduct:
 class View:
     """What a program sees of a quantizer."""
 
-    def of(self, quantizer: Any, before: Any) -> Any:
-        """The object for ``quantizer``; ``before`` is the one of this place before, or None."""
-        return quantizer
+    def of(self, value: Any, before: Any) -> Any:
+        """The object for a quantizer; ``before`` is the one of this place before, or None."""
+        return value
 
 
 VIEW = Door(View(), product="fuser.te.quantizers")

@@ -275,13 +275,5 @@ def _reset_caches(self: Float8Tensor) -> None:
     self._was_written()
 
 
-@property
-def _fp8_dtype(self: QuantizedTensor) -> DType:
-    dtype: DType = self._quantizer.fp8_dtype
-    return dtype
-
-
-@property
-def _is_2D_scaled(self: QuantizedTensor) -> bool:
-    is_square: bool = self._quantizer.block_scaling_dim == 2
-    return is_square
+_fp8_dtype = property(lambda tensor: tensor._quantizer.fp8_dtype)
+_is_2D_scaled = property(lambda tensor: tensor._quantizer.block_scaling_dim == 2)

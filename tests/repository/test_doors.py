@@ -28,5 +28,5 @@ def test_a_wing_answers_in_place_of_the_default() -> None:
 def test_an_object_of_another_class_is_refused_when_it_comes() -> None:
     door = Door(Answers())
     with pytest.raises(InputTypeError, match="a door of Answers takes an object of it, got 3"):
-        door.open(3)  # type: ignore[arg-type]
+        door.open(3)
     assert door.guest is door.default
