@@ -13,6 +13,7 @@ A product also adds members to classes of the core, and is loaded when one of th
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from typing import Any, Generic, TypeVar
 
@@ -32,19 +33,18 @@ class Door(Generic[Answers]):
         A module that opens the door, loaded at the first question; without it the default answers.
     """
 
-    guest: Answers
-
     def __init__(self, default: Answers, product: str | None = None) -> None:
         self.default = default
         self.product = product
 
-    def __getattr__(self, name: str) -> Answers:
-        if name != "guest":
-            raise AttributeError(f"a door has no attribute {name!r}.")
+    @functools.cached_property
+    def guest(self) -> Answers:
+        """Who answers."""
         if self.product is not None:
             with contextlib.suppress(ModuleNotFoundError):
                 importlib.import_module(self.product)
-        return self.__dict__.setdefault("guest", self.default)  # type: ignore[no-any-return]
+        guest: Answers = vars(self).get("guest", self.default)
+        return guest
 
     def open(self, guest: Answers) -> None:
         """Let ``guest`` answer from now on.
