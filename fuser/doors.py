@@ -36,6 +36,8 @@ class Door(Generic[Answers]):
     def __init__(self, default: Answers, product: str | None = None) -> None:
         self.default = default
         self.product = product
+        if product is None:
+            self.guest = default
 
     @functools.cached_property
     def guest(self) -> Answers:
