@@ -158,10 +158,10 @@ class QuantizedTensor(WrapperTensor):
         **named: Any,
     ) -> QuantizedTensor:
         if buffers is None:
-            made: QuantizedTensor = cls._from_keywords(
+            tensor: QuantizedTensor = cls._from_keywords(
                 shape, dtype, quantizer, requires_grad, named
             )
-            return made
+            return tensor
         offset = None
         if view_of is not None:
             strides, offset = geometry(shape, view_of)
