@@ -25,6 +25,7 @@ TITLES = {
     "conversion": "fuser.convert",
     "cuda": "Kernels",
     "distributed": "Sharded parameters",
+    "doors.py": "Doors of the core",
     "errors.py": "Arguments and names",
     "formats.py": "Formats",
     "functional": "Routing and products",

@@ -213,7 +213,7 @@ TE_PROGRAMS = (
         LAYERS,
         "TransformerEngineBaseModule._taken",
         "taken[name] = taken[name] or _normal",
-        'taken[name] = given["init_method"] or _normal',
+        'taken[name] = taken["init_method"] or _normal',
         "test_arguments.py::test_an_argument_changes_what_it_says",
         select="LayerNormMLP and output_layer_init_method",
     ),
