@@ -2,7 +2,7 @@
 
 import typing as _typing
 
-from fuser import distributed, modules, moe, ops, recipe, testing
+from fuser import distributed, modules, moe, recipe, testing
 from fuser.basic_ops import (
     GEGLU,
     GELU,
@@ -58,7 +58,6 @@ from fuser.errors import (
 from fuser.formats import DType
 from fuser.fused_ops import Linear
 from fuser.fused_ops.catalog import FUSIONS
-from fuser.inspection import inspect
 from fuser.op import (
     BasicOperation,
     FusedOperation,
@@ -92,28 +91,6 @@ from fuser.runtime.pipeline import (
 )
 from fuser.sequential import Sequential
 from fuser.specs import PlanKey, TensorSpec
-from fuser.te import (
-    Float8BlockQuantizer,
-    Float8BlockwiseQTensorStorage,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8TensorStorage,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    MXFP8TensorStorage,
-    NVFP4Quantizer,
-    NVFP4TensorStorage,
-    QuantizedTensorStorage,
-    checkpoint,
-    deinterleave_glu_tensor,
-    fp8_autocast,
-    fp8_model_init,
-    get_default_recipe,
-    interleave_glu_tensor,
-    is_bf16_available,
-)
-from fuser.te import tensors as _te_tensors  # noqa: F401 - adds methods to tensors
 from fuser.tensors import (
     Float8BlockwiseQTensor,
     Float8RowwiseQuantizer,
@@ -129,8 +106,32 @@ from fuser.tensors import (
 )
 from fuser.version import __version__
 
+if _typing.TYPE_CHECKING:
+    from fuser import ops
+    from fuser.inspection import inspect
+    from fuser.te import (
+        Float8BlockQuantizer,
+        Float8BlockwiseQTensorStorage,
+        Float8CurrentScalingQuantizer,
+        Float8Quantizer,
+        Float8TensorStorage,
+        HybridQuantizer,
+        IdentityQuantizer,
+        MXFP8Quantizer,
+        MXFP8TensorStorage,
+        NVFP4Quantizer,
+        NVFP4TensorStorage,
+        QuantizedTensorStorage,
+        checkpoint,
+        deinterleave_glu_tensor,
+        fp8_autocast,
+        fp8_model_init,
+        get_default_recipe,
+        interleave_glu_tensor,
+        is_bf16_available,
+    )
 if not _typing.TYPE_CHECKING:  # a type checker would accept every name of this package
-    from fuser.errors import missing_attribute as __getattr__  # noqa: F401
+    from fuser.runtime.products import name_of_product as __getattr__  # noqa: F401
 
 __all__ = [
     "Activation",

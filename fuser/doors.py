@@ -11,11 +11,15 @@ Fusions of wings have a door of their own, ``register`` in ``fused_ops/catalog.p
 Several wings may open one door, each for some of its questions: a class leaves the others to
 ``super()``, and an object has no state.
 
+A product also adds members to classes of the core, and is loaded when one of them is first used.
 ``tests/rooms.py`` says which files are the core, a wing or a product.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -35,11 +39,24 @@ class Door(Generic[Answers]):
     ----------
     default
         Answers while no wing has opened the door.
+    product
+        A module that opens the door, loaded at the first question; without it the default answers.
     """
 
-    def __init__(self, default: Answers) -> None:
+    def __init__(self, default: Answers, product: str | None = None) -> None:
         self.default = default
-        self.guest = default
+        self.product = product
+        if product is None:
+            self.guest = default
+
+    @functools.cached_property
+    def guest(self) -> Answers:
+        """Who answers."""
+        if self.product is not None:
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(self.product)
+        guest: Answers = vars(self).get("guest", self.default)
+        return guest
 
     def open(self, guest: Answers) -> None:
         """Let ``guest`` answer from now on.
@@ -52,8 +69,9 @@ class Door(Generic[Answers]):
         kind = type(self.default)
         if not isinstance(guest, kind):
             raise InputTypeError(f"a door of {kind.__name__} takes an object of it, got {guest!r}.")
-        if self.guest is not self.default:
-            guest = type(kind.__name__, (type(guest), type(self.guest)), {})()
+        earlier = vars(self).get("guest", self.default)
+        if earlier is not self.default:
+            guest = type(kind.__name__, (type(guest), type(earlier)), {})()
         self.guest = guest
 
 
@@ -178,3 +196,28 @@ class Observer:
 
 
 OBSERVER = Door(Observer())
+
+
+class OfProduct:
+    """A member that a module of a product defines, which is loaded when it is first used."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        setattr(self.owner, self.name, vars(importlib.import_module(self.module))[self.name])
+        return getattr(owner if instance is None else instance, self.name)
+
+
+class View:
+    """What a program sees of a quantizer."""
+
+    def of(self, value: Any, before: Any) -> Any:
+        """The object for a quantizer; ``before`` is the one of this place before, or None."""
+        return value
+
+
+VIEW = Door(View(), product="fuser.te.quantizers")

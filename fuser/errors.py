@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,6 +61,8 @@ def explains_names(module: str) -> Callable[[str], NoReturn]:
     def missing(name: str) -> NoReturn:
         here = sys.modules[module]
         sentence = f"module {module!r} has no attribute {name!r}"
+        if name.startswith("__"):  # Python's own question, as of every import
+            raise AttributeError(sentence, name=name, obj=here)
         places = [place for place in _PLACES if name in _names_of(f"fuser{place}")]
         if instead := _other_names("instead_of", name):
             sentence += f": {instead}."
@@ -72,19 +75,14 @@ def explains_names(module: str) -> Callable[[str], NoReturn]:
     return missing
 
 
-_other_library: dict[str, Callable[..., str]] = {}
-
-
-def know_other_library(
-    instead_of: Callable[[str], str], hint_of: Callable[[str, str], str]
-) -> None:
-    """Register what to write instead of names, and of arguments, of another library."""
-    _other_library.update(instead_of=instead_of, hint_of=hint_of)
-
-
 def _other_names(function: str, *names: str) -> str:
-    """What a registered function says about these names; empty if they are unknown."""
-    return _other_library[function](*names) if function in _other_library else ""
+    """What a function of ``fuser.te.names`` says about these names; empty if they are unknown."""
+    try:
+        known = importlib.import_module("fuser.te.names")
+    except ModuleNotFoundError:  # that product may be deleted
+        return ""
+    sentence: str = getattr(known, function)(*names)
+    return sentence
 
 
 def _names_of(module: str) -> list[str]:

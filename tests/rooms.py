@@ -40,7 +40,7 @@ CORE = Room(
     "core",
     "core",
     # All that is in no other room, and these, whose folders are.
-    ("report/text", "communication/"),
+    ("report/__init__", "report/text", "communication/"),
 )
 ROOMS = (
     CORE,

@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_compiling
 
 from fuser.communication import GroupArgument
-from fuser.doors import PASSES
+from fuser.doors import PASSES, VIEW
 from fuser.errors import StateError
 from fuser.formats import DType, NumberFormat
 from fuser.functional.lazy import LazyTensor
@@ -470,7 +470,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         else:
             value = self._quantizer_under(recipe, mode, index, device)
         before = self._quantizer_views.get((mode, index))
-        view: Quantizer = type(self).quantizer_view(value, before)
+        view: Quantizer = VIEW.guest.of(value, before)
         self._quantizer_views[mode, index] = view
         return view
 

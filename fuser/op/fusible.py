@@ -69,7 +69,6 @@ class FusibleOperation(Stateful, abc.ABC):
     __slots__ = ("_runner",)
     _runner: Any
     runner_of: ClassVar[Callable[[Any, Any], Any]]
-    quantizer_view: ClassVar[Callable[[Any, Any], Any]]
     is_external: ClassVar[bool] = False
     """Whether code outside this library runs in the op's forward or backward."""
     stores_rebuilt_output: ClassVar[bool] = False
@@ -256,11 +255,3 @@ def runs_ops_alone(function: Callable[[Any, Any], Any]) -> None:
     It is called with the op, and with the runner that the op had before or None.
     """
     FusibleOperation.runner_of = staticmethod(function)
-
-
-def shows_quantizers(function: Callable[[Any, Any], Any]) -> None:
-    """Register what makes the object that code outside this library gets for a quantizer.
-
-    It is called with the quantizer, and with the object made before for the same place or None.
-    """
-    FusibleOperation.quantizer_view = staticmethod(function)

@@ -18,6 +18,7 @@ import torch
 from fuser.basic_ops import Activation
 from fuser.cuda.arguments import end_of
 from fuser.cuda.tiled import NotInOneLaunch, in_one_launch
+from fuser.doors import VIEW
 from fuser.errors import StateError
 from fuser.op import (
     BasicOperation,
@@ -121,7 +122,6 @@ class PlanCodegen:
             "alone": contextlib.nullcontext,
             "NotInOneLaunch": NotInOneLaunch,
             "inputs": functools.partial(tuple.__new__, StepInputs),  # without a call of Python
-            "view": FusibleOperation.quantizer_view,
             "separate": _separate,
             "recipe": key.recipe,
         }
@@ -691,6 +691,7 @@ class PlanCodegen:
         wanted = before, self._wanted_input(indices[-1] + 1)
         if not op.is_external:
             return wanted
+        self.names["view"] = VIEW.guest.of
         before, after = ("None" if w == "None" else f"view({w}, None)" for w in wanted)
         return before, after
 

@@ -3,7 +3,6 @@
 No other part of fuser uses them.
 """
 
-from fuser.te import names as _names  # noqa: F401 - tells errors its names
 from fuser.te.functions import (
     checkpoint,
     deinterleave_glu_tensor,

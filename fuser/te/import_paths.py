@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 import runpy
 import sys
 from collections import Counter
@@ -246,7 +245,3 @@ def program(arguments: Sequence[str]) -> Callable[[], None]:
             runpy.run_path(script, run_name="__main__")
 
     return run
-
-
-if os.environ.get("FUSER_AS_TE") == "1":
-    install()

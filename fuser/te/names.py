@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 
-from fuser.errors import know_other_library
-
 _NOT_HERE = {
     **dict.fromkeys(
         ("LayerNormLinear", "LayerNormMLP"), "it is fuser.modules.{name}, where te's modules are"
@@ -51,6 +49,3 @@ def hint_of(name: str, argument: str) -> str:
     if layer is not None and argument in inspect.signature(layer).parameters:
         hint = f"{hint} fuser.modules.{name} takes the arguments of te.{name}.".lstrip()
     return hint
-
-
-know_other_library(instead_of, hint_of)

@@ -8,21 +8,23 @@ their present contents, so a change does not affect a frozen quantizer made befo
 
 from __future__ import annotations
 
+import abc
 import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any
 
 import torch
 
 from fuser import tensors
 from fuser.communication import resolved
+from fuser.doors import VIEW, View
 from fuser.errors import InputError
 from fuser.formats import BlockScalingDim, DType
 from fuser.functional.lazy import LazyTensor
 from fuser.op import default_device
-from fuser.op.fusible import shows_quantizers
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.quantizer import QUANTIZABLE
 
@@ -31,17 +33,14 @@ _VALUE_OF: dict[type, type[Quantizer]] = {}
 _CHANGEABLE: dict[type[Quantizer], type[ChangeableQuantizer]] = {}
 
 
-class _CountsValues(type):
-    """A frozen quantizer counts as an instance of the changeable class of its kind."""
+def _usage(name: str) -> property:
+    def changed(self: Quantizer, usage: bool) -> None:
+        setattr(self, name, usage)
 
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return type.__instancecheck__(_VALUE_OF.get(cls, cls), instance)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return type.__subclasscheck__(_VALUE_OF.get(cls, cls), subclass)
+    return property(attrgetter(name), changed, doc=f"Whether tensors have {name} data; may be set.")
 
 
-class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
+class ChangeableQuantizer(Quantizer, abc.ABC):
     """A quantizer with attributes that a script may set.
 
     It is equal to a frozen quantizer of the same contents. A user's subclass
@@ -55,6 +54,20 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
     with_amax_reduction: bool = False
     amax_reduction_group: Any = None
     _is_value = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__ == __name__:
+            value_class: Any = cls.__bases__[1]
+            _VALUE_OF[cls], _CHANGEABLE[value_class] = value_class, cls
+            cls.accepts_lazy = value_class.accepts_lazy
+            cls.launch_key = value_class.launch_key  # type: ignore[method-assign]
+            cls.__doc__ = value_class.__doc__
+
+    @classmethod
+    def __subclasshook__(cls, subclass: type) -> bool:
+        """A frozen quantizer counts as an instance of the changeable class of its kind."""
+        return _VALUE_OF.get(cls, cls) in subclass.__mro__
 
     def value(self) -> Quantizer:
         """The frozen quantizer of the present contents."""
@@ -218,23 +231,8 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
         """Whether tensors have the ``rowwise`` and the ``columnwise`` usage."""
         return {"rowwise": self.rowwise, "columnwise": self.columnwise}
 
-    @property
-    def rowwise_usage(self) -> bool:
-        """Whether tensors have rowwise data; may be set."""
-        return self.rowwise
-
-    @rowwise_usage.setter
-    def rowwise_usage(self, usage: bool) -> None:
-        setattr(self, "rowwise", usage)  # noqa: B010 - read-only of a value
-
-    @property
-    def columnwise_usage(self) -> bool:
-        """Whether tensors have columnwise data; may be set."""
-        return self.columnwise
-
-    @columnwise_usage.setter
-    def columnwise_usage(self, usage: bool) -> None:
-        setattr(self, "columnwise", usage)  # noqa: B010 - read-only of a value
+    rowwise_usage = _usage("rowwise")
+    columnwise_usage = _usage("columnwise")
 
     @property
     def dtype(self) -> DType:
@@ -253,25 +251,10 @@ def _is_derived(cls: type, name: str) -> bool:
     return isinstance(getattr(cls, name, None), functools.cached_property)
 
 
-_Class = TypeVar("_Class", bound=type[ChangeableQuantizer])
-
-
-def _changeable(value_class: type[Quantizer]) -> Callable[[_Class], _Class]:
-    def register(cls: _Class) -> _Class:
-        _VALUE_OF[cls], _CHANGEABLE[value_class] = value_class, cls
-        cls.accepts_lazy, cls.launch_key = value_class.accepts_lazy, value_class.launch_key  # type: ignore[method-assign]
-        cls.__doc__ = value_class.__doc__
-        return cls
-
-    return register
-
-
-@_changeable(tensors.Float8Quantizer)
 class Float8Quantizer(ChangeableQuantizer, tensors.Float8Quantizer):
     pass
 
 
-@_changeable(tensors.Float8CurrentScalingQuantizer)
 class Float8CurrentScalingQuantizer(ChangeableQuantizer, tensors.Float8CurrentScalingQuantizer):
     def __init__(
         self,
@@ -302,12 +285,10 @@ class Float8CurrentScalingQuantizer(ChangeableQuantizer, tensors.Float8CurrentSc
             self.amax_reduction_group = amax_reduction_group
 
 
-@_changeable(tensors.MXFP8Quantizer)
 class MXFP8Quantizer(ChangeableQuantizer, tensors.MXFP8Quantizer):
     pass
 
 
-@_changeable(tensors.Float8BlockQuantizer)
 class Float8BlockQuantizer(ChangeableQuantizer, tensors.Float8BlockQuantizer):
     def __init__(
         self,
@@ -336,7 +317,6 @@ class Float8BlockQuantizer(ChangeableQuantizer, tensors.Float8BlockQuantizer):
         )
 
 
-@_changeable(tensors.NVFP4Quantizer)
 class NVFP4Quantizer(ChangeableQuantizer, tensors.NVFP4Quantizer):
     def __init__(
         self,
@@ -377,12 +357,10 @@ class NVFP4Quantizer(ChangeableQuantizer, tensors.NVFP4Quantizer):
         )
 
 
-@_changeable(tensors.IdentityQuantizer)
 class IdentityQuantizer(ChangeableQuantizer, tensors.IdentityQuantizer):
     dtype: torch.dtype | None = None  # type: ignore[assignment]
 
 
-@_changeable(tensors.HybridQuantizer)
 class HybridQuantizer(ChangeableQuantizer, tensors.HybridQuantizer):
     pass
 
@@ -390,9 +368,8 @@ class HybridQuantizer(ChangeableQuantizer, tensors.HybridQuantizer):
 # The other formats, which te.ops does not have: an op may be handed their quantizers too.
 for _value_class in Quantizer.__subclasses__():
     if _value_class.__module__.startswith("fuser.tensors.") and _value_class not in _CHANGEABLE:
-        _own = {"__module__": __name__, "__qualname__": _value_class.__qualname__}
-        _made: Any = _CountsValues(_value_class.__name__, (ChangeableQuantizer, _value_class), _own)
-        globals()[_value_class.__name__] = _changeable(_value_class)(_made)
+        _name, _bases = _value_class.__name__, (ChangeableQuantizer, _value_class)
+        globals()[_name] = abc.ABCMeta(_name, _bases, {"__module__": __name__})
 
 
 # -- quantizers for scripts ----------------------------------------------------------
@@ -417,10 +394,13 @@ def changeable(value: Any, before: Any = None) -> Any:
     return quantizer
 
 
-def _quantizer_of(tensor: QuantizedTensor) -> Any:
+def _get_quantizer(self: QuantizedTensor) -> Any:
     """A changeable copy of the tensor's quantizer; a change does not affect the tensor."""
-    return changeable(tensor._quantizer)
+    return changeable(self._quantizer)
 
 
-shows_quantizers(changeable)
-QuantizedTensor._get_quantizer = _quantizer_of  # type: ignore[attr-defined]
+class _Changeable(View):
+    of = staticmethod(changeable)
+
+
+VIEW.open(_Changeable())

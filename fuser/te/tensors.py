@@ -1,12 +1,11 @@
-"""Methods and constructors of Transformer Engine's quantized tensors.
+"""Methods and constructors of Transformer Engine's quantized tensors, as members of their classes.
 
-Importing this file adds them to the classes. The rest of the library does not use them.
+The classes name them as :class:`~fuser.doors.OfProduct`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -57,6 +56,7 @@ def _buffers_by_keyword(cls: type[QuantizedTensor]) -> dict[str, str]:
 # -- constructors ----------------------------------------------------------------
 
 
+@classmethod  # type: ignore[misc]
 def _from_keywords(
     cls: type[QuantizedTensor],
     shape: Sequence[int],
@@ -197,6 +197,7 @@ def get_metadata(self: QuantizedTensor) -> dict[str, Any]:
     return metadata | {"fp8_dtype": self._quantizer.fp8_dtype}
 
 
+@classmethod  # type: ignore[misc]
 def make_like(
     cls: type[QuantizedTensor],
     tensor: QuantizedTensor,
@@ -232,7 +233,7 @@ def make_like(
 
 def to_dtype(self: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
     """A tensor that shares the bytes of this one, with another nominal dtype."""
-    return make_like(type(self), self, dtype=dtype)
+    return self.make_like(self, dtype=dtype)  # type: ignore[no-any-return]
 
 
 def prepare_for_saving(
@@ -242,7 +243,7 @@ def prepare_for_saving(
 
     :func:`restore_from_saved` puts the buffers back into that tensor. This tensor is unchanged.
     """
-    waiting = make_like(type(self), self)
+    waiting = self.make_like(self)
     for name in self.buffer_names:
         setattr(waiting, name, None)
     return list(self.buffers().values()), waiting
@@ -264,7 +265,7 @@ def clear(self: QuantizedTensor) -> None:
         setattr(self, name, None)
 
 
-# -- methods and attributes of one format --------------------------------------------
+# -- members of some formats ------------------------------------------------------------
 
 
 def _reset_caches(self: Float8Tensor) -> None:
@@ -274,36 +275,5 @@ def _reset_caches(self: Float8Tensor) -> None:
     self._was_written()
 
 
-# -- registration ----------------------------------------------------------------------
-
-
-def _add(cls: type[QuantizedTensor], *methods: Callable[..., Any], **others: Any) -> None:
-    for name, member in ({method.__name__: method for method in methods} | others).items():
-        setattr(cls, name, member)
-
-
-_add(
-    QuantizedTensor,
-    get_usages,
-    get_data_tensors,
-    get_metadata,
-    to_dtype,
-    prepare_for_saving,
-    restore_from_saved,
-    clear,
-    make_like=classmethod(make_like),
-    _from_keywords=staticmethod(_from_keywords),
-)
-_add(Float8Tensor, _reset_caches)
-_add(
-    Float8BlockwiseQTensor,
-    _is_2D_scaled=property(lambda tensor: tensor._quantizer.block_scaling_dim == 2),
-)
-for _class in Quantizer.__subclasses__():
-    if "fp8_dtype" in {field.name for field in fields(_class)} and _class.tensor_class is not (
-        Float8Tensor
-    ):
-        _add(
-            _class.tensor_class,
-            _fp8_dtype=property(lambda tensor: tensor._quantizer.fp8_dtype),
-        )
+_fp8_dtype = property(lambda tensor: tensor._quantizer.fp8_dtype)
+_is_2D_scaled = property(lambda tensor: tensor._quantizer.block_scaling_dim == 2)

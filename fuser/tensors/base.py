@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fuser.doors import OfProduct
 from fuser.errors import InputError, StateError
 from fuser.formats import DType, Layout, NumberFormat
 from fuser.tensors.operand import Operand
@@ -99,8 +100,18 @@ class QuantizedTensor(WrapperTensor):
     multiple: ClassVar[int] = 1
     # Whether each 128 rows have the scale or amax that a tensor of the format has once.
     has_scales_of_rows: ClassVar[bool] = False
-    # Constructor with the keywords of Transformer Engine; set by te/tensors.py.
-    _from_keywords: ClassVar[Callable[..., QuantizedTensor]]
+    # The constructor with Transformer Engine's keywords, and its methods.
+    _from_keywords = OfProduct("fuser.te.tensors")
+    get_usages = OfProduct("fuser.te.tensors")
+    get_data_tensors = OfProduct("fuser.te.tensors")
+    get_metadata = OfProduct("fuser.te.tensors")
+    make_like = OfProduct("fuser.te.tensors")
+    to_dtype = OfProduct("fuser.te.tensors")
+    prepare_for_saving = OfProduct("fuser.te.tensors")
+    restore_from_saved = OfProduct("fuser.te.tensors")
+    clear = OfProduct("fuser.te.tensors")
+    _fp8_dtype = OfProduct("fuser.te.tensors")
+    _get_quantizer = OfProduct("fuser.te.quantizers")
     # Writes of several tensors; set by tensors/writes.py.
     _write_all: ClassVar[Callable[..., None]]
 
@@ -147,7 +158,10 @@ class QuantizedTensor(WrapperTensor):
         **named: Any,
     ) -> QuantizedTensor:
         if buffers is None:
-            return cls._from_keywords(cls, shape, dtype, quantizer, requires_grad, named)
+            tensor: QuantizedTensor = cls._from_keywords(
+                shape, dtype, quantizer, requires_grad, named
+            )
+            return tensor
         offset = None
         if view_of is not None:
             strides, offset = geometry(shape, view_of)

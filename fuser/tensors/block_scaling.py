@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fuser.cuda import block_scaling as kernels
+from fuser.doors import OfProduct
 from fuser.formats import (
     FP8_BLOCK,
     FP8_BLOCKS,
@@ -35,6 +36,7 @@ class Float8BlockwiseQTensor(BlockScaledTensor, layout=FP8_BLOCKS[1]):
     """
 
     _quantizer: Float8BlockQuantizer
+    _is_2D_scaled = OfProduct("fuser.te.tensors")
 
     def _is_transposable(self) -> bool:
         return self._quantizer.block_scaling_dim == 2

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fuser.cuda import fp8_scaling as kernels
+from fuser.doors import OfProduct
 from fuser.errors import InputError, StateError
 from fuser.formats import FP8, DType, NumberFormat, check_fp8_dtype
 from fuser.functional.amax import amax, raise_amax
@@ -67,6 +68,8 @@ class Float8Tensor(QuantizedTensor, layout=FP8):
     def _transpose(self, data: torch.Tensor | None) -> None:
         m, k = self._matrix()
         self._columnwise_data = None if data is None else _as_matrix(data, k, m)
+
+    _reset_caches = OfProduct("fuser.te.tensors")
 
     @property
     def _fp8_dtype(self) -> DType:

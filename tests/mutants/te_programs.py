@@ -34,8 +34,8 @@ TE_PROGRAMS = (
     Mutant(
         "a row parallel bias is added before the sum over ranks",
         LAYERS,
-        "Linear.__init__",
-        'parallel_mode == "row" and given.get("tp_size", 1) > 1',
+        "TransformerEngineBaseModule._adapt",
+        'mode == "row" and ranks > 1',
         "False",
         "test_te_ranks.py::test_a_row_parallel_bias_has_the_gradient_of_its_rows",
     ),
@@ -82,7 +82,7 @@ TE_PROGRAMS = (
     Mutant(
         "a layer with a mode and one rank has the group of all ranks",
         LAYERS,
-        "_options",
+        "TransformerEngineBaseModule._taken",
         'taken["parallel_mode"] = None',
         "pass",
         "test_te_ranks.py::test_a_parallel_mode_over_one_rank_shares_nothing",
@@ -211,10 +211,9 @@ TE_PROGRAMS = (
     Mutant(
         "the second weight begins with the first one's values",
         LAYERS,
-        "LayerNormMLP.__init__",
-        "init_method=init_method or _normal,\n"
-        "output_layer_init_method=output_layer_init_method or _normal",
-        "init_method=init_method or _normal,\noutput_layer_init_method=init_method or _normal",
+        "TransformerEngineBaseModule._taken",
+        "taken[name] = taken[name] or _normal",
+        'taken[name] = taken["init_method"] or _normal',
         "test_arguments.py::test_an_argument_changes_what_it_says",
         select="LayerNormMLP and output_layer_init_method",
     ),

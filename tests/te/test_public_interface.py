@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import every_format
@@ -355,16 +353,6 @@ def test_every_number_format_has_its_quantizer_and_tensor_at_the_top_level() -> 
         if cls.__module__ in SHIPPED and not cls.__name__.startswith("_")  # bases of others
     }
     assert names == shipped - {"Float8GroupsQuantizer", "NVFP4GroupsQuantizer"}  # GroupedTensor's
-
-
-def test_nothing_but_the_top_level_imports_what_is_for_compatibility() -> None:
-    root = Path(fuser.__file__).parent
-    importers = {
-        path.relative_to(root).parts[0]
-        for path in root.rglob("*.py")
-        if re.search(r"fuser\.te\b|from fuser\.ops\b", path.read_text(encoding="utf-8"))
-    }
-    assert importers == {"__init__.py", "__main__.py", "te", "ops"}  # `python -m fuser te`
 
 
 # -- functions ------------------------------------------------------------------------

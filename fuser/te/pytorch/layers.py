@@ -55,6 +55,81 @@ class TransformerEngineBaseModule(Layer):
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Accepted, no effect: the state of a recipe is made when it is used."""
 
+    def _adapt(self, arguments: dict[str, Any]) -> None:
+        """Make the layer of ``fuser.modules`` by the arguments of Transformer Engine's.
+
+        Sets what programs read of both, and a bias that this layer returns or adds itself.
+        """
+        given: dict[str, Any] = {**arguments, **arguments["options"]}
+        for name in ("self", "options", "__class__"):
+            given.pop(name, None)
+        mode, bias = given.get("parallel_mode"), given["bias"]
+        taken = self._taken(given)
+        ranks, returns_bias = taken.get("tp_size", 1), taken.pop("return_bias") and bias
+        # After the sum over ranks, so that a rank with a part of the rows has the gradient of
+        # these, as trainers expect that add the gradients of all ranks.
+        adds_bias = bias and not returns_bias and mode == "row" and ranks > 1
+        taken["bias"] = bias and not returns_bias and not adds_bias
+        super().__init__(**taken)
+        if given.get("normalization") == "RMSNorm":
+            self.layer_norm_bias = None
+        self.use_bias, self.return_bias, self.adds_bias = bias, returns_bias, adds_bias
+        self.tp_size, self.tp_group = ranks, taken.get("tp_group")
+        self.sequence_parallel = taken.get("sequence_parallel", False)
+        self.fuse_wgrad_accumulation = bool(
+            given.get("fuse_wgrad_accumulation") or given.get("accumulate_into_main_grad")
+        )
+        self.delay_wgrad_compute = bool(given.get("delay_wgrad_compute", False))
+        self.ub_name = given.get("ub_name")
+        _zero_biases(self)
+
+    def _taken(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What the layer of ``fuser.modules`` takes: without what changes no result."""
+        layer, taken = type(self).__name__, dict(given)
+        overlaps = tuple(name for name in taken if name.startswith("ub_") and taken[name])
+        for name in [name for name in taken if name.startswith("ub_")]:
+            del taken[name]
+        switches = tuple(name for name in overlaps if name != "ub_name")
+        if switches:
+            _warn_of_overlap(layer, switches)
+        for name in {"init_method", "output_layer_init_method"} & taken.keys():
+            taken[name] = taken[name] or _normal
+        taken.pop("save_original_input", None)
+        if not taken.get("fuse_wgrad_accumulation"):  # it has a second name, which may be on
+            taken.pop("fuse_wgrad_accumulation", None)
+        if taken.get("parallel_mode") not in (None, "column", "row"):
+            raise InputError(
+                f"{layer} got parallel_mode={taken['parallel_mode']!r}; give 'column', 'row' or "
+                "None."
+            )
+        tracker = taken.pop("get_rng_state_tracker", None)
+        name = taken.pop("rng_tracker_name", None)
+        if tracker is not None:
+            taken["get_rng_state_tracker"] = _NamedTracker(tracker, name) if name else tracker
+        group, size = taken.pop("tp_group", None), taken.pop("tp_size", 1)
+        ranks = 1 if taken.get("parallel_mode") is None else ranks_of(layer, size, group)
+        if ranks == 1:  # nothing to gather or add, whatever the program's settings are
+            taken.pop("sequence_parallel", None)
+            if "parallel_mode" in taken:  # with a mode and no group it would be that of all ranks
+                taken["parallel_mode"] = None
+            return taken
+        return {**taken, "tp_size": ranks, "tp_group": group}
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """The output ``[..., out_features]``; with ``return_bias`` also the bias."""
+        output = super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
+        bias: Any = getattr(self, "bias", None)
+        if self.return_bias:
+            # A view: a reentrant checkpoint would make a parameter that it returns its own output.
+            return output, bias.view_as(bias)
+        return output + bias if self.adds_bias else output
+
     def set_tensor_parallel_group(self, tp_group: GroupArgument) -> None:
         """Name the group of ranks after construction, as programs do that make it later.
 
@@ -122,35 +197,6 @@ def _warn_of_overlap(layer: str, names: tuple[str, ...]) -> None:
     )
 
 
-def _options(layer: str, options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` for the layer of ``fuser.modules``: without those that change no result."""
-    taken = dict(options)
-    overlaps = tuple(name for name in taken if name.startswith("ub_") and taken[name])
-    for name in [name for name in taken if name.startswith("ub_")]:
-        del taken[name]
-    switches = tuple(name for name in overlaps if name != "ub_name")
-    if switches:
-        _warn_of_overlap(layer, switches)
-    taken.pop("save_original_input", None)
-    if not taken.get("fuse_wgrad_accumulation"):  # it has a second name, which may be on
-        taken.pop("fuse_wgrad_accumulation", None)
-    if taken.get("parallel_mode") not in (None, "column", "row"):
-        raise InputError(
-            f"{layer} got parallel_mode={taken['parallel_mode']!r}; give 'column', 'row' or None."
-        )
-    tracker, name = taken.pop("get_rng_state_tracker", None), taken.pop("rng_tracker_name", None)
-    if tracker is not None:
-        taken["get_rng_state_tracker"] = _NamedTracker(tracker, name) if name else tracker
-    group, size = taken.pop("tp_group", None), taken.pop("tp_size", 1)
-    ranks = 1 if taken.get("parallel_mode") is None else ranks_of(layer, size, group)
-    if ranks == 1:  # nothing to gather or add, whatever the program's settings are
-        taken.pop("sequence_parallel", None)
-        if "parallel_mode" in taken:  # with a mode and no group it would be that of all ranks
-            taken["parallel_mode"] = None
-        return taken
-    return {**taken, "tp_size": ranks, "tp_group": group}
-
-
 def ranks_of(layer: str, size: int, group: GroupArgument) -> int:
     """The ranks of a layer: of its group, or as the program says if it gives none."""
     return size if group is None else group_size(layer, group)
@@ -196,42 +242,8 @@ class Linear(TransformerEngineBaseModule, modules.Linear):
         parallel_mode: Any = None,
         **options: Any,
     ) -> None:
-        given = _options(
-            type(self).__name__,
-            {
-                **options,
-                "sequence_parallel": sequence_parallel,
-                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-                "tp_group": tp_group,
-                "tp_size": tp_size,
-                "get_rng_state_tracker": get_rng_state_tracker,
-                "rng_tracker_name": rng_tracker_name,
-                "parallel_mode": parallel_mode,
-            },
-        )
-        # Behind the sum over ranks, so that a rank with a part of the rows has the gradient of
-        # these, as trainers expect that add the gradients of all ranks.
-        is_row = parallel_mode == "row" and given.get("tp_size", 1) > 1
-        self.adds_bias = bias and not return_bias and is_row
-        super().__init__(
-            in_features,
-            out_features,
-            bias=bias and not return_bias and not self.adds_bias,
-            init_method=init_method or _normal,
-            params_dtype=params_dtype,
-            **given,
-        )
-        _finish(self, self.ops[0].members[0], bias, return_bias, parallel_mode, given, options)
-
-    def forward(
-        self,
-        inp: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-    ) -> Any:
-        """The output ``[..., out_features]``; with ``return_bias`` also the bias."""
-        return _with_bias(self, super().forward(inp, is_first_microbatch, fp8_output, fp8_grad))
+        self._adapt(locals())
+        _finish(self, self.ops[0].members[0], parallel_mode)
 
 
 class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
@@ -262,42 +274,8 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
         zero_centered_gamma: bool = False,
         **options: Any,
     ) -> None:
-        given = _options(
-            type(self).__name__,
-            {
-                **options,
-                "sequence_parallel": sequence_parallel,
-                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-                "tp_group": tp_group,
-                "tp_size": tp_size,
-                "get_rng_state_tracker": get_rng_state_tracker,
-                "parallel_mode": parallel_mode,
-            },
-        )
-        super().__init__(
-            in_features,
-            out_features,
-            eps,
-            bias=bias and not return_bias,
-            normalization=normalization,
-            zero_centered_gamma=zero_centered_gamma,
-            init_method=init_method or _normal,
-            params_dtype=params_dtype,
-            **given,
-        )
-        if normalization == "RMSNorm":
-            self.layer_norm_bias = None
-        _finish(self, self.ops[1].members[0], bias, return_bias, parallel_mode, given, options)
-
-    def forward(
-        self,
-        inp: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-    ) -> Any:
-        """The output ``[..., out_features]``; with ``return_bias`` also the bias."""
-        return _with_bias(self, super().forward(inp, is_first_microbatch, fp8_output, fp8_grad))
+        self._adapt(locals())
+        _finish(self, self.ops[1].members[0], parallel_mode)
 
 
 class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
@@ -324,57 +302,28 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
         output_layer_init_method: InitMethod | None = None,
         **options: Any,
     ) -> None:
-        is_parallel = bool(options.get("set_parallel_mode", False))
-        given = _options(
-            type(self).__name__,
-            {
-                **options,
-                "parallel_mode": "column" if is_parallel else None,
-                "sequence_parallel": sequence_parallel,
-            },
-        )
-        given.pop("parallel_mode")
-        ranks = given.get("tp_size", 1)
-        if ranks == 1:
-            given.pop("set_parallel_mode", None)
         if return_bias:
             raise InputError(
                 "LayerNormMLP got return_bias=True; its second bias is added inside of the "
                 "pipeline. Leave the argument out, and do not add the bias."
             )
-        super().__init__(
-            hidden_size,
-            ffn_hidden_size,
-            eps,
-            bias=bias,
-            init_method=init_method or _normal,
-            output_layer_init_method=output_layer_init_method or _normal,
-            **given,
-        )
-        if self.normalization == "RMSNorm":
-            self.layer_norm_bias = None
-        self.use_bias, self.return_bias = bias, False
-        self.tp_size, self.sequence_parallel = ranks, sequence_parallel and ranks > 1
+        self._adapt(locals())
         self.tp_group = options.get("tp_group")
-        self.fuse_wgrad_accumulation = options.get("fuse_wgrad_accumulation", False)
         for name, dim in {
             "fc1_weight": 0,
             "fc2_weight": 1,
             "fc1_bias": 0,
             "fc2_bias": None,
         }.items():
-            _mark(self._parameters[name], dim, ranks)
-        _zero_biases(self)
+            _mark(self._parameters[name], dim, self.tp_size)
 
-    def forward(
-        self,
-        inp: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-    ) -> torch.Tensor:
-        """The output, of the shape of ``inp``."""
-        return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
+    def _taken(self, given: dict[str, Any]) -> dict[str, Any]:
+        mode = "column" if given.get("set_parallel_mode") else None
+        taken = super()._taken({**given, "parallel_mode": mode})
+        del taken["parallel_mode"]
+        if "tp_size" not in taken:
+            taken.pop("set_parallel_mode", None)
+        return taken
 
 
 class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
@@ -404,42 +353,10 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
         parallel_mode: Any = None,
         **options: Any,
     ) -> None:
-        given = _options(
-            type(self).__name__,
-            {
-                **options,
-                "sequence_parallel": sequence_parallel,
-                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-                "tp_group": tp_group,
-                "tp_size": tp_size,
-                "get_rng_state_tracker": get_rng_state_tracker,
-                "rng_tracker_name": rng_tracker_name,
-                "parallel_mode": parallel_mode,
-            },
-        )
-        if "tp_size" in given:
-            raise InputError(
-                f"GroupedLinear got {given['tp_size']} ranks; its features are not sharded over "
-                "ranks here. Give each rank whole experts: expert parallelism."
-            )
-        for name in ("parallel_mode", "use_grouped_tensor"):
-            given.pop(name, None)
-        super().__init__(
-            num_gemms,
-            in_features,
-            out_features,
-            bias=bias and not return_bias,
-            init_method=init_method or _normal,
-            params_dtype=params_dtype,
-            **given,
-        )
-        self.use_bias, self.return_bias = bias, return_bias and bias
-        self.tp_size, self.parallel_mode, self.sequence_parallel = 1, None, False
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self._adapt(locals())
+        self.parallel_mode = None
         self.single_grouped_weight = bool(options.get("single_grouped_weight", False))
         self.single_grouped_bias = bool(options.get("single_grouped_bias", False))
-        self.delay_wgrad_compute = bool(options.get("delay_wgrad_compute", False))
-        self.ub_name = options.get("ub_name")
         self._fp8_meta: dict[str, Any] = {"recipe": None}
         if self.return_bias:
             weight = next(self.parameters())
@@ -451,7 +368,17 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
                 shapes = {"bias": (num_gemms, out_features)}
             for name, shape in shapes.items():
                 self.register_parameter(name, torch.nn.Parameter(zeros(shape)))
-        _zero_biases(self)
+
+    def _taken(self, given: dict[str, Any]) -> dict[str, Any]:
+        taken = super()._taken(given)
+        if "tp_size" in taken:
+            raise InputError(
+                f"GroupedLinear got {taken['tp_size']} ranks; its features are not sharded over "
+                "ranks here. Give each rank whole experts: expert parallelism."
+            )
+        for name in ("parallel_mode", "use_grouped_tensor"):
+            taken.pop(name, None)
+        return taken
 
     @property
     def fp8_meta(self) -> dict[str, Any]:
@@ -486,14 +413,14 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
             state = torch.cat([torch.tensor([float(plain.numel())], device="cpu"), plain])
         super().set_extra_state(state)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         inp: torch.Tensor,
         m_splits: Sequence[int] | torch.Tensor,
         is_first_microbatch: bool | None = None,
     ) -> Any:
         """The output ``[..., out_features]``; with ``return_bias`` also the biases."""
-        output = super().forward(inp, m_splits, is_first_microbatch)
+        output = modules.GroupedLinear.forward(self, inp, m_splits, is_first_microbatch)
         if not self.return_bias:
             return output
         if self.single_grouped_bias:
@@ -501,24 +428,10 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
         return output, [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
 
 
-def _finish(
-    layer: Any,
-    linear: basic_ops.BasicLinear,
-    bias: bool,
-    return_bias: bool,
-    mode: Any,
-    given: dict[str, Any],
-    options: dict[str, Any],
-) -> None:
-    """Set the attributes that programs read of a layer of one linear, and its own bias."""
-    ranks = given.get("tp_size", 1)
+def _finish(layer: Any, linear: basic_ops.BasicLinear, mode: Any) -> None:
+    """Set what programs read of a layer of one linear, and its own bias."""
     layer.in_features, layer.out_features = linear.local_in_features, linear.local_out_features
-    layer.use_bias, layer.return_bias = bias, return_bias and bias
-    layer.tp_size, layer.tp_group = ranks, given.get("tp_group")
-    layer.parallel_mode, layer.sequence_parallel = mode, given.get("sequence_parallel", False)
-    layer.fuse_wgrad_accumulation = linear._accumulate_into_main_grad
-    layer.ub_name = options.get("ub_name")
-    layer.delay_wgrad_compute = False
+    layer.parallel_mode, ranks = mode, layer.tp_size
     weight = layer.weight
     if layer.return_bias or layer.adds_bias:
         zeros = torch.zeros(layer.out_features, device=weight.device, dtype=weight.dtype)
@@ -527,7 +440,6 @@ def _finish(
     _mark(layer.bias, 0 if mode == "column" else None, ranks)
     if mode == "row" and ranks > 1 and layer.sequence_parallel and layer.bias is not None:
         layer.bias.sequence_parallel = True
-    _zero_biases(layer)
 
 
 def _zero_biases(layer: torch.nn.Module) -> None:
@@ -535,13 +447,6 @@ def _zero_biases(layer: torch.nn.Module) -> None:
         for name, parameter in layer.named_parameters():
             if "bias" in name and not parameter.is_meta:
                 parameter.zero_()
-
-
-def _with_bias(layer: Any, output: torch.Tensor) -> Any:
-    if layer.return_bias:
-        # A view: a reentrant checkpoint would make a parameter that it returns its own output.
-        return output, layer.bias.view_as(layer.bias)
-    return output + layer.bias if layer.adds_bias else output
 
 
 def _norm_shape(name: str, shape: Shape | None, hidden_size: int | None) -> Shape:

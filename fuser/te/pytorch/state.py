@@ -72,25 +72,10 @@ get_default_fp8_recipe = get_default_recipe
 class FP8GlobalStateManager:
     """The recipe in effect in this thread, by the methods of Transformer Engine's class."""
 
-    @classmethod
-    def is_fp8_available(cls) -> tuple[bool, str]:
-        """Whether FP8 recipes run here, and a sentence if they are emulated."""
-        return check_fp8_support()
-
-    @classmethod
-    def is_mxfp8_available(cls) -> tuple[bool, str]:
-        """Whether MXFP8 recipes run here, and a sentence if they are emulated."""
-        return check_mxfp8_support()
-
-    @classmethod
-    def is_nvfp4_available(cls) -> tuple[bool, str]:
-        """Whether NVFP4 recipes run here, and a sentence if they are emulated."""
-        return check_nvfp4_support()
-
-    @classmethod
-    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
-        """Whether FP8 recipes in blocks of 128 run here, and a sentence if they are emulated."""
-        return check_fp8_block_scaling_support()
+    is_fp8_available = staticmethod(check_fp8_support)
+    is_mxfp8_available = staticmethod(check_mxfp8_support)
+    is_nvfp4_available = staticmethod(check_nvfp4_support)
+    is_fp8_block_scaling_available = staticmethod(check_fp8_block_scaling_support)
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
