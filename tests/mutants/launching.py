@@ -154,6 +154,23 @@ LAUNCH_CACHE = (
         QUANTIZED + "test_a_copy_that_is_dropped_or_made_is_another_layout",
     ),
     Mutant(
+        "the quantizer of a quantized parameter is not compared",
+        "runtime/known_parameters.py",
+        "QuantizedFacts.of",
+        'others = ("_quantizer", "_is_read_only", *_REFERENCES, *missing)',
+        'others = ("_is_read_only", *_REFERENCES, *missing)',
+        QUANTIZED + "test_a_changed_parameter_is_read_as_without_recordings",
+        select="another and format",
+    ),
+    Mutant(
+        "buffers that quantized parameters share are left out of the layout",
+        "runtime/known_parameters.py",
+        "KnownParameters._layout",
+        "places = list(map(id, (*params, *buffers)))",
+        "places = list(map(id, params))",
+        QUANTIZED + "test_weights_that_no_longer_hold_the_same_buffers_are_read_apart",
+    ),
+    Mutant(
         "a backward reads a parameter that is quantized otherwise since the forward",
         "runtime/recorded.py",
         "RecordedForward.backward",

@@ -7,6 +7,7 @@ same changes of its parameters between them. Ops compute with torch, whose calls
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fuser
 from fuser import recipe as recipes
 from fuser.errors import StateError
+from fuser.formats import DType
 from fuser.te.pytorch import optimizers as fused
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -143,6 +145,11 @@ def given_data(model: Any) -> None:
         weight.data = of_other_values(weight)
 
 
+def given_values_apart(model: Any) -> None:
+    for i, weight in enumerate(weights_of(model)):
+        weight.data = weight._usage().unbound()(weight.dequantize() * (1 + i / 4))
+
+
 def loaded(model: Any, *, assign: bool = False) -> None:
     other = copy.deepcopy(model)
     for weight in weights_of(other):
@@ -174,6 +181,18 @@ def with_one_memory(model: Any) -> None:
             other.data = first.detach()
 
 
+def of_another_format(model: Any) -> None:
+    """First to E5M2; the next time the same bytes stand for numbers in E4M3."""
+    for weight in weights_of(model):
+        is_e5m2 = weight._quantizer.fp8_dtype is DType.kFloat8E5M2
+        other = DType.kFloat8E4M3 if is_e5m2 else DType.kFloat8E5M2
+        quantizer = dataclasses.replace(weight._usage().unbound(), fp8_dtype=other)
+        if is_e5m2:
+            weight._quantizer = quantizer
+        else:
+            weight.data = quantizer(weight.dequantize())
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "written": written,
     "step": stepped,
@@ -187,6 +206,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "other buffers": with_other_buffers,
     "one memory": with_one_memory,
     "half": lambda model: model.half().to(BF16),
+    "another format": of_another_format,
 }
 
 # -- scripts --------------------------------------------------------------------------------------
@@ -309,7 +329,9 @@ def test_weights_that_no_longer_hold_the_same_buffers_are_read_apart(
 ) -> None:
     in_one_launch(monkeypatch)
     make = functools.partial(experts, CURRENT)
-    assert_same(lambda _: make(), None, [with_one_memory, *WARM, given_data, *WARM])
+    # Nothing but the sharing differs, and then each expert has other values.
+    script = [given_data, with_one_memory, *WARM, given_values_apart, *WARM]
+    assert_same(lambda _: make(), None, script)
 
 
 def test_two_layouts_in_turn_are_both_played(played: list[Any]) -> None:
