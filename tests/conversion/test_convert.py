@@ -1277,6 +1277,8 @@ def test_other_calls_of_a_converted_forward_are_those_of_the_class() -> None:
         model()
     with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
         model(x, scale=2)
+    with pytest.raises(TypeError, match="multiple values for argument 'x'"):
+        model(x, x=2 * x)
     assert torch.equal(model(x), expected)
 
 
@@ -1348,6 +1350,17 @@ def test_joined_weights_have_storages_of_their_own() -> None:
     assert torch.equal(other, values)
     other.share_memory_()
     assert torch.equal(other, values)
+
+
+def test_weights_that_processes_share_stay_where_they_are() -> None:
+    model, plain = seeded(GatedMLP), seeded(GatedMLP)
+    model.share_memory()
+    before = [p.data_ptr() for p in model.parameters()]
+    assert fuser.convert(model).converted
+    x = data()
+    torch.testing.assert_close(model(x), plain(x))
+    assert [p.data_ptr() for p in model.parameters()] == before
+    assert all(p.is_shared() for p in model.parameters())
 
 
 def memory_of(mlp: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -267,3 +268,16 @@ def test_a_sequence_whose_addresses_never_come_back_looks_seldom(capturer: CpuCa
     for i in range(pass_graphs.PATIENCE):
         runs(1000 + i)
     assert [runs(-1), runs(-1)] == [False, True]
+
+
+def test_each_pause_in_vain_is_twice_as_long_up_to_the_longest(
+    capturer: CpuCapturer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_graphs, "LONGEST_PAUSE", 4 * pass_graphs.PATIENCE)
+    looked: list[int] = []
+    monkeypatch.setattr(capturer, "place", lambda device: looked.append(runs.graphs.calls) or ())
+    runs = Runs()
+    for i in range(20 * pass_graphs.PATIENCE):
+        runs(i)
+    gaps = [after - before for before, after in itertools.pairwise(looked) if after > before + 1]
+    assert gaps == [pass_graphs.PATIENCE * k for k in (1, 2, 4, 4, 4)]

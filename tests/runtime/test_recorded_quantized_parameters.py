@@ -27,6 +27,7 @@ from fuser import recipe as recipes
 from fuser.errors import StateError
 from fuser.formats import DType
 from fuser.te.pytorch import optimizers as fused
+from fuser.tensors import HybridQuantizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
@@ -443,11 +444,25 @@ class OwnQuantizer(fuser.MXFP8Quantizer):
     """A user's, whose methods may do anything."""
 
 
-def test_a_users_quantizer_runs_the_plans_own_code(played: list[Any]) -> None:
+@pytest.mark.parametrize("of", ["all copies", "rowwise", "columnwise"])
+def test_a_users_quantizer_runs_the_plans_own_code(of: str, played: list[Any]) -> None:
+    """Also if it makes one of the copies of a hybrid tensor."""
+
     def requantized(model: Any) -> None:
         for weight in weights_of(model):
             weight._quantizer = OwnQuantizer()
 
+    def with_hybrids(own: type[fuser.MXFP8Quantizer]) -> Callable[[Any], None]:
+        kinds = {f"{usage}_quantizer": fuser.MXFP8Quantizer() for usage in ("rowwise", "columnwise")}
+        quantizer = HybridQuantizer(**{**kinds, f"{of}_quantizer": own()})
+        return functools.partial(replaced, make=lambda w: quantizer(w.dequantize()))
+
     recipe = RECIPES["mxfp8"]
-    assert_same(dense, recipe, [requantized, *WARM])
+    if of == "all copies":
+        assert_same(dense, recipe, [requantized, *WARM])
+    else:
+        assert_same(dense, recipe, [with_hybrids(fuser.MXFP8Quantizer), *WARM])
+        assert played, "a hybrid tensor of this library's quantizers is"
+        played.clear()
+        assert_same(dense, recipe, [with_hybrids(OwnQuantizer), *WARM])
     assert not played
