@@ -1363,6 +1363,41 @@ def test_weights_that_processes_share_stay_where_they_are() -> None:
     assert all(p.is_shared() for p in model.parameters())
 
 
+class Halved(torch.autograd.Function):
+    """Returns what it gets, and halves the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] / 2
+
+
+class HalfGradient(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halved: torch.Tensor = Halved.apply(x)
+        return halved
+
+
+def test_what_returns_its_input_and_changes_its_gradient_is_no_identity() -> None:
+    def make(between: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 96), nn.GELU(), between, nn.Linear(96, 64))
+
+    for between in (HalfGradient(), nn.Identity()):
+        model, plain = (seeded(lambda between=between: make(between)) for _ in range(2))
+        assert fuser.convert(model).converted
+        found = []
+        for each in (model, plain):
+            x = data().requires_grad_()
+            y = each(x)
+            y.square().sum().backward()
+            found.append([y.detach(), x.grad, each[0].weight.grad])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 def memory_of(mlp: Any) -> Any:
     return joined.memory_of([mlp.gate.weight, mlp.up.weight])
 

@@ -453,7 +453,9 @@ def test_a_users_quantizer_runs_the_plans_own_code(of: str, played: list[Any]) -
             weight._quantizer = OwnQuantizer()
 
     def with_hybrids(own: type[fuser.MXFP8Quantizer]) -> Callable[[Any], None]:
-        kinds = {f"{usage}_quantizer": fuser.MXFP8Quantizer() for usage in ("rowwise", "columnwise")}
+        kinds = {
+            f"{usage}_quantizer": fuser.MXFP8Quantizer() for usage in ("rowwise", "columnwise")
+        }
         quantizer = HybridQuantizer(**{**kinds, f"{of}_quantizer": own()})
         return functools.partial(replaced, make=lambda w: quantizer(w.dequantize()))
 
