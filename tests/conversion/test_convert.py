@@ -1383,7 +1383,7 @@ class HalfGradient(nn.Module):
 
 def test_what_returns_its_input_and_changes_its_gradient_is_no_identity() -> None:
     def make(between: nn.Module) -> nn.Module:
-        return nn.Sequential(nn.Linear(64, 96), nn.GELU(), between, nn.Linear(96, 64))
+        return nn.Sequential(nn.Linear(64, 96), between, nn.Linear(96, 64), nn.GELU())
 
     for between in (HalfGradient(), nn.Identity()):
         model, plain = (seeded(lambda between=between: make(between)) for _ in range(2))
