@@ -136,7 +136,7 @@ class OfMasters(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.data.mul_(-2)
