@@ -274,9 +274,13 @@ def test_each_pause_in_vain_is_twice_as_long_up_to_the_longest(
     capturer: CpuCapturer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pass_graphs, "LONGEST_PAUSE", 4 * pass_graphs.PATIENCE)
-    looked: list[int] = []
-    monkeypatch.setattr(capturer, "place", lambda device: looked.append(runs.graphs.calls) or ())
-    runs = Runs()
+    runs, looked = Runs(), list[int]()
+
+    def place(device: int) -> tuple[()]:
+        looked.append(runs.graphs.calls)
+        return ()
+
+    monkeypatch.setattr(capturer, "place", place)
     for i in range(20 * pass_graphs.PATIENCE):
         runs(i)
     gaps = [after - before for before, after in itertools.pairwise(looked) if after > before + 1]

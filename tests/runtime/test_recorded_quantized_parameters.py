@@ -335,6 +335,29 @@ def test_weights_that_no_longer_hold_the_same_buffers_are_read_apart(
     assert_same(lambda _: make(), None, script)
 
 
+def test_weights_of_two_ops_are_read_by_each(
+    played: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another order by the second one, whose backward finds them among those of both."""
+    in_one_launch(monkeypatch)
+
+    def tied(_: Any) -> fuser.Sequential:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"bias": False, "dtype": BF16, "device": "cpu"}
+        with fuser.quantized_model_init(recipe=CURRENT):
+            model = fuser.Sequential(
+                fuser.GroupedLinear(EXPERTS, WIDTH, 2 * WIDTH, **options),
+                fuser.ScaledSwiGLU(),
+                fuser.GroupedLinear(EXPERTS, WIDTH, 2 * WIDTH, **options),
+            )
+        for group in range(EXPERTS - 1):
+            setattr(model[2], f"weight{group}", getattr(model[0], f"weight{group + 1}"))
+        return model
+
+    assert_same(tied, None, [*WARM, stepped, *WARM])
+    assert played
+
+
 def test_two_layouts_in_turn_are_both_played(played: list[Any]) -> None:
     assert_same(dense, CURRENT, [ROWS, 32] * 6)
     assert len(played) == 2 * 8

@@ -201,7 +201,7 @@ def test_a_state_of_experts_is_saved_and_loaded(steps: int) -> None:
 @pytest.mark.usefixtures("recipes_by_their_name")
 def test_a_state_of_experts_in_evaluation_has_no_amaxes_of_gradients() -> None:
     layer = layers.GroupedLinear(2, 16, 32)
-    with fuser.autocast(recipe=recipe.DelayedScaling(amax_history_len=4)):
+    with torch.no_grad(), fuser.autocast(recipe=recipe.DelayedScaling(amax_history_len=4)):
         layer(torch.randn(4, 16), [1, 3])
     again = layers.GroupedLinear(2, 16, 32)
     again.set_extra_state(layer.get_extra_state())
