@@ -17,7 +17,7 @@ from pipeline_kernels import on_kernels
 from test_recorded import BF16, BLOCKS, MODELS, PAIRS, RECIPES, under
 
 import fuser
-from fuser.cuda import pass_graphs
+from fuser.cuda import pass_graphs, sequence
 from fuser.cuda.pass_graphs import PassGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -206,6 +206,23 @@ def test_a_variable_of_the_environment_turns_graphs_off(value: str, is_on: bool)
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert said.stdout.strip() == str(is_on)
+
+
+def test_results_that_leave_a_graph_have_the_options_of_their_calls(capturer: CpuCapturer) -> None:
+    x, w, b = (torch.randn(4, 4) for _ in range(3))
+
+    def calls() -> tuple[torch.Tensor, ...]:
+        product = torch.addmm(b, x, w, beta=2, alpha=0.5)
+        return product, x.sum(0, dtype=torch.float64), torch.add(b, w, alpha=3)
+
+    made, result, slotted = sequence.record([x, w, b], calls, with_calls=True)
+    made.result = slotted(result)
+    made.drop_names()
+    for _ in range(6):
+        found = made.play((x, w, b))
+        assert all(map(torch.equal, found, calls()))
+    assert made.graphs is not None, made.no_graphs
+    assert made.graphs.hits
 
 
 # -- which addresses have graphs ------------------------------------------------
