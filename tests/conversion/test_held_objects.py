@@ -103,6 +103,11 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], 
         by_attribute,
         lambda held: held.update(alpha=0.5),
     ),
+    "equal value of another type": (
+        lambda: types.SimpleNamespace(alpha=1),
+        lambda held: 0.5 if held.alpha is True else 1.702,
+        lambda held: setattr(held, "alpha", True),
+    ),
     "attribute that is missing": (
         types.SimpleNamespace,
         lambda held: getattr(held, "alpha", 1.702),

@@ -18,6 +18,39 @@ LOOKED = f"{TEST}children_are_looked_at_again_after_a_change_alone"
 
 CONVERTING = (
     Mutant(
+        "an argument that is given twice is not refused",
+        "conversion/unit.py",
+        "Runner.bound",
+        "if any(name in given for name in keywords):",
+        "if False:",
+        "test_convert.py::test_other_calls_of_a_converted_forward_are_those_of_the_class",
+    ),
+    Mutant(
+        "an equal value of another type counts as the same",
+        "conversion/held_objects.py",
+        "Read.is_as_before",
+        "return type(value) is type(self.value) and bool(value == self.value)",
+        "return bool(value == self.value)",
+        "test_held_objects.py::test_what_an_object_says_now_is_computed_with",
+        select="equal and eager",
+    ),
+    Mutant(
+        "parameters leave the memory that processes share",
+        "conversion/joined.py",
+        "join",
+        "or part.is_shared()",
+        "",
+        "test_convert.py::test_weights_that_processes_share_stay_where_they_are",
+    ),
+    Mutant(
+        "what changes a gradient alone is an identity",
+        "conversion/leaves.py",
+        "is_identity",
+        "bool((y == x).all() and (grad == 1).all())",
+        "bool((y == x).all())",
+        "test_convert.py::test_what_returns_its_input_and_changes_its_gradient_is_no_identity",
+    ),
+    Mutant(
         "an activation is not compared with the values of those that fuser has",
         LEAVES,
         "activation_like",

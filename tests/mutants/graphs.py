@@ -7,6 +7,15 @@ REPLAYS = "test_graph_replays.py::"
 
 GRAPHS = (
     Mutant(
+        "a parameter is written with the scale of memory that its state has left",
+        "precision/delayed_scaling.py",
+        "DelayedScales.move_into",
+        "self._of_parameters = {}",
+        "pass",
+        "test_graph_captures.py::test_a_parameter_of_a_state_that_was_moved_is_written_with_"
+        "the_scale_of_its_memory",
+    ),
+    Mutant(
         "the runs before a capture leave their amaxes in the history",
         "precision/delayed_scaling.py",
         "DelayedScales.snapshot.restore",

@@ -265,6 +265,22 @@ CHANNELS = (
 
 PLANNER = (
     Mutant(
+        "groups of which one is frozen have no gradient of weights in plain torch",
+        "plan/plain_torch.py",
+        "_Run._params",
+        "any(w for w, other in zip(trained, kinds, strict=True) if other == kind)",
+        "all(w for w, other in zip(trained, kinds, strict=True) if other == kind)",
+        "test_plain_torch.py::test_one_trained_group_has_the_products_of_all",
+    ),
+    Mutant(
+        "all extra inputs of an op need a gradient as the first does in plain torch",
+        "plan/plain_torch.py",
+        "_Run.__init__",
+        "needs_grad = key.ops[i].extra_inputs[k].requires_grad",
+        "needs_grad = key.ops[i].extra_inputs[0].requires_grad",
+        "test_plain_torch.py::test_a_gradient_of_one_value_a_batch_is_a_sum_of_its_own",
+    ),
+    Mutant(
         "what backward needs is written for nothing",
         "plan/graph.py",
         "OpGraph.window_bytes",
@@ -696,6 +712,14 @@ PLAN_KEYS = (
 )
 
 REBUILT = (
+    Mutant(
+        "experts of which the first is frozen keep their input",
+        "basic_ops/linear_operands.py",
+        "takes_rebuilt_input",
+        "weights = op_key.params[: op.main_grad_count]",
+        "weights = op_key.params[:1]",
+        "test_rebuilt.py::test_experts_of_which_some_are_frozen_compute_their_input_again",
+    ),
     Mutant(
         "what a frozen op did not save is computed again from it",
         "plan/saved_inputs.py",

@@ -16,6 +16,39 @@ WEIGHTS = "te/pytorch/master_weights.py"
 
 TE_PROGRAMS = (
     Mutant(
+        "shards are quantized before they are rounded to the dtype of the weight",
+        "te/pytorch/master_weights.py",
+        "quantize_master_weights",
+        "master.detach().to(weight.dtype).flatten()",
+        "master.detach().flatten()",
+        "test_megatron_names.py::"
+        "test_shards_are_rounded_to_the_dtype_of_the_weight_before_they_are_quantized",
+    ),
+    Mutant(
+        "initial values stay beside the master weights",
+        "te/pytorch/optimizers.py",
+        "_Fused._values_of",
+        "quantized.clear_high_precision_init_val()",
+        "pass",
+        "test_te_layers.py::test_initial_values_are_taken_once_and_freed",
+    ),
+    Mutant(
+        "norms of lists in 16 bits are in 16 bits",
+        "te/pytorch/optimizers.py",
+        "multi_tensor_l2norm",
+        "torch.linalg.vector_norm(tensor, dtype=torch.float32)",
+        "torch.linalg.vector_norm(tensor)",
+        "test_te_layers.py::test_norms_of_lists_in_16_bits_are_in_fp32",
+    ),
+    Mutant(
+        "a state of experts has a recipe without a history after evaluation",
+        "te/pytorch/grouped_state.py",
+        "pickled_state",
+        "recipes.DelayedScaling(amax_history_len=max(lengths))",
+        "recipes.DelayedScaling(amax_history_len=min(lengths))",
+        "test_megatron_names.py::test_a_state_of_experts_in_evaluation_has_no_amaxes_of_gradients",
+    ),
+    Mutant(
         "names of any module are found, not those of the table alone",
         PATHS,
         "_ImportPath.__getattr__",

@@ -634,7 +634,8 @@ MATRIX_PRODUCTS = (
         "operand_of_backward",
         'is_dequantized = ctx.backward_override == "dequantized"',
         "is_dequantized = False",
-        "test_backward_override.py",
+        "test_backward_override.py::"
+        "test_dequantized_reads_the_rowwise_copy_of_an_operand_that_arrives_quantized",
     ),
     Mutant(
         "a weight is quantized columnwise also where nobody wants dgrad",

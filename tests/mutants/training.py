@@ -4,6 +4,14 @@ from mutants.mutant import Mutant
 
 KEPT_WEIGHTS = (
     Mutant(
+        "a step of an optimizer that reads no gradients leaves what is kept",
+        "basic_ops/kept_weight.py",
+        "KeptBefore.of",
+        "facts = (versions, optimizer_steps(), places)",
+        "facts = (versions, places)",
+        "test_kept_weight.py::test_a_step_of_an_optimizer_that_reads_no_gradients_is_noticed",
+    ),
+    Mutant(
         "the kept weight loses its rowwise copy to the first backward",
         "basic_ops/basic_linear.py",
         "BasicLinear._quantized_operands",
@@ -148,6 +156,14 @@ KEPT_WEIGHTS = (
 )
 
 DELAYED_SCALING = (
+    Mutant(
+        "a loaded state has the scale of its oldest amax",
+        "precision/delayed_scaling.py",
+        "DelayedScales._scale_under",
+        'past[-1] if recipe.amax_compute_algo == "most_recent"',
+        'past[0] if recipe.amax_compute_algo == "most_recent"',
+        "test_delayed_scaling.py::test_a_resumed_training_has_the_bits_of_one_that_went_on",
+    ),
     Mutant(
         "a second tensor of a step lowers the amax of the first",
         "tensors/fp8.py",

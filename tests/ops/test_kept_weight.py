@@ -130,6 +130,31 @@ def test_a_step_of_any_optimizer_is_noticed(make: Any) -> None:
         assert all(map(torch.equal, found, run(op, recipe, None)))
 
 
+class OfMasters(torch.optim.Optimizer):
+    """Writes weights whose gradients are elsewhere, in a way that torch does not count."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(-2)
+
+
+def test_a_step_of_an_optimizer_that_reads_no_gradients_is_noticed() -> None:
+    op, recipe = linear(), RECIPES["current"]
+    optimizer = OfMasters(op.parameters())
+    for _ in range(2):
+        before = run(op, recipe, True)[0]
+        version = op.weight._version
+        optimizer.step()
+        assert op.weight._version == version
+        found = run(op, recipe, False)
+        assert not torch.equal(found[0], before)
+        assert all(map(torch.equal, found, run(op, recipe, None)))
+
+
 @pytest.mark.parametrize("write", ["in place", "foreach", "data", "replaced"])
 def test_a_write_that_torch_counts_or_another_weight_is_noticed(write: str) -> None:
     op, recipe = linear(), RECIPES["mxfp8"]

@@ -200,6 +200,20 @@ def test_the_calls_of_extra_tensors_are_those_of_the_gradients_that_are_wanted(
     assert_modelled(model, script, *given)
 
 
+@pytest.mark.parametrize("frozen", [1, 2])
+def test_a_gradient_of_one_value_a_batch_is_a_sum_of_its_own(frozen: int) -> None:
+    """Of the extra inputs of one op each has its own need of a gradient."""
+    model = fuser.Sequential(fuser.AdaptiveLayerNorm(WIDTH, batch_dim=1))
+
+    def script(x: torch.Tensor, gain: torch.Tensor, shift: torch.Tensor) -> Any:
+        gain, shift = gain.view(1, 2, -1), shift.view(1, 2, -1)
+        return F.layer_norm(x, (WIDTH,)) * (1 + gain) + shift
+
+    shapes = ((ROWS, 2, WIDTH), (2, WIDTH), (2, WIDTH))
+    given = [meta(*shape, grad=place != frozen) for place, shape in enumerate(shapes)]
+    assert_modelled(model, script, *given)
+
+
 @pytest.mark.parametrize("has_one_weight", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [8, 6], ids=["divided", "not divided"])
@@ -239,6 +253,20 @@ def test_frozen_groups_have_no_gradient_of_their_weights() -> None:
         model,
         lambda x, _, w: torch.bmm(x.reshape(4, -1, WIDTH), w.transpose(1, 2)).reshape(8, 8),
         *(meta(8, WIDTH), sizes, weight),
+    )
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_one_trained_group_has_the_products_of_all(place: int) -> None:
+    """A gradient of weights is one product of all groups."""
+    model = fuser.Sequential(fuser.GroupedLinear(4, WIDTH, 8, bias=False, device="meta"))
+    model.requires_grad_(False)
+    getattr(model[0], f"weight{place}").requires_grad_()
+    sizes = torch.empty(4, dtype=torch.int64, device="meta")
+    assert_modelled(
+        model,
+        lambda x, _, w: torch.bmm(x.reshape(4, -1, WIDTH), w.transpose(1, 2)).reshape(8, 8),
+        *(meta(8, WIDTH), sizes, meta(4, 8, WIDTH)),
     )
 
 

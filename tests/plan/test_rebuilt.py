@@ -485,6 +485,20 @@ def test_a_plan_states_what_a_grouped_linear_keeps(groups: int, single: bool) ->
         assert -0.01 * stated <= kept.nbytes - stated <= 0.01 * stated + padding, recipe
 
 
+@pytest.mark.parametrize("trained", ["0", "2", "02", "012", ""])
+def test_experts_of_which_some_are_frozen_compute_their_input_again(trained: str) -> None:
+    """A gradient of one of the weights is enough, and with none the input is not needed."""
+    linear = fuser.GroupedLinear(3, H, F, bias=False, dtype=BF16).requires_grad_(False)
+    for group in trained:
+        getattr(linear, f"weight{group}").requires_grad_()
+    model = fuser.Sequential(fuser.GELU(), linear)
+    x = oracles.leaf(oracles.random_tensor((3 * 128, H), BF16, 1))
+    plan = model.plan(x, torch.full((3,), 128))
+    inputs = [kept for kept in plan.kept if (kept.name, kept.ops) == ("input", (1,))]
+    assert [kept.is_rebuilt for kept in inputs] == [True] * bool(trained)
+    assert plan.kept_bytes_per_token * len(x) == x.nbytes
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_no_other_choice_of_kept_inputs_has_fewer_bytes(seed: int) -> None:
     """Of all sets of main inputs from which norms, activations and dropouts give those of linears.

@@ -211,3 +211,32 @@ def test_a_step_under_one_override_does_not_change_the_next_under_another(overri
         found, expected = step(switching, kind), step(fresh, kind)
         assert all(torch.equal(found[key], value) for key, value in expected.items())
     assert len(switching.plans) == len(set(kinds))
+
+
+@pytest.mark.parametrize("arrives", ["input", "weight"])
+@every_recipe
+def test_dequantized_reads_the_rowwise_copy_of_an_operand_that_arrives_quantized(
+    make: Any, arrives: str
+) -> None:
+    """Also if it has a columnwise copy, whose scales are of other blocks."""
+    recipe = make(backward_override="dequantized")
+    both = {
+        role: make_quantizer(recipe, role).with_usage(rowwise=True, columnwise=True)
+        for role in ("input", "weight")
+    }
+    linear = oracles.randomize(fuser.BasicLinear(64, 32))
+    x = oracles.random_tensor((96, 64), torch.float32, 1) * torch.logspace(-3, 3, 96)[:, None]
+    dy = oracles.random_tensor((96, 32), torch.float32, 2)
+    qx, qw = both["input"](x), both["weight"](linear.weight.detach())
+    expected = {
+        "dx": dy @ qw.with_usage("rowwise").dequantize(),
+        "dw": dy.t() @ qx.with_usage("rowwise").dequantize(),
+    }
+    if arrives == "weight":
+        linear.weight = torch.nn.Parameter(qw)
+    given = (qx if arrives == "input" else x).requires_grad_()
+    with fuser.autocast(recipe=recipe):
+        y = linear(given)
+    y.backward(dy)
+    assert torch.equal(given.grad, expected["dx"])
+    assert torch.equal(linear.weight.grad, expected["dw"])

@@ -124,6 +124,11 @@ def test_a_resumed_training_has_the_bits_of_one_that_went_on(length: int, algori
         resumed.load_state_dict(copy.deepcopy(model.state_dict()))
         found, expected = step(resumed, recipe, 3.0, 9), step(copy.deepcopy(model), recipe, 3.0, 9)
         assert all(torch.equal(found[name], expected[name]) for name in found), k
+        resumed.load_state_dict(copy.deepcopy(model.state_dict()))
+        with fuser.autocast(recipe=recipe):
+            resumed(tensor(9).requires_grad_())
+            # Not those of a copy, which is made as a loaded one is.
+            assert torch.equal(state(resumed).scale, state(model).scale), k
 
 
 def test_the_largest_amax_counts_at_once_where_the_algorithm_becomes_the_maximum() -> None:

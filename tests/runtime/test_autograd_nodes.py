@@ -45,7 +45,7 @@ from fuser.recipe import (
 from fuser.runtime import recorded
 from fuser.runtime.cut import CuttablePlan
 from fuser.runtime.executor import CompiledPlan
-from fuser.runtime.known_parameters import ParameterLayout
+from fuser.runtime.known_parameters import ParameterLayout, QuantizedFacts
 from fuser.tensors import QuantizedTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -785,6 +785,10 @@ def test_the_layout_of_a_part_counts_from_its_first_parameter() -> None:
     assert layout.part(2, 8).runs == ((0, 2), (4, 2))
     assert layout.part(3, 7).runs == ()  # one parameter of each run
     assert layout.part(2, 8) is layout.part(2, 8)
+    one, other = (QuantizedFacts(fuser.Float8Tensor, (name,), (), ()) for name in "ab")
+    layout = ParameterLayout((), quantized=[(2, one), (5, other)])
+    assert layout.part(1, 6).quantized == [(1, one), (4, other)]
+    assert layout.part(2, 5).quantized == [(0, one)]
 
 
 # -- reports ----------------------------------------------------------------------------

@@ -248,6 +248,26 @@ def test_a_state_that_replaces_another_has_its_own_numbers_in_the_memory_of_the_
     assert torch.equal(before.amax_history, old)
 
 
+def test_a_parameter_of_a_state_that_was_moved_is_written_with_the_scale_of_its_memory() -> None:
+    states = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = fuser.Sequential(fuser.Linear(8, 8))
+        step(model)
+        states.append(model[0].basic_ops[0]._delayed["forward"])
+    moved, before = states
+    own = moved.parameter_quantizer(1)
+    assert own is not None
+    memory = before.memory()
+    scale = moved.scale.clone()
+    moved.move_into(memory)
+    present = moved.parameter_quantizer(1)
+    for read, of in ((present.scale, memory.scale), (present.amax, memory.amax_history[0])):
+        assert read.data_ptr() == of[1:].data_ptr()
+    assert torch.equal(present.scale, scale[1:2])
+    assert not present.saturates
+
+
 def test_weights_of_microbatches_are_not_kept_in_a_capture() -> None:
     class First(torch.nn.Module):
         def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pipeline_kernels import on_kernels
 from test_recorded import BF16, BLOCKS, MODELS, PAIRS, RECIPES, under
 
 import fuser
-from fuser.cuda import pass_graphs
+from fuser.cuda import pass_graphs, sequence
 from fuser.cuda.pass_graphs import PassGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -207,6 +208,23 @@ def test_a_variable_of_the_environment_turns_graphs_off(value: str, is_on: bool)
     assert said.stdout.strip() == str(is_on)
 
 
+def test_results_that_leave_a_graph_have_the_options_of_their_calls(capturer: CpuCapturer) -> None:
+    x, w, b = (torch.randn(4, 4) for _ in range(3))
+
+    def calls() -> tuple[torch.Tensor, ...]:
+        product = torch.addmm(b, x, w, beta=2, alpha=0.5)
+        return product, x.sum(0, dtype=torch.float64), torch.add(b, w, alpha=3)
+
+    made, result, slotted = sequence.record([x, w, b], calls, with_calls=True)
+    made.result = slotted(result)
+    made.drop_names()
+    for _ in range(6):
+        found = made.play((x, w, b))
+        assert all(map(torch.equal, found, calls()))
+    assert made.graphs is not None, made.no_graphs
+    assert made.graphs.hits
+
+
 # -- which addresses have graphs ------------------------------------------------
 
 
@@ -267,3 +285,20 @@ def test_a_sequence_whose_addresses_never_come_back_looks_seldom(capturer: CpuCa
     for i in range(pass_graphs.PATIENCE):
         runs(1000 + i)
     assert [runs(-1), runs(-1)] == [False, True]
+
+
+def test_each_pause_in_vain_is_twice_as_long_up_to_the_longest(
+    capturer: CpuCapturer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_graphs, "LONGEST_PAUSE", 4 * pass_graphs.PATIENCE)
+    runs, looked = Runs(), list[int]()
+
+    def place(device: int) -> tuple[()]:
+        looked.append(runs.graphs.calls)
+        return ()
+
+    monkeypatch.setattr(capturer, "place", place)
+    for i in range(20 * pass_graphs.PATIENCE):
+        runs(i)
+    gaps = [after - before for before, after in itertools.pairwise(looked) if after > before + 1]
+    assert gaps == [pass_graphs.PATIENCE * k for k in (1, 2, 4, 4, 4)]

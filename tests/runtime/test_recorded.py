@@ -158,7 +158,7 @@ def test_evaluation_is_recorded_apart_from_training(recipe: Any, played: list[An
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("asked", ["", "added", "zeros", "overwrite"])
+@pytest.mark.parametrize("asked", ["", "added", "zeros", "overwrite", "in turn"])
 @pytest.mark.parametrize("name", ["none", "current None", "delayed"])
 def test_recorded_backwards_add_to_main_grad(
     name: str, asked: str, dtype: torch.dtype, played: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -173,12 +173,14 @@ def test_recorded_backwards_add_to_main_grad(
         weight.overwrite_main_grad = asked == "overwrite"
         weight.zero_out_wgrad = asked == "zeros"
         found = []
-        for x in inputs:
+        for number, x in enumerate(inputs):
             if asked in ("added", "zeros"):
                 weight.grad_added_to_main_grad = False
+            if asked == "in turn":  # as Megatron-LM: the first of some microbatches overwrites
+                weight.overwrite_main_grad = number % 2 == 0
             made = step(model, x, RECIPES[name])
             assert getattr(weight, "grad_added_to_main_grad", None) in (True, None)
-            if asked in ("", "overwrite", "added"):
+            if asked != "zeros":
                 made = [*made[:2], weight.main_grad.clone()]  # the stand-in has no values
             found.append([*made, weight.main_grad.clone()])
         return found
@@ -736,6 +738,24 @@ def test_memory_of_another_device_is_not_recorded() -> None:
     x = torch.randn(4)
     made, _, _ = sequence.record([x], lambda: torch.zeros(3, device="meta"), with_calls=True)
     assert not made.is_complete
+
+
+def test_a_strided_view_with_a_place_in_its_storage_is_not_repeated() -> None:
+    """Where another input begins in its own storage is another place."""
+    whole = torch.arange(16.0)
+    x = whole[4:12]
+
+    def strided(*place: int) -> tuple[Any, torch.Tensor, Any]:
+        return sequence.record(
+            [x], lambda: x.as_strided((2, 2), (4, 1), *place) + 1, with_calls=True
+        )
+
+    made, result, slotted = strided()
+    made.result = slotted(result)
+    assert torch.equal(made.play((whole[:8],)), torch.tensor([[1.0, 2.0], [5.0, 6.0]]))
+    for place in (4, 6):
+        made, _, _ = strided(place)
+        assert made.refusal == "it reads memory beside a tensor"
 
 
 def test_a_recording_that_cannot_be_repeated_says_why() -> None:

@@ -280,6 +280,19 @@ def test_parameters_that_differ_in_one_field_are_recorded_apart(
     assert len({id(sequence) for sequence in played}) == 2
 
 
+def test_a_parameter_of_two_ops_is_recorded_apart_from_two_of_them(played: list[Any]) -> None:
+    model = fuser.Sequential(*normed(), *normed())
+    one, other = (torch.nn.Parameter(random(WIDTH, seed=seed)) for seed in (90, 91))
+    model[0].weight = one
+    for seed in range(8):
+        model[2].weight = one if seed < 4 else other
+        x = random(ROWS, WIDTH, seed=seed)
+        hidden = gelu(rms(x.double(), model[0].weight.double()))
+        expected = gelu(rms(hidden, model[2].weight.double()))
+        torch.testing.assert_close(model(x).double(), expected, rtol=2e-2, atol=5e-2)
+    assert len({id(sequence) for sequence in played}) == 2
+
+
 # -- between forward and backward -----------------------------------------------------------------
 
 

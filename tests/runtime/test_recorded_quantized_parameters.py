@@ -7,6 +7,7 @@ same changes of its parameters between them. Ops compute with torch, whose calls
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,9 @@ from torch.utils.checkpoint import checkpoint
 import fuser
 from fuser import recipe as recipes
 from fuser.errors import StateError
+from fuser.formats import DType
 from fuser.te.pytorch import optimizers as fused
+from fuser.tensors import HybridQuantizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
@@ -143,6 +146,11 @@ def given_data(model: Any) -> None:
         weight.data = of_other_values(weight)
 
 
+def given_values_apart(model: Any) -> None:
+    for i, weight in enumerate(weights_of(model)):
+        weight.data = weight._usage().unbound()(weight.dequantize() * (1 + i / 4))
+
+
 def loaded(model: Any, *, assign: bool = False) -> None:
     other = copy.deepcopy(model)
     for weight in weights_of(other):
@@ -174,6 +182,18 @@ def with_one_memory(model: Any) -> None:
             other.data = first.detach()
 
 
+def of_another_format(model: Any) -> None:
+    """First to E5M2; the next time the same bytes stand for numbers in E4M3."""
+    for weight in weights_of(model):
+        is_e5m2 = weight._quantizer.fp8_dtype is DType.kFloat8E5M2
+        other = DType.kFloat8E4M3 if is_e5m2 else DType.kFloat8E5M2
+        quantizer = dataclasses.replace(weight._usage().unbound(), fp8_dtype=other)
+        if is_e5m2:
+            weight._quantizer = quantizer
+        else:
+            weight.data = quantizer(weight.dequantize())
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "written": written,
     "step": stepped,
@@ -187,6 +207,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "other buffers": with_other_buffers,
     "one memory": with_one_memory,
     "half": lambda model: model.half().to(BF16),
+    "another format": of_another_format,
 }
 
 # -- scripts --------------------------------------------------------------------------------------
@@ -309,7 +330,32 @@ def test_weights_that_no_longer_hold_the_same_buffers_are_read_apart(
 ) -> None:
     in_one_launch(monkeypatch)
     make = functools.partial(experts, CURRENT)
-    assert_same(lambda _: make(), None, [with_one_memory, *WARM, given_data, *WARM])
+    # Nothing but the sharing differs, and then each expert has other values.
+    script = [given_data, with_one_memory, *WARM, given_values_apart, *WARM]
+    assert_same(lambda _: make(), None, script)
+
+
+def test_weights_of_two_ops_are_read_by_each(
+    played: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another order by the second one, whose backward finds them among those of both."""
+    in_one_launch(monkeypatch)
+
+    def tied(_: Any) -> fuser.Sequential:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"bias": False, "dtype": BF16, "device": "cpu"}
+        with fuser.quantized_model_init(recipe=CURRENT):
+            model = fuser.Sequential(
+                fuser.GroupedLinear(EXPERTS, WIDTH, 2 * WIDTH, **options),
+                fuser.ScaledSwiGLU(),
+                fuser.GroupedLinear(EXPERTS, WIDTH, 2 * WIDTH, **options),
+            )
+        for group in range(EXPERTS - 1):
+            setattr(model[2], f"weight{group}", getattr(model[0], f"weight{group + 1}"))
+        return model
+
+    assert_same(tied, None, [*WARM, stepped, *WARM])
+    assert played
 
 
 def test_two_layouts_in_turn_are_both_played(played: list[Any]) -> None:
@@ -421,11 +467,27 @@ class OwnQuantizer(fuser.MXFP8Quantizer):
     """A user's, whose methods may do anything."""
 
 
-def test_a_users_quantizer_runs_the_plans_own_code(played: list[Any]) -> None:
+@pytest.mark.parametrize("of", ["all copies", "rowwise", "columnwise"])
+def test_a_users_quantizer_runs_the_plans_own_code(of: str, played: list[Any]) -> None:
+    """Also if it makes one of the copies of a hybrid tensor."""
+
     def requantized(model: Any) -> None:
         for weight in weights_of(model):
             weight._quantizer = OwnQuantizer()
 
+    def with_hybrids(own: type[fuser.MXFP8Quantizer]) -> Callable[[Any], None]:
+        kinds = {
+            f"{usage}_quantizer": fuser.MXFP8Quantizer() for usage in ("rowwise", "columnwise")
+        }
+        quantizer = HybridQuantizer(**{**kinds, f"{of}_quantizer": own()})
+        return functools.partial(replaced, make=lambda w: quantizer(w.dequantize()))
+
     recipe = RECIPES["mxfp8"]
-    assert_same(dense, recipe, [requantized, *WARM])
+    if of == "all copies":
+        assert_same(dense, recipe, [requantized, *WARM])
+    else:
+        assert_same(dense, recipe, [with_hybrids(fuser.MXFP8Quantizer), *WARM])
+        assert played, "a hybrid tensor of this library's quantizers is"
+        played.clear()
+        assert_same(dense, recipe, [with_hybrids(OwnQuantizer), *WARM])
     assert not played

@@ -201,13 +201,16 @@ def test_a_state_of_experts_is_saved_and_loaded(steps: int) -> None:
 @pytest.mark.usefixtures("recipes_by_their_name")
 def test_a_state_of_experts_in_evaluation_has_no_amaxes_of_gradients() -> None:
     layer = layers.GroupedLinear(2, 16, 32)
-    with fuser.autocast(recipe=recipe.DelayedScaling(amax_history_len=4)):
+    with torch.no_grad(), fuser.autocast(recipe=recipe.DelayedScaling(amax_history_len=4)):
         layer(torch.randn(4, 16), [1, 3])
     again = layers.GroupedLinear(2, 16, 32)
     again.set_extra_state(layer.get_extra_state())
-    content = pickle.loads(again.get_extra_state().numpy().tobytes())
-    assert torch.equal(content["scale_bwd"], torch.ones(4))
-    assert not content["amax_history_bwd"].any()
+    for each in (layer, again):
+        content = pickle.loads(each.get_extra_state().numpy().tobytes())
+        assert torch.equal(content["scale_bwd"], torch.ones(4))
+        assert not content["amax_history_bwd"].any()
+        assert content["amax_history_bwd"].shape == (4, 4)
+        assert content["recipe"].amax_history_len == 4
 
 
 class _Elsewhere:
@@ -504,6 +507,18 @@ def test_bytes_of_a_weight_are_moved_and_written_by_shards() -> None:
     master_weights.post_all_gather_processing([weight])
     assert torch.equal(weight.dequantize(), expected.dequantize())
     assert torch.equal(buffer[:4], torch.full((4,), 255, dtype=torch.uint8))
+
+
+def test_shards_are_rounded_to_the_dtype_of_the_weight_before_they_are_quantized() -> None:
+    with fuser.quantized_model_init(recipe=recipe.Float8CurrentScaling()):
+        weight: Any = layers.Linear(32, 16, bias=False, params_dtype=torch.bfloat16).weight
+    flat = torch.randn(512)
+    flat[300] = 4 + 2**-7  # rounds down, and with it the scale
+    expected = weight._quantizer(flat.bfloat16().view(16, 32))
+    assert not torch.equal(weight._quantizer(flat.view(16, 32))._scale_inv, expected._scale_inv)
+    master_weights.quantize_master_weights([weight], [flat], [0], None)
+    assert torch.equal(weight._data, expected._data)
+    assert torch.equal(weight._scale_inv, expected._scale_inv)
 
 
 def test_a_layer_reads_the_bytes_that_were_written() -> None:

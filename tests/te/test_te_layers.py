@@ -657,6 +657,17 @@ def test_an_optimizer_begins_with_the_values_that_were_loaded() -> None:
     assert torch.equal(master, weight.dequantize(dtype=torch.float32))
 
 
+def test_initial_values_are_taken_once_and_freed() -> None:
+    scaling = recipe.Float8CurrentScaling()
+    with fuser.quantized_model_init(recipe=scaling, preserve_high_precision_init_val=True):
+        weight: Any = fuser.Linear(32, 32, bias=False).weight
+    first = weight.get_high_precision_init_val().clone()
+    optimizer = fused.FusedAdam([weight], lr=0.0, master_weights=True)
+    optimizer.initialize_state(weight)  # before any write, which would free them too
+    assert torch.equal(optimizer.state[weight]["master_param"], first)
+    assert weight.get_high_precision_init_val() is None
+
+
 def test_a_view_of_a_weight_has_no_initial_values_of_the_whole() -> None:
     with fuser.quantized_model_init(
         recipe=recipe.Float8CurrentScaling(), preserve_high_precision_init_val=True
@@ -805,6 +816,18 @@ def test_norms_and_scales_of_lists() -> None:
     tensors[1][0] = float("inf")
     fused.multi_tensor_applier(fused.multi_tensor_scale, flag, [tensors, targets], 0.5)
     assert flag.all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_lists_in_16_bits_are_in_fp32(dtype: torch.dtype) -> None:
+    tensors = [torch.full((33, 67), 2000.0, dtype=dtype), torch.randn(501).to(dtype)]
+    flag = torch.zeros(1, dtype=torch.int32)
+    norm, each = fused.multi_tensor_l2norm(0, flag, [tensors], True)
+    expected = torch.stack([t.double().norm() for t in tensors])
+    assert float(expected[0]) > torch.finfo(torch.float16).max
+    assert norm.dtype == each.dtype == torch.float32
+    torch.testing.assert_close(each.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm[0].double(), expected.norm(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("cls", ["FusedAdam", "FusedSGD"])
