@@ -1501,15 +1501,18 @@ def test_a_report_says_if_a_recipe_quantizes_nothing() -> None:
 class Summed(nn.Module):
     """Adds another input to the rows after a feed-forward, or to those before it."""
 
-    def __init__(self, is_after: bool) -> None:
+    def __init__(self, is_after: bool, *, is_first: bool = False) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, 48)
         self.is_after = is_after
+        self.is_first = is_first
 
     def forward(self, x: torch.Tensor, other: Any) -> torch.Tensor:
         y: torch.Tensor
         if self.is_after:
             y = self.down(F.gelu(self.up(x))) + other
+        elif self.is_first:
+            y = self.down(F.gelu(self.up(other + x)))
         else:
             y = self.down(F.gelu(self.up(x + other)))
         return y
@@ -1527,11 +1530,19 @@ OTHERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("is_after", [True, False], ids=["after", "before"])
+PLACES = {
+    "after": lambda: Summed(True),
+    "before": lambda: Summed(False),
+    "first": lambda: Summed(False, is_first=True),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_sum_broadcasts_as_in_torch(other: str, is_after: bool) -> None:
+def test_a_sum_broadcasts_as_in_torch(other: str, place: str) -> None:
     torch.manual_seed(0)
-    model, plain = Summed(is_after), Summed(is_after)
+    is_after = place == "after"
+    model, plain = PLACES[place](), PLACES[place]()
     plain.load_state_dict(model.state_dict())
     fuser.convert(model)
     given, found = OTHERS[other](48 if is_after else HIDDEN), []
@@ -1545,6 +1556,16 @@ def test_a_sum_broadcasts_as_in_torch(other: str, is_after: bool) -> None:
     for one, expected in zip(*found, strict=True):
         assert one.dtype is expected.dtype
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("other", [torch.randn(2, 5, 48).double(), 1j, torch.tensor(1j)])
+def test_a_sum_in_a_dtype_of_no_pipeline_is_that_of_the_own_forward(other: Any) -> None:
+    model = Summed(True)
+    expected = model(data(), other)
+    fuser.convert(model)
+    found = model(data(), other)
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
 
 
 def test_a_sum_that_widens_rows_is_refused_with_the_shapes() -> None:
