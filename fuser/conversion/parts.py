@@ -325,6 +325,17 @@ class Chain:
         """The present parameters, in the order of their places in the ops."""
         return [value for part in self.parts for value in part.values(owner)]
 
+    @property
+    def has_sums(self) -> bool:
+        """Whether it adds another input of the forward."""
+        return any(isinstance(part, AddPart) and part.channel is None for part in self.parts)
+
+    @property
+    def starts_with_a_sum(self) -> bool:
+        """Whether it adds another input to the main one itself, so that each may be the other."""
+        first = self.parts[0]
+        return isinstance(first, AddPart) and first.channel is None
+
     def sums(self, features: int) -> list[tuple[int, bool]]:
         """The row width of each sum with another input, and whether a product came before it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -27,6 +28,12 @@ CHOICES = frozenset(
     ]
 )
 """The functions and methods whose results are indices of their input, or read by its order."""
+
+EXTREMES = frozenset(["max", "min"])
+"""The same of a dimension, where the index is read and not the value alone."""
+
+MOST_GUESSES = 64
+"""Branches on values in a forward that is followed; a loop on one may have no end."""
 
 MOST_LAYERS = 3
 """Linears of a child that chooses; one with more is a model whose output is ranked."""
@@ -80,11 +87,52 @@ def _is_named(owner: torch.nn.Module, name: str) -> bool:
     return name in GATES and any(EXPERTS in other.lower() for other in beside)
 
 
+class _Proxy(fx.Proxy):
+    """A value that a forward is followed by; where a number is wanted, it is 2."""
+
+    def __len__(self) -> int:
+        self.tracer.guesses += 1  # type: ignore[attr-defined]
+        return 2
+
+    __index__ = __int__ = __len__
+
+
 class _Tracer(fx.Tracer):
-    """Follows a forward as far as it goes; children are calls."""
+    """Follows a forward as far as it goes; children that hold ``paths`` are calls.
+
+    A branch on a value goes as ``answer`` says, and a loop over values has two rounds: what is read
+    of whom is wanted, and no value.
+    """
+
+    proxy_buffer_attributes = True  # or a forward that counts its calls would count this one
+
+    def __init__(self, paths: Sequence[str], answer: bool) -> None:
+        super().__init__()
+        self._paths = paths
+        self._answer = answer
+        self.guesses = 0
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
-        return True
+        prefix = f"{module_qualified_name}."
+        is_torchs = type(m).__module__.startswith("torch.nn.")
+        return is_torchs or any(f"{path}.".startswith(prefix) for path in self._paths)
+
+    def call_module(self, m: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+        with contextlib.suppress(Exception):
+            return super().call_module(m, forward, args, kwargs)
+        # A child that cannot be followed is a call as well.
+        return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        self.guesses += 1
+        return self._answer if self.guesses <= MOST_GUESSES else super().to_bool(obj)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        self.guesses += 1
+        return iter([obj[0], obj[1]])  # type: ignore[index]
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -100,14 +148,21 @@ class _Tracer(fx.Tracer):
 
 def _by_use(module: torch.nn.Module, paths: Sequence[str]) -> Iterator[str]:
     """Those of a module's linears whose output its forward ranks."""
-    tracer, is_whole = _Tracer(), False
-    # A forward whose loops depend on values has been followed to the first of them.
-    with contextlib.suppress(Exception):
-        tracer.trace(bare(module))
-        is_whole = True
-    graph: fx.Graph | None = getattr(tracer, "graph", None)
-    if graph is None:
-        return
+    for answer in (False, True):
+        tracer, is_whole = _Tracer(paths, answer), False
+        # A forward that needs a value is followed as far as it goes.
+        with contextlib.suppress(Exception):
+            tracer.trace(bare(module))
+            is_whole = not tracer.guesses
+        graph: fx.Graph | None = getattr(tracer, "graph", None)
+        if graph is not None:
+            yield from _ranked(graph, paths, is_whole)
+        if not tracer.guesses:
+            return
+
+
+def _ranked(graph: fx.Graph, paths: Sequence[str], is_whole: bool) -> Iterator[str]:
+    """The linears whose output is ranked in a graph, of a whole forward or of a part."""
     leading: set[fx.Node] = {node for node in graph.nodes if _chooses(node)}
     waiting = [(node, False) for node in leading]
     while waiting:
@@ -128,8 +183,16 @@ def _by_use(module: torch.nn.Module, paths: Sequence[str]) -> Iterator[str]:
 
 
 def _chooses(node: fx.Node) -> bool:
+    if node.op not in ("call_method", "call_function"):
+        return False
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return node.op in ("call_method", "call_function") and name in CHOICES
+    return name in CHOICES or (name in EXTREMES and any(map(_reads_indices, node.users)))
+
+
+def _reads_indices(user: fx.Node) -> bool:
+    """Whether the indices of an extreme are read by a node, or returned with it."""
+    is_index = user.target in (operator.getitem, getattr) and user.args[1] in (1, "indices")
+    return is_index and bool(user.users)
 
 
 def _called(node: fx.Node, paths: Sequence[str]) -> list[str]:

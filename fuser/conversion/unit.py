@@ -30,7 +30,7 @@ from fuser.conversion.parts import Chain, LinearPart, ModulePart, Part
 from fuser.conversion.trace import MODE, OTHER_KEYWORDS, parameters_of, traced
 from fuser.doors import PASSES
 from fuser.errors import StateError
-from fuser.op import CallResult, autocast_dtype
+from fuser.op import COMPUTE_DTYPES, CallResult, autocast_dtype
 from fuser.plan.saved_inputs import budget
 from fuser.precision.contexts import autocast
 from fuser.precision.recomputation import is_in_checkpoint
@@ -191,6 +191,14 @@ class Runner:
         kept = [name for pipeline in self.pipelines.values() for name, _ in pipeline.own_modules]
         above = [path for name in kept for path in _paths_above(name)]
         self._looked_at = list(dict.fromkeys(("", *paths, *above, *(p for p, _ in self._children))))
+        # What the sums of chains read of the call itself; what steps compute is known too late.
+        self._summed = [
+            ref.index
+            for step in unit.steps
+            if isinstance(step.target, Chain) and step.target.has_sums
+            for ref in step.args
+            if ref.index < len(self.names)
+        ]
         first = unit.steps[0].target
         part = first.parts[0] if isinstance(first, Chain) else None
         # Only some parts ask for more than tensors.
@@ -282,6 +290,8 @@ class Runner:
             inputs = _filled(self.unit.steps[0].args, values)
             if not self._first.takes(inputs):
                 return None
+        if any(_is_wider_than_pipelines(values[index]) for index in self._summed):
+            return None
         return values, others
 
     def run(self, owner: torch.nn.Module, values: list[Any], others: dict[str, Any]) -> Any:
@@ -364,9 +374,11 @@ class Pipeline:
         return PASSES.guest.keeping_inputs(owner, run, (x, *others), None)
 
     def _broadcast(
-        self, owner: torch.nn.Module, x: torch.Tensor, others: Sequence[Any]
+        self, owner: torch.nn.Module, x: Any, others: Sequence[Any]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Inputs in the shapes of the sums that they are in, as torch's addition takes them."""
+        if self.chain.starts_with_a_sum:
+            x, *others = _terms(x, *others)
         sums = self.chain.sums(x.shape[-1])
         if len(sums) != len(others):
             return x, list(others)
@@ -504,6 +516,26 @@ def _target(node: fx.Node, owner: torch.nn.Module) -> Any:
 def _expanded(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor in a shape that it broadcasts to; itself if it has it."""
     return tensor if tensor.shape == shape else tensor.expand(shape)
+
+
+def _terms(x: Any, other: Any, *others: Any) -> tuple[Any, ...]:
+    """The terms of a sum, of which the first one has rows in its dtype, and all its columns."""
+    if not _is_rows(x) and _is_rows(other):
+        x, other = other, x
+    if isinstance(other, torch.Tensor) and other.dim() and x.shape[-1:] == (1,):
+        x = x.expand(*x.shape[:-1], other.shape[-1])
+    return x, other, *others
+
+
+def _is_rows(term: Any) -> bool:
+    return isinstance(term, torch.Tensor) and term.dim() > 0 and term.is_floating_point()
+
+
+def _is_wider_than_pipelines(term: Any) -> bool:
+    """Whether a sum with a term has a dtype that no pipeline computes in."""
+    if isinstance(term, torch.Tensor):
+        return term.is_complex() or (_is_rows(term) and term.dtype not in COMPUTE_DTYPES)
+    return isinstance(term, complex)
 
 
 def _paths_above(path: str) -> list[str]:

@@ -8,6 +8,7 @@ import functools
 import gc
 import inspect
 import io
+import operator
 import pickle
 import sys
 import weakref
@@ -404,6 +405,33 @@ def test_a_forward_that_sets_attributes_stays_and_is_not_touched() -> None:
     assert report.refused[0].text == "its forward sets attributes"
     assert "calls" not in model.__dict__
     assert "last" not in model.__dict__
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "add_": lambda calls: calls.add_(1),
+    "+=": lambda calls: operator.iadd(calls, 1),
+    "an index": lambda calls: operator.setitem(calls, 0, calls[0] + 1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_buffer_that_a_forward_writes_is_written_by_each_call_and_no_conversion(
+    write: str,
+) -> None:
+    class Counting(GatedMLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            WRITES[write](self.calls)
+            return super().forward(x)
+
+    model = nn.Sequential(seeded(Counting))
+    fuser.convert(model)
+    assert model[0].calls == 0
+    model(data())
+    assert model[0].calls == 1
 
 
 def test_a_dropout_and_a_norm_that_were_replaced_are_used() -> None:
@@ -1548,15 +1576,18 @@ def test_a_report_says_if_a_recipe_quantizes_nothing() -> None:
 class Summed(nn.Module):
     """Adds another input to the rows after a feed-forward, or to those before it."""
 
-    def __init__(self, is_after: bool) -> None:
+    def __init__(self, is_after: bool, *, is_first: bool = False) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, 48)
         self.is_after = is_after
+        self.is_first = is_first
 
     def forward(self, x: torch.Tensor, other: Any) -> torch.Tensor:
         y: torch.Tensor
         if self.is_after:
             y = self.down(F.gelu(self.up(x))) + other
+        elif self.is_first:
+            y = self.down(F.gelu(self.up(other + x)))
         else:
             y = self.down(F.gelu(self.up(x + other)))
         return y
@@ -1574,11 +1605,19 @@ OTHERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("is_after", [True, False], ids=["after", "before"])
+PLACES = {
+    "after": lambda: Summed(True),
+    "before": lambda: Summed(False),
+    "first": lambda: Summed(False, is_first=True),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_sum_broadcasts_as_in_torch(other: str, is_after: bool) -> None:
+def test_a_sum_broadcasts_as_in_torch(other: str, place: str) -> None:
     torch.manual_seed(0)
-    model, plain = Summed(is_after), Summed(is_after)
+    is_after = place == "after"
+    model, plain = PLACES[place](), PLACES[place]()
     plain.load_state_dict(model.state_dict())
     fuser.convert(model)
     given, found = OTHERS[other](48 if is_after else HIDDEN), []
@@ -1592,6 +1631,16 @@ def test_a_sum_broadcasts_as_in_torch(other: str, is_after: bool) -> None:
     for one, expected in zip(*found, strict=True):
         assert one.dtype is expected.dtype
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("other", [torch.randn(2, 5, 48).double(), 1j, torch.tensor(1j)])
+def test_a_sum_in_a_dtype_of_no_pipeline_is_that_of_the_own_forward(other: Any) -> None:
+    model = Summed(True)
+    expected = model(data(), other)
+    fuser.convert(model)
+    found = model(data(), other)
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
 
 
 def test_a_sum_that_widens_rows_is_refused_with_the_shapes() -> None:

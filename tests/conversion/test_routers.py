@@ -22,6 +22,19 @@ def routers(model: nn.Module) -> list[str]:
     return conversion_routers.routers(model, linears)
 
 
+class Choice(nn.Module):
+    """The best of what another module has computed."""
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.argmax(-1)
+
+
+def after(rounds: int, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(int(rounds)):
+        x = x + 1
+    return x
+
+
 class Choosing(nn.Module):
     """Experts, chosen by what ``route`` makes of a linear's output."""
 
@@ -32,6 +45,7 @@ class Choosing(nn.Module):
         self.bias = nn.Parameter(torch.zeros(COUNT))
         self.up = nn.Parameter(torch.randn(COUNT, HIDDEN, HIDDEN) / 8)
         self.mixer = nn.Linear(HIDDEN, HIDDEN)
+        self.choice = Choice()
         self._route = route
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,6 +61,13 @@ USES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "argmax": lambda m, x: m.scorer(x).argmax(-1),
     "sort": lambda m, x: torch.sort(m.scorer(x), -1, descending=True)[1][:, 0],
     "multinomial": lambda m, x: torch.multinomial(m.scorer(x).softmax(-1), 1)[:, 0],
+    "the place of a maximum": lambda m, x: m.scorer(x).softmax(-1).max(-1)[1],
+    "the place of a maximum by its name": lambda m, x: torch.max(m.scorer(x), dim=-1).indices,
+    "sizes that are unpacked": lambda m, x: m.scorer(x).view(*x.shape[:-1], COUNT).argmax(-1),
+    "another module": lambda m, x: m.choice(m.scorer(x)),
+    "a branch on values": lambda m, x: None if x.max() > 1e9 else m.scorer(x).argmax(-1),
+    "its other side": lambda m, x: None if x.max() < 1e9 else m.scorer(x).argmax(-1),
+    "a loop of as many rounds as rows": lambda m, x: after(x.shape[0], m.scorer(x)).argmax(-1),
     "masked": lambda m, x: torch.where(x[:, :1] > 9, -1.0, m.scorer(x)).topk(1)[1][:, 0],
 }
 
@@ -90,6 +111,45 @@ class TopKRouter(nn.Module):
 def test_a_linear_whose_output_is_ranked_is_a_router(use: str) -> None:
     model = nn.ModuleList([Choosing(USES[use]), Choosing(USES[use])])
     assert routers(model) == ["0.scorer", "1.scorer"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda m, x: m.scorer(x).max(-1)[0].long(),
+        lambda m, x: m.scorer(x).max().long(),
+        lambda m, x: loop_without_end(m.scorer(x))[:, 0].long(),
+    ],
+    ids=["values", "all", "a loop without an end"],
+)
+def test_a_linear_of_which_no_place_is_read_is_no_router(read: Any) -> None:
+    assert routers(Choosing(read)) == []
+
+
+def loop_without_end(x: torch.Tensor) -> torch.Tensor:
+    while x.abs().max() > 1:
+        x = x / 2
+    return x
+
+
+class Counting(nn.Module):
+    """Counts its calls, and is in a module that does."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.scorer = nn.Linear(HIDDEN, COUNT) if inner else None
+        self.inner = inner
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return x if self.inner is None else self.inner(self.scorer(x)).argmax(-1)
+
+
+def test_a_forward_that_is_followed_changes_no_buffer() -> None:
+    model = Counting(Counting())
+    assert routers(model) == ["scorer"]
+    assert [float(buffer) for buffer in model.buffers()] == [0, 0]
 
 
 @pytest.mark.parametrize("model", [WithALoop, lambda: nn.Sequential(nn.ReLU(), WithALoop())])
