@@ -45,7 +45,7 @@ from fuser.op import (
 from fuser.precision.contexts import current_recipe
 from fuser.specs import Collective, PlanKey, Product, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
-from fuser.tensors.gathering import note_backward_read
+from fuser.tensors.base import note_backward_read
 from fuser.tensors.observation import note_operands, observing
 
 

@@ -16,7 +16,7 @@ from fuser.precision.delayed_scaling import DelayedScales
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe
 from fuser.specs import PlanKey, QuantSpec
 from fuser.tensors import Float8Quantizer, Float8Tensor, QuantizedTensor, Quantizer
-from fuser.tensors.gathering import note_backward_read
+from fuser.tensors.base import note_backward_read
 
 # -- planning ---------------------------------------------------------------------
 

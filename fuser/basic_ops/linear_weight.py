@@ -13,7 +13,15 @@ import torch
 from fuser.basic_ops.kept_weight import KeepsWeights
 from fuser.basic_ops.linear_operands import bind, quantized
 from fuser.basic_ops.linear_parallel import Parallelism
-from fuser.communication import Agreement, GroupArgument, GroupRef, divided, group_size, ranks_of
+from fuser.communication import (
+    Agreement,
+    GroupArgument,
+    GroupRef,
+    divided,
+    group_size,
+    is_distributed,
+    ranks_of,
+)
 from fuser.errors import InputError
 from fuser.op import ParallelMode, check_parallel_mode, default_device, default_dtype
 from fuser.precision.contexts import (
@@ -25,7 +33,7 @@ from fuser.precision.contexts import (
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, Quantizer
-from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_values
+from fuser.tensors.sharding import initialise_shard, shard_of_values
 
 
 class LinearWeight(KeepsWeights):

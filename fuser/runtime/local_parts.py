@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import BasicLinear, Bias
-from fuser.communication import WeakGroup, ranks_of, start_all_reduce
+from fuser.communication import WeakGroup, is_distributed, ranks_of, start_all_reduce
 from fuser.errors import InputError, StateError
 from fuser.op import BasicOperation
 from fuser.plan.parameter_slots import Slot
 from fuser.tensors import QuantizedTensor
-from fuser.tensors.sharding import is_distributed
 from fuser.torch_private import spec_of
 from fuser.wrapper_tensor import WrapperTensor
 

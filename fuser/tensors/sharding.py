@@ -18,11 +18,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser.errors import InputError
 from fuser.formats import ceil_div
-from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.base import USAGES, QuantizedTensor
+from fuser.tensors.dispatch import HANDLERS, aten, new_zeros
 from fuser.tensors.quantizer import Part, Quantizer, quantized_parts
 from fuser.torch_private import FSDP2, fsdp_caller, fsdp_params, gathered_tensor
-
-USAGES = ("rowwise", "columnwise")
 
 
 @dataclass(eq=False)
@@ -68,7 +67,16 @@ class Sharding:
         return size_of(self.group)
 
 
-def zeros_of_shard(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor | None:
+def _new_zeros(func: Any, tensor: Any, shape: list[int], **kwargs: Any) -> Any:
+    is_asked = isinstance(tensor, QuantizedTensor) and not kwargs.keys() - {"pin_memory"}
+    shard = _zeros_of_shard(tensor, shape) if is_asked else None
+    return new_zeros(func, tensor, shape, **kwargs) if shard is None else shard
+
+
+HANDLERS[aten.new_zeros.default] = _new_zeros
+
+
+def _zeros_of_shard(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor | None:
     """Zeros for a shard of ``tensor`` if ``fully_shard`` is asking, or ``tensor`` is a shard.
 
     Raises
@@ -128,12 +136,6 @@ def shards_of_values(
     for shard, sharding, (_, quantizer, _) in zip(shards, shardings, parameters, strict=True):
         shard._quantizer, shard._sharding = quantizer, sharding
     return shards
-
-
-def is_distributed(parameter: Any) -> bool:
-    """Whether a parameter is a ``DTensor``, of which this rank has a part."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(parameter, module.DTensor)
 
 
 class Gathered(NamedTuple):
