@@ -13,7 +13,11 @@ Fusions of wings have a door of their own, ``register`` in ``fused_ops/catalog.p
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
+
+import torch
 
 from fuser.errors import InputTypeError
 
@@ -45,3 +49,48 @@ class Door(Generic[Answers]):
         if not isinstance(guest, kind):
             raise InputTypeError(f"a door of {kind.__name__} takes an object of it, got {guest!r}.")
         self.guest = guest
+
+
+class ParameterSource:
+    """Where the parameters of ops and the amaxes of their scales come from: from this process."""
+
+    def amaxes(self, states: Mapping[Any, Any]) -> Mapping[Any, torch.Tensor | None] | None:
+        """The states of delayed scaling whose step ends, with the amaxes that it recorded.
+
+        ``states`` are those that recorded in this process, with their process groups. None for an
+        amax, or for all: those in the states.
+        """
+        return None
+
+    def local_parts(
+        self,
+        ops: Sequence[Any],
+        counts: Sequence[int],
+        slots: Sequence[Any],
+        parameters: Sequence[torch.Tensor],
+    ) -> AbstractContextManager[None] | None:
+        """The context in which ``slots`` have the tensors that a call reads of ``parameters``.
+
+        ``counts`` are the numbers of parameters of ``ops``. None if they are read as they are.
+        """
+        return None
+
+    def are_gathered(self, ops: Sequence[Any], counts: Sequence[int], slots: Sequence[Any]) -> bool:
+        """Whether a call gets other parameters, which were gathered from those in ``slots``."""
+        return False
+
+    def memory_of(self, parameters: Sequence[torch.Tensor], before: Any) -> Any:
+        """The memory of parameters that is freed between passes; None if nothing frees it.
+
+        ``before``, an earlier result, if it is the same memory.
+        """
+        return None
+
+    def initialise(
+        self, op: Any, name: str, fill: Callable[[torch.Tensor], Any], quantizer: Any
+    ) -> None:
+        """Initialise the ``DTensor`` parameter ``name`` of ``op``; None does not quantize it."""
+        fill(getattr(op, name))
+
+
+PARAMETERS = Door(ParameterSource())

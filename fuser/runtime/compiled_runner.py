@@ -23,7 +23,6 @@ from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, context_of
 from fuser.plan.planner import make_plan
 from fuser.plan.rebuilt import Limit
-from fuser.precision.amax_reduction import forget_op
 from fuser.precision.availability import warn_if_emulated
 from fuser.precision.contexts import (
     AutocastState,
@@ -32,6 +31,7 @@ from fuser.precision.contexts import (
 from fuser.precision.numbered_calls import (
     op_number,
 )
+from fuser.precision.op_numbers import forget_op
 from fuser.runtime.compiled_values import (
     Contexts,
     Ends,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,13 +71,18 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def any_distributed(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether one of them is a ``DTensor``."""
-    return any(map(is_distributed, parameters))
+def local_parts(
+    ops: Sequence[BasicOperation],
+    counts: Sequence[int],
+    slots: Sequence[Slot],
+    parameters: Sequence[torch.Tensor],
+) -> contextlib.AbstractContextManager[None] | None:
+    """See :meth:`fuser.doors.ParameterSource.local_parts`."""
+    return _placed(ops, counts, slots) if any(map(is_distributed, parameters)) else None
 
 
 @contextlib.contextmanager
-def local_parts(
+def _placed(
     ops: Sequence[BasicOperation], counts: Sequence[int], slots: Sequence[Slot]
 ) -> Iterator[None]:
     """Put the local tensors of DTensors into the ``slots`` of the parameters of ``ops``.
@@ -113,13 +118,10 @@ def local_parts(
             held[name] = parameter
 
 
-def are_resharded(
+def are_gathered(
     ops: Sequence[BasicOperation], counts: Sequence[int], slots: Sequence[Slot]
 ) -> bool:
-    """Whether a parameter is sharded beyond its op's own placement, as ``fully_shard`` does.
-
-    A call does not see such a ``DTensor``: it gets another parameter, which was gathered from it.
-    """
+    """Whether a parameter is sharded beyond its op's own placement, as ``fully_shard`` does."""
     return any(
         is_distributed(held[name])
         and _shardings(held[name]) > (op.placement_of(name)[0] is not None)
