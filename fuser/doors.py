@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from fuser.errors import InputTypeError
+from fuser.errors import InputTypeError, StateError
 
 Answers = TypeVar("Answers")
 
@@ -62,21 +62,30 @@ class ParameterSource:
         """
         return None
 
-    def local_parts(
-        self,
-        ops: Sequence[Any],
-        counts: Sequence[int],
-        slots: Sequence[Any],
-        parameters: Sequence[torch.Tensor],
-    ) -> AbstractContextManager[None] | None:
-        """The context in which ``slots`` have the tensors that a call reads of ``parameters``.
+    def parallelism(self, mode: Literal["column", "row"], ranks: int, has_shards: bool) -> Any:
+        """How a linear is spread over ``ranks`` ranks: two or more.
 
-        ``counts`` are the numbers of parameters of ``ops``. None if they are read as they are.
+        Raises
+        ------
+        StateError
+            As long as nothing spreads linears.
+        """
+        raise StateError(
+            f"A {mode} parallel linear over {ranks} ranks needs fuser.distributed, which was not "
+            "imported."
+        )
+
+    def local_parts(
+        self, ops: Sequence[Any], places: Any, parameters: Sequence[torch.Tensor]
+    ) -> AbstractContextManager[None] | None:
+        """The context in which a call reads other tensors in the ``places`` of ``parameters``.
+
+        None if it reads the parameters of ``ops`` as they are.
         """
         return None
 
-    def are_gathered(self, ops: Sequence[Any], counts: Sequence[int], slots: Sequence[Any]) -> bool:
-        """Whether a call gets other parameters, which were gathered from those in ``slots``."""
+    def are_gathered(self, ops: Sequence[Any], places: Any) -> bool:
+        """Whether a call gets other parameters, which were gathered from those in ``places``."""
         return False
 
     def memory_of(self, parameters: Sequence[torch.Tensor], before: Any) -> Any:

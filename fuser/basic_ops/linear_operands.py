@@ -144,13 +144,6 @@ class LinearSaved(NamedTuple):
     """Of a weight that backward quantizes again: what its quantizer needs for the same bytes."""
 
 
-class LinearState(NamedTuple):
-    """What a linear that gathers its input keeps for its backward besides tensors."""
-
-    input_is_whole: bool
-    """Whether it saved the input of all ranks, and not its own rows."""
-
-
 def quantized(tensor: torch.Tensor, dtype: torch.dtype, quantizer: Quantizer) -> QuantizedTensor:
     """``tensor`` quantized from ``dtype``; as it is if it arrives quantized."""
     if isinstance(tensor, QuantizedTensor):

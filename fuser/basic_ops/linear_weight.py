@@ -12,7 +12,6 @@ import torch
 
 from fuser.basic_ops.kept_weight import KeepsWeights
 from fuser.basic_ops.linear_operands import bind, quantized
-from fuser.basic_ops.linear_parallel import Parallelism
 from fuser.communication import (
     Agreement,
     GroupArgument,
@@ -97,9 +96,9 @@ class LinearWeight(KeepsWeights):
         self.tensor_parallel_size = ranks
         self._group = GroupRef(group)
         self._agreement = Agreement()
-        self._parallel: Parallelism | None = None
+        self._parallel: Any | None = None  # what a linear of several ranks does otherwise
         if mode is not None and ranks > 1:
-            self._parallel = Parallelism(mode, ranks, sequence_parallel)
+            self._parallel = PARAMETERS.guest.parallelism(mode, ranks, sequence_parallel)
             self._sharded_dim = 0 if mode == "column" else 1
 
     def note_products(self, group: GroupArgument) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fuser.basic_ops.linear_parallel import Parallelism
 from fuser.communication import ranks_of
 from fuser.doors import PARAMETERS, ParameterSource
 from fuser.precision.amax_reduction import amaxes_over_ranks
@@ -19,6 +20,7 @@ from fuser.tensors.sharding import initialise_shard, memory_of, shard_of_values
 class ShardedParameters(ParameterSource):
     """Ranks have parts of parameters, and reduce amaxes."""
 
+    parallelism = staticmethod(Parallelism)
     amaxes = staticmethod(amaxes_over_ranks)
     local_parts = staticmethod(local_parts)
     are_gathered = staticmethod(are_gathered)

@@ -250,16 +250,12 @@ class OperationFuser:
         params, layout = read
         run = self._runs.get(call_key)
         if run is None:
-            parts = PARAMETERS.guest.local_parts(
-                self.basic_ops, self._slots.counts, self._slots.slots, params
-            )
+            parts = PARAMETERS.guest.local_parts(self.basic_ops, self._slots, params)
             if parts is not None:
                 return parts
             self._find_parameters()
             params, call_key, layout = self._slots.read(input_, extra_inputs, _registered)
-            parts = PARAMETERS.guest.local_parts(
-                self.basic_ops, self._slots.counts, self._slots.slots, params
-            )
+            parts = PARAMETERS.guest.local_parts(self.basic_ops, self._slots, params)
             if parts is not None:
                 return parts
             self.checks.recipes(params)
@@ -311,10 +307,8 @@ class OperationFuser:
             plan = make_plan(graph, run.key, _registered).plan
         plan = replace(plan, layout=layout, padding=padding)
         # FSDP awaits all gradients of a module, and calls hooks of its parameters itself.
-        slots = self._slots
-        if isinstance(run, CuttablePlan) and not PARAMETERS.guest.are_gathered(
-            self.basic_ops, slots.counts, slots.slots
-        ):
+        are_gathered = PARAMETERS.guest.are_gathered(self.basic_ops, self._slots)
+        if isinstance(run, CuttablePlan) and not are_gathered:
             plan = run.with_nodes(plan, graph, input, params, extra_inputs)
         cuts = plan.cuts if plan.waiting else ()
         # A plan of an earlier call may be of other rows, and keep other bytes for each.

@@ -11,7 +11,6 @@ from rooms import LIBRARY, ROOMS, Name, room_of
 WINGS = LIBRARY.parent / "docs" / "dev" / "wings"
 
 LEFT = {
-    ("core", "sharding"): 31,
     ("core", "memory plans"): 12,
     ("core", "recording"): 11,
     ("core", "model plans"): 3,
