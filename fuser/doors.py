@@ -20,12 +20,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from fuser.errors import InputError, InputTypeError
+from fuser.errors import InputError, InputTypeError, StateError
 from fuser.torch_private import breaks_graph
 
 Answers = TypeVar("Answers")
@@ -221,3 +222,57 @@ class View:
 
 
 VIEW = Door(View(), product="fuser.te.quantizers")
+
+
+class ParameterSource:
+    """Where the parameters of ops and the amaxes of their scales come from: from this process."""
+
+    def amaxes(self, states: Mapping[Any, Any]) -> Mapping[Any, torch.Tensor | None] | None:
+        """The states of delayed scaling whose step ends, with the amaxes that it recorded.
+
+        ``states`` are those that recorded in this process, with their process groups. None for an
+        amax, or for all: those in the states.
+        """
+        return None
+
+    def parallelism(self, mode: Literal["column", "row"], ranks: int, has_shards: bool) -> Any:
+        """How a linear is spread over ``ranks`` ranks: two or more.
+
+        Raises
+        ------
+        StateError
+            As long as nothing spreads linears.
+        """
+        raise StateError(
+            f"A {mode} parallel linear over {ranks} ranks needs fuser.distributed, which was not "
+            "imported."
+        )
+
+    def local_parts(
+        self, ops: Sequence[Any], places: Any, parameters: Sequence[torch.Tensor]
+    ) -> AbstractContextManager[None] | None:
+        """The context in which a call reads other tensors in the ``places`` of ``parameters``.
+
+        None if it reads the parameters of ``ops`` as they are.
+        """
+        return None
+
+    def are_gathered(self, ops: Sequence[Any], places: Any) -> bool:
+        """Whether a call gets other parameters, which were gathered from those in ``places``."""
+        return False
+
+    def memory_of(self, parameters: Sequence[torch.Tensor], before: Any) -> Any:
+        """The memory of parameters that is freed between passes; None if nothing frees it.
+
+        ``before``, an earlier result, if it is the same memory.
+        """
+        return None
+
+    def initialise(
+        self, op: Any, name: str, fill: Callable[[torch.Tensor], Any], quantizer: Any
+    ) -> None:
+        """Initialise the ``DTensor`` parameter ``name`` of ``op``; None does not quantize it."""
+        fill(getattr(op, name))
+
+
+PARAMETERS = Door(ParameterSource())

@@ -60,6 +60,7 @@ CURES: dict[str, str] = {
         "The ops run one by one, or rows are gathered in memory, with the same values. Use a "
         "recipe that this device has grouped products of; `python -m fuser doctor` lists formats."
     ),
+    "doors-parallel-linear-over": "Import it before the model is made.",
     "errors-module-no-attribute": MISSING,
     "errors-twice-place": "Give it once.",
     "fusible-init-does-not": "Call super().__init__() first in the __init__ of the class.",

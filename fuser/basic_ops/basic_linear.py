@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from fuser import gemm
-from fuser.basic_ops import linear_parallel
 from fuser.basic_ops.linear_operands import (
     LinearSaved,
-    LinearState,
     OperandQuantizers,
     gemm_name,
     kept_copy,
@@ -25,11 +23,9 @@ from fuser.basic_ops.linear_operands import (
     readable,
     takes_rebuilt_input,
 )
-from fuser.basic_ops.linear_parallel import InputGather, travels
 from fuser.basic_ops.linear_weight import LinearWeight, parallel_text
 from fuser.basic_ops.main_grad import main_grad_of_linear, stand_in_gradient
-from fuser.basic_ops.quantized_rows import note_group
-from fuser.communication import GroupArgument, check_shard, resolved, start_all_gather
+from fuser.communication import GroupArgument
 from fuser.errors import InputError
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.op import (
@@ -42,10 +38,9 @@ from fuser.op import (
     write_grad_input,
     write_output,
 )
-from fuser.precision.contexts import current_recipe
 from fuser.specs import Collective, PlanKey, Product, QuantSpec, TensorSpec
-from fuser.tensors import QuantizedTensor, Quantizer
-from fuser.tensors.gathering import note_backward_read
+from fuser.tensors import QuantizedTensor
+from fuser.tensors.base import note_backward_read
 from fuser.tensors.observation import note_operands, observing
 
 
@@ -186,18 +181,7 @@ class BasicLinear(LinearWeight):
         return Product(2 * rows * inputs * outputs, operands)
 
     def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
-        parallel = self._parallel
-        if parallel is None:
-            return ()
-        (op,) = key.ops
-        operands = operands_of("forward", key, self.quantizer_format)
-        input_ = travels(key, "input", operands.get("input"), side)
-        if side == "forward":
-            return parallel.forward(input_)
-        operands = operands_of("backward", key, self.quantizer_format)
-        grad = travels(key, "grad_output", operands.get("grad_output"), side)
-        wants = (op.input_requires_grad, op.params[0].requires_grad)
-        return parallel.backward(wants, input_, grad)
+        return () if self._parallel is None else self._parallel.collectives(self, side, key)
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         (op,) = key.ops
@@ -308,26 +292,8 @@ class BasicLinear(LinearWeight):
             # The rowwise copy has the values of forward.
             note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)
         if self._parallel is not None:
-            group = self._note_group(ctx, input_)
-            if self._parallel.gathers_input:
-                check_shard("BasicLinear", input_.shape)
-                x = start_all_gather(x, group).wait()
+            x = self._parallel.whole_input(self, ctx, input_, x)
         return x, weight
-
-    def _note_group(self, ctx: OperationContext, input_: torch.Tensor) -> Any:
-        """The group of this forward, which its backward uses too; its ranks agree on the call."""
-        group = resolved("BasicLinear", self.tensor_parallel_group)
-        grads = (ctx.input_requires_grad, *ctx.params_require_grad) if ctx.requires_grad else ()
-        self._agreement.check(
-            f"BasicLinear({self.in_features}, {self.out_features})",
-            group,
-            current_recipe(),
-            input_,
-            self._parallel,
-            f"gradients {grads}",
-        )
-        note_group(ctx, group)
-        return group
 
     def matmul(
         self,
@@ -349,8 +315,8 @@ class BasicLinear(LinearWeight):
             return y
         assert bias is None  # linear_epilogues.py refuses it
         assert addend is None
-        group = resolved("BasicLinear", self.tensor_parallel_group)
-        return self._parallel.start_output(y, group, "BasicLinear").wait()
+        added: torch.Tensor = self._parallel.added(self, y)
+        return added
 
     def _own_matmul(
         self,
@@ -405,7 +371,9 @@ class BasicLinear(LinearWeight):
         gather = None
         if self._parallel is not None:
             wants_wgrad = ctx.requires_grad and ctx.params_require_grad[0]
-            gather = self._start_gather(ctx, input_, dtype, input_quantizer, wants_wgrad)
+            gather = self._parallel.start_gather(
+                self, ctx, input_, dtype, input_quantizer, wants_wgrad=wants_wgrad
+            )
         qx = quantized(input_, dtype, input_quantizer) if gather is None else input_
         if is_first_microbatch is not None and not ctx.keeps_weight:  # the op keeps both copies
             is_read = ctx.backward_override is None
@@ -438,12 +406,12 @@ class BasicLinear(LinearWeight):
         ctx: OperationContext,
         input_: torch.Tensor,
         qx: QuantizedTensor,
-        gather: InputGather | None,
+        gather: Any | None,
     ) -> torch.Tensor | None:
         """The input that backward reads; ``qx`` is the quantized one."""
         if gather is not None:
-            ctx.state = LinearState(gather.is_whole)
-            return gather.saved
+            saved: torch.Tensor | None = gather.saved_input(ctx)
+            return saved
         if not ctx.keeps_input:
             return ctx.input_quantizer.to_repeat(qx)
         if ctx.backward_override == "high_precision":
@@ -479,22 +447,6 @@ class BasicLinear(LinearWeight):
             weight.with_usage(rowwise=True, columnwise=dgrad),
             self.quantizer_value("backward", 0) if is_quantized else None,
         )
-
-    def _start_gather(
-        self,
-        ctx: OperationContext,
-        input_: torch.Tensor,
-        dtype: torch.dtype,
-        quantizer: Quantizer,
-        wants_wgrad: bool,
-    ) -> InputGather | None:
-        """Start to gather the input of all ranks; None if the linear does not gather it."""
-        group = self._note_group(ctx, input_)
-        assert self._parallel is not None
-        if not self._parallel.gathers_input:
-            return None
-        check_shard("BasicLinear", input_.shape)
-        return InputGather(ctx, input_, dtype, quantizer, group, wants_wgrad=wants_wgrad)
 
     def _compute_dtype(self, key: PlanKey) -> torch.dtype:
         return key.autocast_dtype or self.weight.dtype
@@ -544,7 +496,10 @@ class BasicLinear(LinearWeight):
             materialize(grad_output)  # with what is computed beside a lazy one, such as a bias's
             return None, (None,)
         if self._parallel is not None:
-            return linear_parallel.backward(self, ctx, grad_output, x, weight, scale, addend)
+            grads: tuple[torch.Tensor | None, Grads] = self._parallel.backward(
+                self, ctx, grad_output, x, weight, scale, addend
+            )
+            return grads
         if ctx.defers_wgrad:
             x = None  # not yet computed again
         # A user's fused op may have run the forward, and saved unquantized operands.

@@ -10,6 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from fuser.basic_ops.linear_operands import bind, plain
+from fuser.communication import is_distributed
 from fuser.errors import InputError
 from fuser.formats import GROUP_TILE
 from fuser.op import BasicOperation, cast, default_device
@@ -22,9 +23,9 @@ from fuser.precision.contexts import (
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, Quantizer
-from fuser.tensors.gathering import note_backward_read
+from fuser.tensors.base import note_backward_read
 from fuser.tensors.grouped import joined, one_copy
-from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_values
+from fuser.tensors.sharding import initialise_shard, shard_of_values
 from fuser.tensors.stacks import stack_quantizer
 from fuser.torch_private import without_autocast
 

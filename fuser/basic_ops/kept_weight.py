@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
@@ -12,13 +11,12 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser.cuda.arguments import layout_of
+from fuser.doors import PARAMETERS
 from fuser.op import BasicOperation
 from fuser.op.optimizer_steps import optimizer_steps
 from fuser.precision.contexts import recomputed_state
 from fuser.precision.delayed_scaling import holds_steps
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
-from fuser.tensors.sharding import Gathered, gathered_by
-from fuser.torch_private import free_with, reshards_after_forward
 
 Form = QuantizedTensor | list[QuantizedTensor]
 """Quantized weights: one tensor, or one of each group."""
@@ -86,8 +84,8 @@ class Kept:
     how: tuple[object, ...]
     """The dtype in which they were read, and the encodings."""
     made: Form
-    gathering: _Gathering
-    """That in which they were gathered."""
+    memory: Any
+    """That in which they were gathered; None if nothing frees it."""
 
     @functools.cached_property
     def buffers(self) -> list[torch.Tensor]:
@@ -117,8 +115,7 @@ class KeptBefore(NamedTuple):
     table: MutableMapping[torch.Tensor, Kept] | None
     first: torch.Tensor
     facts: tuple[object, ...]
-    gathered: Sequence[Gathered]
-    gathering: _Gathering | None
+    memory: Any
     kept: Kept | None
 
     @staticmethod
@@ -133,29 +130,27 @@ class KeptBefore(NamedTuple):
         """
         # The local tensor of a DTensor is a new one at each call (runtime/local_parts.py).
         wholes = [getattr(w, "whole_parameter", w) for w in weights]
-        gathered = gathered_by(wholes)
-        if holds_steps() or any(reshards_after_forward(one.group) for one in gathered):
+        table = op._kept_weight
+        kept = table.get(wholes[0]) if table else None
+        memory = PARAMETERS.guest.memory_of(wholes, None if kept is None else kept.memory)
+        if holds_steps() or (memory is not None and memory.is_freed_after_forward()):
             op.__dict__["_kept_weight"] = None
             return None
         versions = tuple([None if w.is_inference() else w._version for w in wholes])
         places = (*map(torch.Tensor.data_ptr, weights), *map(id, wholes[1:]))
         facts = (versions, optimizer_steps(), places)
-        table = op._kept_weight
-        kept = table.get(wholes[0]) if table else None
-        gathering = None
         if kept is not None:
-            gathering = kept.gathering if kept.gathering.is_of(gathered) else None
             is_taken = recomputed_state() is not None or not is_first_microbatch
-            is_stale = kept.facts != facts or gathering is None or not gathering.lasts()
-            if is_stale or not is_taken:
+            is_freed = memory is not kept.memory or (memory is not None and not memory.lasts())
+            if kept.facts != facts or is_freed or not is_taken:
                 kept = None
-        return KeptBefore(op, table, wholes[0], facts, gathered, gathering, kept)
+        return KeptBefore(op, table, wholes[0], facts, memory, kept)
 
     def keep(self, how: tuple[object, ...], made: Any) -> None:
         """Keep what was made of the weights in the pass."""
-        gathering = self.gathering or _Gathering(self.gathered)
-        gathering.begin()
-        kept = Kept(self.facts, how, made, gathering)
+        if self.memory is not None:
+            self.memory.begin()
+        kept = Kept(self.facts, how, made, self.memory)
         # Not by its name: recordings would be of another op.
         self.op.__dict__["_kept_weight"] = WeakTensorKeyDictionary({self.first: kept})
 
@@ -163,30 +158,6 @@ class KeptBefore(NamedTuple):
         """What the op has kept since; None if it took what was there, or nothing."""
         table = self.op._kept_weight
         return None if table is None or table is self.table else next(iter(table.values()))
-
-
-class _Gathering:
-    """Whether gathered weights are still those of :meth:`begin`; always if none is gathered."""
-
-    def __init__(self, gathered: Sequence[Gathered]) -> None:
-        self._freed: torch.Tensor | None = None
-        self._params = [one.param for one in gathered]
-        if gathered:
-            # ``fully_shard`` frees the memory of these tensors when it frees the parameter.
-            self._freed = torch.empty(1, dtype=torch.uint8, device="cpu")
-            for param in self._params:
-                free_with(param, self._freed)
-
-    def is_of(self, gathered: Sequence[Gathered]) -> bool:
-        params = [one.param for one in gathered]
-        return len(params) == len(self._params) and all(map(operator.is_, params, self._params))
-
-    def lasts(self) -> bool:
-        return self._freed is None or self._freed.untyped_storage().size() > 0
-
-    def begin(self) -> None:
-        if self._freed is not None:
-            self._freed.untyped_storage().resize_(1)
 
 
 def _encoding(quantizer: Quantizer) -> object:

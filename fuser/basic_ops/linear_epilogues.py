@@ -6,9 +6,9 @@ import torch
 
 from fuser.basic_ops.basic_linear import BasicLinear
 from fuser.basic_ops.linear_operands import gemm_name, native_row
+from fuser.communication import is_distributed
 from fuser.cuda import cublaslt
 from fuser.specs import PlanKey
-from fuser.tensors.sharding import is_distributed
 
 EMULATED_GEMM = "the quantized GEMM is emulated here, and has no epilogue."
 

@@ -16,7 +16,7 @@ from fuser.precision.delayed_scaling import DelayedScales
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe
 from fuser.specs import PlanKey, QuantSpec
 from fuser.tensors import Float8Quantizer, Float8Tensor, QuantizedTensor, Quantizer
-from fuser.tensors.gathering import note_backward_read
+from fuser.tensors.base import note_backward_read
 
 # -- planning ---------------------------------------------------------------------
 
@@ -142,13 +142,6 @@ class LinearSaved(NamedTuple):
     weight: Any
     scale_of_weight: torch.Tensor | None = None
     """Of a weight that backward quantizes again: what its quantizer needs for the same bytes."""
-
-
-class LinearState(NamedTuple):
-    """What a linear that gathers its input keeps for its backward besides tensors."""
-
-    input_is_whole: bool
-    """Whether it saved the input of all ranks, and not its own rows."""
 
 
 def quantized(tensor: torch.Tensor, dtype: torch.dtype, quantizer: Quantizer) -> QuantizedTensor:

@@ -5,30 +5,36 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fuser import gemm
+from fuser.basic_ops.basic_linear import BasicLinear
+from fuser.basic_ops.collectives import AllReduce, ReduceScatter
 from fuser.basic_ops.linear_operands import (
     LinearSaved,
+    operands_of,
     original,
     plain,
     quantized,
     readable,
     saved_operand,
 )
-from fuser.basic_ops.quantized_rows import Rows, group_of, quantized_rows, travelling
+from fuser.basic_ops.quantized_rows import Rows, group_of, note_group, quantized_rows, travelling
 from fuser.communication import (
+    GroupArgument,
     Pending,
     check_divides,
     check_shard,
     makes_columns,
+    resolved,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
-from fuser.op import Grads, OperationContext, ParallelMode, write_grad_input
+from fuser.op import BasicOperation, Grads, OperationContext, ParallelMode, write_grad_input
+from fuser.precision.contexts import current_recipe
 from fuser.specs import Collective, PlanKey, QuantSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.observation import note_operands, observing
@@ -56,32 +62,27 @@ class Parallelism:
         """Whether the gradient of the output is gathered."""
         return self.mode == "row" and self.has_shards
 
-    def forward(self, input_: QuantSpec | None) -> tuple[Collective, ...]:
-        """The communication of forward; ``input_`` is what travels of a quantized input."""
-        if self.gathers_input:
-            return (Collective("all-gather", "input", self.ranks, input_),)
-        if self.mode == "column":
-            return ()
-        kind = "reduce-scatter" if self.has_shards else "all-reduce"
-        return (Collective(kind, "output", self.ranks),)
+    # -- planning -----------------------------------------------------------------
 
-    def backward(
-        self, wants: tuple[bool, bool], input_: QuantSpec | None, grad: QuantSpec | None
-    ) -> tuple[Collective, ...]:
-        """The communication of backward.
-
-        ``wants``: the gradients of the input and of the weight; ``input_`` and ``grad`` what
-        travels of a quantized input and gradient.
-        """
-        wants_dgrad, wants_wgrad = wants
-        collectives = []
-        if self.gathers_input and wants_wgrad:
-            collectives.append(Collective("all-gather", "input", self.ranks, input_))
+    def collectives(self, op: BasicLinear, side: str, key: PlanKey) -> tuple[Collective, ...]:
+        """The communication of forward or backward."""
+        (linear,) = key.ops
+        operands = operands_of("forward", key, op.quantizer_format)
+        input_ = _travels(key, "input", operands.get("input"), side)
+        gathered = Collective("all-gather", "input", self.ranks, input_)
+        reduced = "reduce-scatter" if self.has_shards else "all-reduce"
+        if side == "forward":
+            if self.mode == "row":
+                return (Collective(reduced, "output", self.ranks),)
+            return (gathered,) if self.gathers_input else ()
+        wants_dgrad, wants_wgrad = linear.input_requires_grad, linear.params[0].requires_grad
+        collectives = [gathered] if self.gathers_input and wants_wgrad else []
         if self.gathers_grad and (wants_dgrad or wants_wgrad):
+            operands = operands_of("backward", key, op.quantizer_format)
+            grad = _travels(key, "grad_output", operands.get("grad_output"), side)
             collectives.append(Collective("all-gather", "grad_output", self.ranks, grad))
         if self.mode == "column" and wants_dgrad:
-            kind = "reduce-scatter" if self.has_shards else "all-reduce"
-            collectives.append(Collective(kind, "grad_input", self.ranks))
+            collectives.append(Collective(reduced, "grad_input", self.ranks))
         return tuple(collectives)
 
     def output_shape(self, op: str, shape: tuple[int, ...], features: int) -> tuple[int, ...]:
@@ -100,21 +101,115 @@ class Parallelism:
             shape = check_divides(op, shape, self.ranks)
         return (*shape[:-1], features)
 
-    def start_output(self, y: torch.Tensor, group: Any, op: str) -> Pending[torch.Tensor]:
-        """Start to add the products of all ranks."""
+    def adding_op(self, group: GroupArgument) -> BasicOperation:
+        """An op that adds the products of all ranks, after others."""
+        return ReduceScatter(group) if self.has_shards else AllReduce(group)
+
+    # -- running --------------------------------------------------------------------
+
+    def whole_input(
+        self, op: BasicLinear, ctx: OperationContext, input_: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
+        """The operand ``x`` of the forward, of the rows ``input_``, with the rows of all ranks."""
+        group = self._note_group(op, ctx, input_)
+        if not self.gathers_input:
+            return x
+        check_shard("BasicLinear", input_.shape)
+        return start_all_gather(x, group).wait()
+
+    def start_gather(
+        self,
+        op: BasicLinear,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        dtype: torch.dtype,
+        quantizer: Quantizer,
+        *,
+        wants_wgrad: bool,
+    ) -> InputGather | None:
+        """Start to gather the quantized input; None if the linear does not gather it."""
+        group = self._note_group(op, ctx, input_)
+        if not self.gathers_input:
+            return None
+        check_shard("BasicLinear", input_.shape)
+        return InputGather(ctx, input_, dtype, quantizer, group, wants_wgrad=wants_wgrad)
+
+    def _note_group(self, op: BasicLinear, ctx: OperationContext, input_: torch.Tensor) -> Any:
+        """The group of this forward, which its backward uses too; its ranks agree on the call."""
+        group = resolved("BasicLinear", op.tensor_parallel_group)
+        grads = (ctx.input_requires_grad, *ctx.params_require_grad) if ctx.requires_grad else ()
+        op._agreement.check(
+            f"BasicLinear({op.in_features}, {op.out_features})",
+            group,
+            current_recipe(),
+            input_,
+            self,
+            f"gradients {grads}",
+        )
+        note_group(ctx, group)
+        return group
+
+    def added(self, op: BasicLinear, y: torch.Tensor) -> torch.Tensor:
+        """The products of all ranks of a row parallel linear, added."""
+        group = resolved("BasicLinear", op.tensor_parallel_group)
         if self.has_shards:
-            check_divides(op, tuple(y.shape), self.ranks)
-            return start_reduce_scatter(y, group)
-        return start_all_reduce(y, group, is_own=True)
+            check_divides("BasicLinear", tuple(y.shape), self.ranks)
+        return self._start_sum(y, group).wait()
 
-    def start_grad_input(self, dx: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
-        """Start to add the gradients that the ranks of a column parallel linear have."""
+    def _start_sum(self, products: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
+        """Start to add the products that all ranks have."""
         if self.has_shards:
-            return start_reduce_scatter(dx, group)
-        return start_all_reduce(dx, group, is_own=True)
+            return start_reduce_scatter(products, group)
+        return start_all_reduce(products, group, is_own=True)
+
+    def backward(
+        self,
+        op: BasicLinear,
+        ctx: OperationContext,
+        grad_output: torch.Tensor,
+        x: Any,
+        weight: Any,
+        scale: float,
+        addend: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, Grads]:
+        """``BasicLinear.op_backward`` of a parallel linear; ``x`` and ``weight`` are those saved.
+
+        The input is gathered during dgrad, and dgrad's result is added over ranks during wgrad.
+        """
+        group = group_of(ctx, "BasicLinear", op.tensor_parallel_group)
+        is_recipes = ctx.has_recipe and ctx.compute_dtype is not None
+        is_quantized = is_recipes and ctx.backward_override is None
+        gathering = None
+        is_whole = ctx.state is not None and ctx.state.input_is_whole
+        if x is not None and self.gathers_input and not is_whole:
+            gathering = _start_saved(x, group, is_quantized)
+        dtype = ctx.compute_dtype if is_recipes else (weight if x is None else x).dtype
+        assert dtype is not None
+        take_grad = _quantized_grad if is_quantized else _plain_grad
+        rows, columns = take_grad(op, ctx, grad_output, dtype, group)
+        dx = reducing = grad_weight = None
+        if weight is not None:
+            if is_quantized:
+                is_split = ctx.split_accumulators[1]
+                dx = gemm.quantized_dgrad(
+                    rows(), weight, dtype, is_split=is_split, scale=scale, addend=addend
+                )
+            else:
+                dx = gemm.dgrad(rows(), plain(weight, dtype), scale, addend)
+            if self.mode == "column":
+                reducing = self._start_sum(dx, group)
+        if x is not None:
+            whole = x if gathering is None else gathering.wait()
+            whole = whole if is_quantized else plain(whole, dtype)
+            grad_weight = op.weight_gradient(
+                ctx, columns(), whole, scale, is_quantized=is_quantized
+            )
+        if reducing is not None:
+            dx = reducing.wait()
+        return (None if dx is None else write_grad_input(dx, ctx)), (grad_weight,)
 
 
-def travels(key: PlanKey, role: str, spec: QuantSpec | None, side: str) -> QuantSpec | None:
+def _travels(key: PlanKey, role: str, spec: QuantSpec | None, side: str) -> QuantSpec | None:
     """The form of the sent ``"input"`` or ``"grad_output"`` on ``side``; None for values.
 
     It assumes that no block has rows of two ranks: shapes are not part of a plan.
@@ -126,6 +221,13 @@ def travels(key: PlanKey, role: str, spec: QuantSpec | None, side: str) -> Quant
         is_wgrads = side == "backward" and recipe.backward_override is None
         spec = replace(spec, rowwise=not is_wgrads, columnwise=is_wgrads)
     return travelling(recipe, spec)
+
+
+class _State(NamedTuple):
+    """What a linear that gathers its input keeps for its backward besides tensors."""
+
+    input_is_whole: bool
+    """Whether it saved the input of all ranks, and not its own rows."""
 
 
 class InputGather:
@@ -168,6 +270,11 @@ class InputGather:
         if wants_wgrad and override == "high_precision":
             self.saved = original(input_, dtype)
 
+    def saved_input(self, ctx: OperationContext) -> torch.Tensor | None:
+        """After :meth:`wait`, what backward reads."""
+        ctx.state = _State(self.is_whole)
+        return self.saved
+
     @property
     def of_rank(self) -> QuantizedTensor | None:
         """What this rank has quantized: its rows, or after :meth:`wait` the whole input."""
@@ -191,51 +298,6 @@ class InputGather:
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if x.dtype is dtype else x.to(dtype)
-
-
-def backward(
-    op: Any,
-    ctx: OperationContext,
-    grad_output: torch.Tensor,
-    x: Any,
-    weight: Any,
-    scale: float,
-    addend: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, Grads]:
-    """``BasicLinear.op_backward`` of a parallel linear, of its saved operands ``x`` and ``weight``.
-
-    The input is gathered during dgrad, and dgrad's result is added over ranks during wgrad.
-    """
-    parallel: Parallelism = op._parallel
-    group = group_of(ctx, "BasicLinear", op.tensor_parallel_group)
-    is_recipes = ctx.has_recipe and ctx.compute_dtype is not None
-    is_quantized = is_recipes and ctx.backward_override is None
-    gathering = None
-    is_whole = ctx.state is not None and ctx.state.input_is_whole
-    if x is not None and parallel.gathers_input and not is_whole:
-        gathering = _start_saved(x, group, is_quantized)
-    dtype = ctx.compute_dtype if is_recipes else (weight if x is None else x).dtype
-    assert dtype is not None
-    take_grad = _quantized_grad if is_quantized else _plain_grad
-    rows, columns = take_grad(op, ctx, grad_output, dtype, group)
-    dx = reducing = grad_weight = None
-    if weight is not None:
-        if is_quantized:
-            is_split = ctx.split_accumulators[1]
-            dx = gemm.quantized_dgrad(
-                rows(), weight, dtype, is_split=is_split, scale=scale, addend=addend
-            )
-        else:
-            dx = gemm.dgrad(rows(), plain(weight, dtype), scale, addend)
-        if parallel.mode == "column":
-            reducing = parallel.start_grad_input(dx, group)
-    if x is not None:
-        whole = x if gathering is None else gathering.wait()
-        whole = whole if is_quantized else plain(whole, dtype)
-        grad_weight = op.weight_gradient(ctx, columns(), whole, scale, is_quantized=is_quantized)
-    if reducing is not None:
-        dx = reducing.wait()
-    return (None if dx is None else write_grad_input(dx, ctx)), (grad_weight,)
 
 
 def _start_saved(x: torch.Tensor, group: Any, is_quantized: bool) -> Pending[Any]:

@@ -12,8 +12,15 @@ import torch
 
 from fuser.basic_ops.kept_weight import KeepsWeights
 from fuser.basic_ops.linear_operands import bind, quantized
-from fuser.basic_ops.linear_parallel import Parallelism
-from fuser.communication import Agreement, GroupArgument, GroupRef, divided, group_size, ranks_of
+from fuser.communication import (
+    Agreement,
+    GroupArgument,
+    GroupRef,
+    divided,
+    group_size,
+    is_distributed,
+)
+from fuser.doors import PARAMETERS
 from fuser.errors import InputError
 from fuser.op import ParallelMode, check_parallel_mode, default_device, default_dtype
 from fuser.precision.contexts import (
@@ -25,7 +32,6 @@ from fuser.precision.contexts import (
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, Quantizer
-from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_values
 
 
 class LinearWeight(KeepsWeights):
@@ -90,9 +96,9 @@ class LinearWeight(KeepsWeights):
         self.tensor_parallel_size = ranks
         self._group = GroupRef(group)
         self._agreement = Agreement()
-        self._parallel: Parallelism | None = None
+        self._parallel: Any | None = None  # what a linear of several ranks does otherwise
         if mode is not None and ranks > 1:
-            self._parallel = Parallelism(mode, ranks, sequence_parallel)
+            self._parallel = PARAMETERS.guest.parallelism(mode, ranks, sequence_parallel)
             self._sharded_dim = 0 if mode == "column" else 1
 
     def note_products(self, group: GroupArgument) -> None:
@@ -149,16 +155,21 @@ class LinearWeight(KeepsWeights):
         call this.
         """
         weight = fresh = self.weight
+        fill = functools.partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
         if is_distributed(weight):
+            quantizer = None
+            if self._init is not None:
+                quantizer = self._parameter_quantizer(self._init.recipe, weight.device)
+                quantizer = weight_quantizer(self._init, quantizer)
             with self._random_state():
-                self._reset_shard(weight)
+                PARAMETERS.guest.initialise(self, "weight", fill, quantizer)
             return
         if weight.is_meta or isinstance(weight, QuantizedTensor):
             device = default_device(None) if weight.is_meta else weight.device
             data = torch.empty(weight.shape, dtype=weight.dtype, device=device)
             fresh = torch.nn.Parameter(data, requires_grad=weight.requires_grad)
         with self._random_state():
-            torch.nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
+            fill(fresh)
         fresh = self.as_parameter(fresh)
         if fresh is not weight:
             self.renew("weight", fresh)
@@ -166,21 +177,6 @@ class LinearWeight(KeepsWeights):
     def _random_state(self) -> Any:
         tracker = self._rng_state_tracker_function
         return tracker().fork() if tracker is not None else contextlib.nullcontext()
-
-    def _reset_shard(self, weight: Any) -> None:
-        init = self._init
-        make = None
-        if init is not None:
-            quantizer = self._parameter_quantizer(init.recipe, weight.device)
-            make = functools.partial(
-                shard_of_values,
-                quantizer=weight_quantizer(init, quantizer),
-                is_kept=init.preserve_high_precision_init_val,
-            )
-        dim, group = self.placement_of("weight")
-        part = None if dim is None else (dim, ranks_of("BasicLinear", group))
-        fill = functools.partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
-        initialise_shard(weight, fill, make, part)
 
     def as_parameter(self, weight: torch.nn.Parameter, name: str = "weight") -> torch.nn.Parameter:
         """``weight``; quantized if the op was made under ``quantized_model_init``."""

@@ -11,6 +11,7 @@ import torch
 
 from fuser.basic_ops.grouped_quantized_weights import stacked
 from fuser.basic_ops.linear_operands import plain
+from fuser.communication import is_distributed
 from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
 from fuser.functional.lazy import LazyTensor, materialize
@@ -20,7 +21,6 @@ from fuser.op import BasicOperation, OperationContext, cast, check_sizes, fill_w
 from fuser.op.module_calls import module_calls
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor
-from fuser.tensors.sharding import is_distributed
 
 Products = ModuleType | GroupProducts
 """The products of a linear: the module ``fuser.gemm``, or the same of groups of rows."""

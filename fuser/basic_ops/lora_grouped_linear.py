@@ -10,6 +10,7 @@ import torch
 from fuser.basic_ops.grouped_linear import GroupedLinear
 from fuser.basic_ops.grouped_products import GroupedProduct
 from fuser.basic_ops.lora_adapters import LoRAAdapters, check_adapters
+from fuser.communication import is_distributed
 from fuser.errors import InputError
 from fuser.gemm import grouped
 from fuser.gemm.grouped import GroupProducts, Groups
@@ -25,7 +26,6 @@ from fuser.op import (
     write_output,
 )
 from fuser.specs import PlanKey
-from fuser.tensors.sharding import is_distributed
 
 
 class LoRAGroupedLinear(LoRAAdapters, GroupedLinear):

@@ -12,7 +12,7 @@ from fuser.basic_ops.basic_linear import BasicLinear
 from fuser.basic_ops.linear_epilogues import added_gemm, addend_refusal
 from fuser.basic_ops.linear_operands import plain
 from fuser.basic_ops.lora_adapters import LoRAAdapters, check_adapters
-from fuser.communication import GroupArgument
+from fuser.communication import GroupArgument, is_distributed
 from fuser.errors import InputError
 from fuser.op import (
     Grads,
@@ -26,7 +26,6 @@ from fuser.op import (
 )
 from fuser.specs import PlanKey
 from fuser.tensors import QuantizedTensor
-from fuser.tensors.sharding import is_distributed
 
 
 class LoRALinear(LoRAAdapters, BasicLinear):

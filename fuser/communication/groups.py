@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -89,6 +90,12 @@ def are_ranks_debugged() -> bool:
 def is_initialized() -> bool:
     """Whether torch has process groups in this process."""
     return dist.is_available() and dist.is_initialized()
+
+
+def is_distributed(tensor: object) -> bool:
+    """Whether it is a ``DTensor``, of which this rank has a part."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def resolved(op: str, group: GroupArgument) -> dist.ProcessGroup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fuser.basic_ops import BasicLinear, GroupedLinear
+from fuser.communication import is_distributed
 from fuser.errors import InputError, InputTypeError
 from fuser.formats import GROUP_TILE
 from fuser.op import HiddenOps, modules_and_ops
@@ -13,7 +14,7 @@ from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, stack_quantizer
 from fuser.tensors.master_weight import MasterWeight
-from fuser.tensors.sharding import check_is_of_one_format, is_distributed
+from fuser.tensors.sharding import check_is_of_one_format
 
 
 def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from fuser.basic_ops import AllReduce, BasicLinear, Bias, ReduceScatter
+from fuser.basic_ops import BasicLinear, Bias
 from fuser.basic_ops.linear_weight import parallel_text
 from fuser.communication import GroupArgument, divided, group_size, rank_in
+from fuser.doors import PARAMETERS
 from fuser.errors import InputError
 from fuser.op import (
     BasicOperation,
@@ -140,9 +141,9 @@ class Linear(FusedOperation):
         """Make this a row parallel linear, whose first op computes the products of this rank."""
         if self.bias_op is not None:
             self.bias_op.is_added = rank_in("Linear", group) == 0
-        self._set_members(
-            [*self.members, ReduceScatter(group) if is_scattered else AllReduce(group)]
-        )
+        ranks = group_size("Linear", group)
+        parallel = PARAMETERS.guest.parallelism("row", ranks, is_scattered)
+        self._set_members([*self.members, parallel.adding_op(group)])
 
     @property
     def in_features(self) -> int:
@@ -180,8 +181,8 @@ class Linear(FusedOperation):
 
     def __repr__(self) -> str:
         linear, *others = self.members
-        parts = (Bias, ReduceScatter, AllReduce)
-        if type(linear) is not BasicLinear or any(type(op) not in parts for op in others):
+        are_own = all(type(op) is Bias or op.process_groups for op in others)
+        if type(linear) is not BasicLinear or not are_own:
             return super().__repr__()  # with adapters, say
         bias = ", bias=False" * (self.bias_op is None)
         parallel = parallel_text([linear])

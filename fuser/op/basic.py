@@ -21,9 +21,9 @@ from fuser.op.module_calls import module_calls
 from fuser.op.parameters import default_device
 from fuser.op.state import is_tried
 from fuser.op.step import Grads
-from fuser.precision.amax_reduction import note_op
 from fuser.precision.contexts import current_recipe
 from fuser.precision.delayed_scaling import DelayedScales
+from fuser.precision.op_numbers import note_op
 from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe, fp8_dtype
 from fuser.specs import Collective, PlanKey, Product, QuantSpec, TensorSpec

@@ -9,8 +9,8 @@ from typing import Literal, SupportsIndex, get_args
 
 import torch
 
+from fuser.communication import is_distributed
 from fuser.errors import InputError, InputTypeError
-from fuser.tensors.sharding import is_distributed
 from fuser.torch_private import is_default_device_set
 
 ParallelMode = Literal["column", "row"]

@@ -15,89 +15,65 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from fuser.communication import resolved
 from fuser.errors import InputError, StateError
 from fuser.formats import DType
+from fuser.precision.delayed_scaling import DelayedScales, Group, Identity, alike
+from fuser.precision.op_numbers import existing_ops
 from fuser.recipe import DelayedScaling
 from fuser.torch_private import foreach_copy_
 
 Result = TypeVar("Result")
-StateT = TypeVar("StateT", bound="State")
 
 
-class Identity:
-    """Identifies an op's states, old and new, so that a step and other ranks know them."""
-
-    state: weakref.ref[State]
-    """The newest."""
-
-
-class State(Protocol):
-    """What a reduction needs of ``DelayedScales``."""
-
-    scale: torch.Tensor
-    amax_history: torch.Tensor
-    _identity: Identity
-    _recipe: DelayedScaling | None
-
-    def prepare(
-        self, recipe: DelayedScaling, dtypes: Sequence[DType], device: torch.device
-    ) -> None: ...
-
-
-class Quantizing(Protocol):
-    """What a reduction needs of a basic op."""
-
-    @property
-    def _delayed(self) -> Mapping[str, State]: ...
-
-    def num_quantizers(self, mode: str) -> int: ...
-
-    def extra_repr(self) -> str: ...
-
-    def _delayed_state(
-        self, mode: str, recipe: DelayedScaling, device: torch.device | None = None
-    ) -> tuple[State, list[DType], torch.device]: ...
-
-
-# The ops of this process that exist, in the order in which they were made.
-_ops: weakref.WeakValueDictionary[int, Quantizing] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def note_op(op: Quantizing) -> int:
-    """Add a new op, and return its number: ranks know it by that among those that exist."""
-    number = next(_numbers)
-    _ops[number] = op
-    return number
-
-
-def forget_op(number: int) -> None:
-    """Remove an op from the list: the copy of a pipeline for a graph belongs to no model."""
-    _ops.pop(number, None)
-
-
-def numbered_op(number: int) -> Quantizing | None:
-    """The op with this number; None if it no longer exists."""
-    return _ops.get(number)
-
-
-def _described(op: Quantizing) -> str:
+def _described(op: Any) -> str:
     return f"{type(op).__name__}({op.extra_repr()})"
 
 
-def names_of(states: Sequence[State]) -> str:
+def _names_of(states: Sequence[DelayedScales]) -> str:
     """The ops of states, for errors."""
-    owners = [op for op in list(_ops.values()) if not set(op._delayed.values()).isdisjoint(states)]
+    owners = [op for op in existing_ops() if not set(op._delayed.values()).isdisjoint(states)]
     return ", ".join(map(_described, owners)) or "ops that no longer exist"
+
+
+def amaxes_over_ranks(
+    states: Mapping[DelayedScales, Group],
+) -> dict[DelayedScales, torch.Tensor | None] | None:
+    """See :meth:`fuser.doors.ParameterSource.amaxes`."""
+    by_group = _by_group(states)
+    if not by_group:
+        return None
+    amaxes: dict[DelayedScales, torch.Tensor | None] = dict.fromkeys(states)
+    for group, some in by_group:
+        for state in some:
+            del amaxes[state]
+        amaxes |= reduction_over(group).reduce(some, group)
+    return amaxes
+
+
+def _by_group(
+    states: Mapping[DelayedScales, Group],
+) -> list[tuple[dist.ProcessGroup, list[DelayedScales]]]:
+    """The states whose amaxes are reduced, by their group of two ranks or more."""
+    reduced = [state for state in states if state._recipe and state._recipe.reduce_amax]
+    by_group: dict[dist.ProcessGroup, list[DelayedScales]] = {}
+    for some in alike(reduced, lambda state: id(states[state])):
+        try:
+            group = resolved("Delayed scaling", states[some[0]])
+        except StateError as error:
+            raise StateError(f"{error} It reduces amaxes of {_names_of(some)}.") from None
+        if dist.get_world_size(group) > 1:
+            by_group.setdefault(group, []).extend(some)
+    # By name: ranks that use groups in different orders would wait for each other.
+    return sorted(by_group.items(), key=lambda item: item[0].group_name)
 
 
 class _Place(NamedTuple):
@@ -132,12 +108,12 @@ class AmaxReduction:
         self._blank: tuple[torch.Tensor, ...] = ()
         self._flags: _Flags | None = None
         # States without a place, of the last step, and states whose op no longer exists.
-        self._late: list[State] = []
+        self._late: list[DelayedScales] = []
         self._without_op: weakref.WeakSet[Identity] = weakref.WeakSet()
 
     def reduce(
-        self, states: Sequence[StateT], group: dist.ProcessGroup
-    ) -> list[tuple[StateT, torch.Tensor]]:
+        self, states: Sequence[DelayedScales], group: dist.ProcessGroup
+    ) -> list[tuple[DelayedScales, torch.Tensor]]:
         """End a step in which this rank used ``states``.
 
         Returns the states that have a place, with their amaxes over the ranks, -1 for a state that
@@ -151,8 +127,7 @@ class AmaxReduction:
             If another rank does not take part.
         """
         # A state that was replaced, by loading a checkpoint, has no later step.
-        given: Sequence[State] = (*self._late, *states)
-        used = [s for s in dict.fromkeys(given) if s._identity.state() is s]
+        used = [s for s in dict.fromkeys((*self._late, *states)) if s._identity.state() is s]
         device = next((s.scale.device for s in states if s.scale.is_cuda), states[0].scale.device)
         flags, self._late, self._flags = self._flags, [], None
         if flags is not None and flags.are_some_late():
@@ -170,9 +145,9 @@ class AmaxReduction:
             if state._recipe is None:  # it was loaded, and not used since
                 state.prepare(*self._places[identity], device)
             ended.append((state, amaxes.to(state.scale.device)))
-        return cast("list[tuple[StateT, torch.Tensor]]", ended)
+        return ended
 
-    def _without_place(self, states: Sequence[State]) -> list[State]:
+    def _without_place(self, states: Sequence[DelayedScales]) -> list[DelayedScales]:
         """Those that are not in the list, or in it with another recipe."""
         late = []
         for state in states:
@@ -184,8 +159,8 @@ class AmaxReduction:
         return [state for state in late if state._identity not in self._without_op]
 
     def _exchange(
-        self, states: Sequence[State], device: torch.device, group: dist.ProcessGroup
-    ) -> list[State]:
+        self, states: Sequence[DelayedScales], device: torch.device, group: dist.ProcessGroup
+    ) -> list[DelayedScales]:
         """Reduce the amaxes of states; returns those without a place, which are not sent."""
         late = self._without_place(states)
         if self._message.device != device or not self._blank:
@@ -209,10 +184,12 @@ class AmaxReduction:
             parts = torch.split(self._message[2:], sizes)
         self._amaxes = dict(zip(self._places, parts, strict=True))
 
-    def _add(self, states: Sequence[State], device: torch.device, group: dist.ProcessGroup) -> None:
+    def _add(
+        self, states: Sequence[DelayedScales], device: torch.device, group: dist.ProcessGroup
+    ) -> None:
         """Add the states that any rank has used to the list, on every rank."""
         gc.collect()  # an op counts as long as it exists, which must not depend on the collector
-        ops = [op for op in list(_ops.values()) if any(map(op.num_quantizers, _MODES))]
+        ops = [op for op in existing_ops() if any(map(op.num_quantizers, _MODES))]
         numbers = {
             state._identity: (number, mode)
             for number, op in enumerate(ops)

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from fuser.communication import is_initialized, resolved
-from fuser.errors import InputError, StateError
+from fuser.communication import is_initialized
+from fuser.doors import PARAMETERS
+from fuser.errors import InputError
 from fuser.formats import DType
 from fuser.functional.delayed_scaling import update_delayed
-from fuser.precision.amax_reduction import Identity, names_of, reduction_over
 from fuser.precision.contexts import AmaxStep, current_state, recomputed_state
 from fuser.recipe import DelayedScaling
 from fuser.tensors import Float8Quantizer, Quantizer
@@ -155,6 +155,13 @@ def holds_steps() -> bool:
 
 is_evaluating = _is_evaluating.get
 """Whether the forward that runs now records no amax."""
+
+
+class Identity:
+    """Identifies an op's states, old and new, so that a step and other ranks know them."""
+
+    state: weakref.ref[DelayedScales]
+    """The newest."""
 
 
 class StateMemory(NamedTuple):
@@ -332,17 +339,11 @@ class DelayedScales:
         ranks, the steps of states that only another rank has used end too.
         """
         states = {state: group for state, group in states.items() if state._recipe is not None}
-        amaxes = None
-        if is_initialized() and (by_group := _by_group(states)):
-            amaxes = dict.fromkeys(states)
-            for group, some in by_group:
-                for state in some:
-                    del amaxes[state]
-                amaxes |= reduction_over(group).reduce(some, group)
-            states = amaxes
-        for state in states:
+        amaxes = PARAMETERS.guest.amaxes(states) if is_initialized() else None
+        ended: Iterable[DelayedScales] = states if amaxes is None else amaxes
+        for state in ended:
             state._leave_past_scale()
-        for some in _alike(states, lambda state: (state._recipe, state.scale.device)):
+        for some in alike(ended, lambda state: (state._recipe, state.scale.device)):
             recipe = some[0]._recipe
             assert recipe is not None  # such a state is left out above
             update_delayed(
@@ -509,7 +510,7 @@ def _maxima(dtypes: Sequence[DType], device: torch.device) -> torch.Tensor:
     return torch.tensor([dtype.max for dtype in dtypes], dtype=torch.float32, device=device)
 
 
-def _alike(
+def alike(
     states: Iterable[DelayedScales], key: Callable[[DelayedScales], Hashable]
 ) -> list[list[DelayedScales]]:
     """``states`` grouped by the result of ``what``, in their order."""
@@ -517,20 +518,3 @@ def _alike(
     for state in states:
         groups.setdefault(key(state), []).append(state)
     return list(groups.values())
-
-
-def _by_group(
-    states: Mapping[DelayedScales, Group],
-) -> list[tuple[dist.ProcessGroup, list[DelayedScales]]]:
-    """The states whose amaxes are reduced, by their group of two ranks or more."""
-    reduced = [state for state in states if state._recipe and state._recipe.reduce_amax]
-    by_group: dict[dist.ProcessGroup, list[DelayedScales]] = {}
-    for some in _alike(reduced, lambda state: id(states[state])):
-        try:
-            group = resolved("Delayed scaling", states[some[0]])
-        except StateError as error:
-            raise StateError(f"{error} It reduces amaxes of {names_of(some)}.") from None
-        if torch.distributed.get_world_size(group) > 1:
-            by_group.setdefault(group, []).extend(some)
-    # By name: ranks that use groups in different orders would wait for each other.
-    return sorted(by_group.items(), key=lambda item: item[0].group_name)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from fuser.errors import StateError
-from fuser.precision.amax_reduction import numbered_op
 from fuser.precision.contexts import AutocastState
 from fuser.precision.delayed_scaling import DelayedScales
+from fuser.precision.op_numbers import numbered_op
 from fuser.torch_private import graph_task, outside_fake_mode
 
 # Forwards that wait for a backward, and backwards that a retained graph may repeat.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fuser.communication import is_distributed
 from fuser.errors import InputError, InputTypeError, hint_of
 from fuser.op import (
     BasicOperation,
@@ -17,8 +18,7 @@ from fuser.op import (
 from fuser.plan.dtypes import compute_dtypes
 from fuser.plan.graph import Source
 from fuser.precision.contexts import current_recipe
-from fuser.tensors.master_weight import recipe_of_gathering
-from fuser.tensors.sharding import is_distributed
+from fuser.tensors.base import recipe_of_gathering
 
 
 class Checks:

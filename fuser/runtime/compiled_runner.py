@@ -23,12 +23,12 @@ from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, context_of
 from fuser.plan.planner import make_plan
 from fuser.plan.saved_inputs import Limit
-from fuser.precision.amax_reduction import forget_op
 from fuser.precision.availability import warn_if_emulated
 from fuser.precision.contexts import (
     AutocastState,
     recomputing_under,
 )
+from fuser.precision.op_numbers import forget_op
 from fuser.runtime.compiled_values import (
     Contexts,
     Ends,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fuser.communication import GroupArgument
+from fuser.communication import GroupArgument, is_distributed
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.op import BasicOperation, modules_and_ops
 from fuser.precision.contexts import autocast, current_recipe
@@ -20,7 +20,6 @@ from fuser.recipe import Recipe
 from fuser.runtime.captured import accumulating_weights
 from fuser.runtime.graph_memory import memory_of
 from fuser.runtime.graphed import Graph, GraphedForward
-from fuser.tensors.sharding import is_distributed
 from fuser.torch_private import pytree, set_sync_debug_mode
 
 Module = torch.nn.Module

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from fuser.cuda.arguments import layout_of
 from fuser.op import BasicOperation
 from fuser.tensors import QuantizedTensor, Quantizer
-from fuser.tensors.master_weight import recipe_of_gathering
+from fuser.tensors.base import recipe_of_gathering
 from fuser.torch_private import TensorGuards
 
 # A process whose shapes never repeat must not fill the memory.

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fuser.basic_ops import BasicLinear, Bias
-from fuser.communication import WeakGroup, ranks_of, start_all_reduce
+from fuser.communication import WeakGroup, is_distributed, ranks_of, start_all_reduce
 from fuser.errors import InputError, StateError
 from fuser.op import BasicOperation
-from fuser.plan.parameter_slots import Slot
+from fuser.runtime.call_key import CallKeyReader
 from fuser.tensors import QuantizedTensor
-from fuser.tensors.sharding import is_distributed
 from fuser.torch_private import spec_of
 from fuser.wrapper_tensor import WrapperTensor
 
@@ -72,18 +71,16 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def any_distributed(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether one of them is a ``DTensor``."""
-    return any(map(is_distributed, parameters))
+def local_parts(
+    ops: Sequence[BasicOperation], places: CallKeyReader, parameters: Sequence[torch.Tensor]
+) -> contextlib.AbstractContextManager[None] | None:
+    """See :meth:`fuser.doors.ParameterSource.local_parts`."""
+    return _placed(ops, places) if any(map(is_distributed, parameters)) else None
 
 
 @contextlib.contextmanager
-def local_parts(
-    ops: Sequence[BasicOperation], counts: Sequence[int], slots: Sequence[Slot]
-) -> Iterator[None]:
-    """Put the local tensors of DTensors into the ``slots`` of the parameters of ``ops``.
-
-    ``counts`` are the numbers of parameters of the ops.
+def _placed(ops: Sequence[BasicOperation], places: CallKeyReader) -> Iterator[None]:
+    """Put the local tensors of DTensors into the ``places`` of the parameters of ``ops``.
 
     Raises
     ------
@@ -92,7 +89,7 @@ def local_parts(
     """
     distributed = [
         (held, name, held[name], op, check_placement(op, name, held[name]))
-        for op, held, name in _owned(ops, counts, slots)
+        for op, held, name in _owned(ops, places)
         if is_distributed(held[name])
     ]
     check_gates(ops)
@@ -114,17 +111,12 @@ def local_parts(
             held[name] = parameter
 
 
-def are_resharded(
-    ops: Sequence[BasicOperation], counts: Sequence[int], slots: Sequence[Slot]
-) -> bool:
-    """Whether a parameter is sharded beyond its op's own placement, as ``fully_shard`` does.
-
-    A call does not see such a ``DTensor``: it gets another parameter, which was gathered from it.
-    """
+def are_gathered(ops: Sequence[BasicOperation], places: CallKeyReader) -> bool:
+    """Whether a parameter is sharded beyond its op's own placement, as ``fully_shard`` does."""
     return any(
         is_distributed(held[name])
         and _shardings(held[name]) > (op.placement_of(name)[0] is not None)
-        for op, held, name in _owned(ops, counts, slots)
+        for op, held, name in _owned(ops, places)
     )
 
 
@@ -133,11 +125,11 @@ def _shardings(parameter: Any) -> int:
 
 
 def _owned(
-    ops: Sequence[BasicOperation], counts: Sequence[int], slots: Sequence[Slot]
+    ops: Sequence[BasicOperation], places: CallKeyReader
 ) -> Iterator[tuple[BasicOperation, Any, str]]:
     """The op of each parameter, and its slot: a mapping and the name in it."""
-    owners = (op for op, count in zip(ops, counts, strict=True) for _ in range(count))
-    for op, (held, name) in zip(owners, slots, strict=True):
+    owners = (op for op, count in zip(ops, places.counts, strict=True) for _ in range(count))
+    for op, (held, name) in zip(owners, places.slots, strict=True):
         yield op, held, name
 
 

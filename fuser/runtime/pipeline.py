@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fuser.cuda.launch import kernel_refusal
-from fuser.doors import OBSERVER, PASSES
+from fuser.doors import OBSERVER, PARAMETERS, PASSES
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.formats import NumberFormat
 from fuser.fused_ops.catalog import FUSIONS
@@ -43,7 +44,6 @@ from fuser.runtime.call_key import CallKeyReader
 from fuser.runtime.checks import Checks
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import ParameterLayout
-from fuser.runtime.local_parts import any_distributed, are_resharded, local_parts
 from fuser.specs import OpKey, PlanKey, QuantSpec, TensorKey, TensorSpec
 from fuser.tensors import QuantizedTensor
 from fuser.torch_private import breaks_graph
@@ -188,11 +188,11 @@ class OperationFuser:
             params, call_key, layout = self._slots.read(input_, extra_inputs, _registered)
         known, run = self._last
         if run is None or call_key != known:
-            known_run = self._find_run(call_key, input_, extra_inputs, (params, layout))
-            if known_run is None:
-                with local_parts(self.basic_ops, self._slots.counts, self._slots.slots):
+            found = self._find_run(call_key, input_, extra_inputs, (params, layout))
+            if not isinstance(found, tuple):
+                with found:
                     return self.run(input_, extra_inputs, kwargs, is_placed=True)
-            run, params, layout = known_run
+            run, params, layout = found
         for one, other, check in self.equal_extras:
             first, second = extra_inputs[one], extra_inputs[other]
             if first is not second:
@@ -232,22 +232,27 @@ class OperationFuser:
         input_: torch.Tensor,
         extra_inputs: tuple[torch.Tensor, ...],
         read: tuple[tuple[torch.Tensor, ...], ParameterLayout | None],
-    ) -> tuple[CompiledPlan, tuple[torch.Tensor, ...], ParameterLayout | None] | None:
+    ) -> (
+        tuple[CompiledPlan, tuple[torch.Tensor, ...], ParameterLayout | None]
+        | AbstractContextManager[None]
+    ):
         """The compiled plan of an earlier call with this key, or a new one; stored as the last.
 
         Returned with the parameters and their layout, ``read`` if the plan is known; including
-        parameters that were added to an op since it was last planned. None if some parameters are
-        DTensors: plans are of their local parts.
+        parameters that were added to an op since it was last planned. If a call reads other tensors
+        than some parameters, such as local parts, the context in which they are in their places.
         """
         params, layout = read
         run = self._runs.get(call_key)
         if run is None:
-            if any_distributed(params):
-                return None
+            parts = PARAMETERS.guest.local_parts(self.basic_ops, self._slots, params)
+            if parts is not None:
+                return parts
             self._find_parameters()
             params, call_key, layout = self._slots.read(input_, extra_inputs, _registered)
-            if any_distributed(params):
-                return None
+            parts = PARAMETERS.guest.local_parts(self.basic_ops, self._slots, params)
+            if parts is not None:
+                return parts
             self.checks.recipes(params)
             run = self._plan_run(input_, params, extra_inputs, only_planning=False)
             _keep(self._runs, call_key, run)
@@ -296,8 +301,8 @@ class OperationFuser:
             plan = make_plan(graph, run.key, _registered).plan
         plan = replace(plan, **notes)
         # FSDP awaits all gradients of a module, and calls hooks of its parameters itself.
-        slots = self._slots
-        if run.can_be_cut and not are_resharded(self.basic_ops, slots.counts, slots.slots):
+        are_gathered = PARAMETERS.guest.are_gathered(self.basic_ops, self._slots)
+        if run.can_be_cut and not are_gathered:
             plan = run.with_nodes(plan, graph, input, params, extra_inputs)
         is_known = self.planned_count == count
         return replace(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from fuser.basic_ops import MoeCombine, MoeDispatch
-from fuser.communication import group_number
+from fuser.communication import group_number, is_distributed
 from fuser.doors import PASSES, PassRunner
 from fuser.errors import InputError, StateError
 from fuser.functional.random_seeds import MOST_DROPOUT, MOST_ROUNDING
@@ -33,7 +33,6 @@ from fuser.runtime.quantized_parameters import QuantizedParameters
 from fuser.runtime.segment import PipelineSegment, Segment
 from fuser.runtime.segments import Segments
 from fuser.runtime.traced_passes import describe, note_structure
-from fuser.tensors.sharding import is_distributed
 from fuser.torch_private import (
     breaks_graph,
     call_while_tracing,

@@ -1,6 +1,6 @@
 """Quantizers and quantized tensors."""
 
-from fuser.tensors import dispatch, gathering
+from fuser.tensors import dispatch, gathering, loading
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.block_scaling import Float8BlockQuantizer, Float8BlockwiseQTensor
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
@@ -39,6 +39,7 @@ __all__ = [
     "dispatch",
     "gathering",
     "groups_quantizer",
+    "loading",
     "quantizes_groups",
     "stack_quantizer",
 ]

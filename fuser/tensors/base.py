@@ -18,9 +18,12 @@ import torch
 from fuser.doors import OfProduct
 from fuser.errors import InputError, StateError
 from fuser.formats import DType, Layout, NumberFormat
+from fuser.recipe import Recipe
 from fuser.tensors.operand import Operand
 from fuser.torch_private import fsdp_caller, is_module_conversion, make_wrapper, parse_to
 from fuser.wrapper_tensor import WrapperTensor
+
+USAGES = ("rowwise", "columnwise")
 
 
 @dataclass(frozen=True)
@@ -809,6 +812,22 @@ class BlockScaledTensor(QuantizedTensor):
                 " Quantize the values again."
             )
         return data, scale, columnwise
+
+
+def note_backward_read(tensor: torch.Tensor | None, usage: str | None) -> None:
+    """Say which copy of a gathered parameter the backward of the forward that runs now reads.
+
+    None: it reads none. No effect on other tensors.
+    """
+    gathering = getattr(tensor, "_gathering", None)
+    if gathering is not None:
+        gathering.note_backward_read(usage)
+
+
+def recipe_of_gathering(parameter: torch.Tensor) -> Recipe | None:
+    """The recipe of ``gather_quantized`` of a gathered weight; None of any other parameter."""
+    gathering = parameter._gathering if isinstance(parameter, QuantizedTensor) else None
+    return None if gathering is None else gathering.recipe
 
 
 def rebuild(

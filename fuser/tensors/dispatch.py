@@ -8,18 +8,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fuser.errors import StateError
+from fuser.errors import FuserWarning, StateError
 from fuser.formats import GROUP_TILE, ceil_div, round_up
-from fuser.tensors.base import QuantizedTensor, RowsOf, geometry
+from fuser.tensors.base import USAGES, QuantizedTensor, RowsOf, geometry
 from fuser.tensors.dequantized_view import DequantizedView, Step, follow
-from fuser.tensors.loading import note_rows, takes_chunk, warn_of_other_format
-from fuser.tensors.sharding import USAGES, zeros_of_shard
 from fuser.tensors.writes import blocks_around, quantize_all
 from fuser.torch_private import STAGER, is_called_from, is_module_conversion, pytree, schema_of
 from fuser.wrapper_tensor import WrapperTensor
@@ -329,43 +328,67 @@ def _to_copy(func: Any, tensor: WrapperTensor, **kwargs: Any) -> Any:
     return copy
 
 
-def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
+def copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
+    """A copy of bytes if they are the same in the target, else of values that are quantized."""
     if not isinstance(target, WrapperTensor):
         return target.copy_(_plain(source), non_blocking)
     if not isinstance(target, QuantizedTensor):
         return NotImplemented
     if isinstance(source, QuantizedTensor):
         source = source._present()
-    exchanges_bytes = (
-        type(source) is type(target)
-        and source.shape == target.shape
-        and source._usage().encoding() == target._usage().encoding()
-    )
-    missing = [u for u in USAGES if exchanges_bytes and target._has(u) and not source._has(u)]
-    exchanges_bytes = exchanges_bytes and (not missing or source.derives_columnwise)
-    is_chunk = exchanges_bytes and not target._can_be_written_alone()
-    if exchanges_bytes and (not is_chunk or takes_chunk(target, source)):
-        if target._sharding is not None:
-            target._sharding.has_new_bytes = True
-        if missing:  # a shard has one of two copies that are each other's transpose
-            source = source.compact()._alias()
-            source._make_copy(*missing)
-        target._write(source, non_blocking)
-        if is_chunk:
-            assert target._view_of is not None
-            target._view_of.root._took_bytes()
-            note_rows(target)
-        else:
-            target._took_bytes()
+    if has_bytes_for(target, source) and target._can_be_written_alone():
+        take_bytes(target, source, non_blocking)
+        target._took_bytes()
         return target
     if isinstance(source, WrapperTensor):
-        warn_of_other_format(target, _place(source)[0])
+        _warn_of_other_format(target, _place(source)[0])
     target.quantize_(_plain(source))
-    note_rows(target)
     return target
 
 
-def _new_zeros(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any) -> Any:
+def has_bytes_for(target: QuantizedTensor, source: Any) -> bool:
+    """Whether the bytes of ``source`` are right in ``target``, with its scales."""
+    return (
+        type(source) is type(target)
+        and source.shape == target.shape
+        and source._usage().encoding() == target._usage().encoding()
+        and (source.derives_columnwise or not _missing(target, source))
+    )
+
+
+def _missing(target: QuantizedTensor, source: QuantizedTensor) -> list[str]:
+    return [usage for usage in USAGES if target._has(usage) and not source._has(usage)]
+
+
+def take_bytes(target: QuantizedTensor, source: QuantizedTensor, non_blocking: bool) -> None:
+    """Copy the bytes and scales of ``source``, which :func:`has_bytes_for` the target."""
+    if target._sharding is not None:
+        target._sharding.has_new_bytes = True
+    missing = _missing(target, source)
+    if missing:  # a shard has one of two copies that are each other's transpose
+        source = source.compact()._alias()
+        source._make_copy(*missing)
+    target._write(source, non_blocking)
+
+
+def _warn_of_other_format(target: QuantizedTensor, source: QuantizedTensor) -> None:
+    """Warn if ``source`` is of a checkpoint, in another format than ``target``."""
+    one, other = ((type(t), t._usage().encoding()) for t in (source, target))
+    if one == other:
+        return
+    if is_called_from("torch.distributed.checkpoint") or is_called_from(
+        "torch.nn.modules.module", "_load_from_state_dict"
+    ):
+        formats = (f"{type(t).__name__} ({t._quantizer.unbound()})" for t in (source, target))
+        warnings.warn(
+            "A checkpoint of another recipe is loaded: its values, rounded in {}, are rounded "
+            "again in {}. Load a checkpoint of unquantized values to round once.".format(*formats),
+            FuserWarning,
+            stacklevel=2,
+        )
+
+
+def new_zeros(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any) -> Any:
     """Quantized zeros if only the number of rows differs; else plain zeros.
 
     Plain zeros also for a number of rows that is not whole blocks: a chunk of that many rows
@@ -373,9 +396,6 @@ def _new_zeros(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any
     """
     if not isinstance(tensor, QuantizedTensor):
         return NotImplemented
-    shard = None if kwargs.keys() - {"pin_memory"} else zeros_of_shard(tensor, shape)
-    if shard is not None:
-        return shard
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
     zeros, quantizer = torch.zeros(shape, dtype=dtype, device=device), tensor._usage()
     is_like = dtype == tensor.dtype and zeros.shape[-1:] == tensor.shape[-1:]
@@ -415,14 +435,15 @@ def _record_stream(func: Any, tensor: WrapperTensor, stream: Any) -> None:
 # Views that torch marks with a bit and evaluates at a read; a wrapper has no such bit.
 _LAZY_SIGNS = (aten._conj.default, aten._neg_view.default)
 
+# A wing replaces the handler of an operation by one that calls it.
 HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
-    aten.copy_.default: _copy_,
+    aten.copy_.default: copy_,
     aten._unsafe_view.default: _view,
-    aten.new_zeros.default: _new_zeros,
+    aten.new_zeros.default: new_zeros,
     aten.new_empty.default: _new_empty,
     aten.is_pinned.default: _is_pinned,
     aten._pin_memory.default: _pin_memory,

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.errors import StateError
-from fuser.tensors.base import QuantizedTensor
+from fuser.recipe import Recipe
+from fuser.tensors.base import USAGES, QuantizedTensor
 from fuser.tensors.sharding import (
-    USAGES,
     Gathered,
     Sharding,
     check_is_of_one_format,
@@ -66,6 +66,8 @@ class Gathering:
     freed: list[torch.Tensor] = field(default_factory=list)
     of_forward: _OfForward | None = None
     """Set if the backward of that forward gets the parameter as it is, and may read columns."""
+    recipe: Recipe | None = None
+    """That under which ops read the parameter, if its shards are unquantized."""
 
     def allocated(self, name: str) -> torch.Tensor:
         """The buffer ``name``, with memory."""
@@ -108,23 +110,20 @@ class Gathering:
         shard = self.of_forward.shard
         return self.holds(shard.rowwise_names) and not self.holds(shard.columnwise_names)
 
+    def note_backward_read(self, usage: str | None) -> None:
+        """See :func:`fuser.tensors.base.note_backward_read`.
+
+        If the forward may be recomputed, which hooks on saved tensors tell, the backward needs
+        every copy.
+        """
+        is_hooked = saved_tensor_hooks(False) is not None
+        self.backward_reads.update(USAGES if is_hooked else (usage or NOTHING,))
+
     def waits_for_columns(self) -> bool:
         """Whether an op said that its backward reads this copy, which is not made here."""
         assert self.of_forward is not None
         derives = self.of_forward.shard.derives_columnwise
         return "columnwise" in self.backward_reads and not derives
-
-
-def note_backward_read(tensor: torch.Tensor | None, usage: str | None) -> None:
-    """Say which copy of a gathered parameter the backward of the forward that runs now reads.
-
-    None: it reads none. No effect on other tensors. If the forward may be recomputed, which hooks
-    on saved tensors tell, the backward needs every copy.
-    """
-    gathering = getattr(tensor, "_gathering", None)
-    if gathering is not None:
-        is_hooked = saved_tensor_hooks(False) is not None
-        gathering.backward_reads.update(USAGES if is_hooked else (usage or NOTHING,))
 
 
 def gather_noted_reads(tensors: Sequence[torch.Tensor | None]) -> None:
@@ -184,7 +183,7 @@ def fsdp_pre_all_gather(
     ranks, is_even = sharding.ranks, outer_size[0] % sharding.ranks == 0
     gathering = _gathering(self, param, group, outer_size, ranks)
     gathering.shard, gathering.backward_reads = local_shard(param), sharding.backward_reads
-    gathering.of_forward = None
+    gathering.of_forward = gathering.recipe = None
     if copies == USAGES[:1] and quantizer.columnwise and not reshards_after_forward(group):
         version = None if self.is_inference() else self._version
         gathering.of_forward = _OfForward(self, version)

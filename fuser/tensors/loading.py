@@ -9,26 +9,47 @@ that the load has not reached yet are zeros until then.
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fuser.errors import FuserWarning, StateError
+from fuser.errors import StateError
 from fuser.tensors.base import QuantizedTensor
-from fuser.torch_private import is_called_from, running_load
-
-CHECKPOINT = "torch.distributed.checkpoint"
-
+from fuser.tensors.dispatch import HANDLERS, aten, copy_, has_bytes_for, take_bytes
+from fuser.torch_private import running_load
 
 # By the first buffer of a tensor, the plan of the load that wrote rows of it last.
 _loads: MutableMapping[torch.Tensor, weakref.ref[Any]] = WeakTensorKeyDictionary()
 
 
-def takes_chunk(target: QuantizedTensor, source: QuantizedTensor) -> bool:
+def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
+    """A copy to rows of a tensor, which notes those that the running load has written."""
+    view = target._view_of if isinstance(target, QuantizedTensor) else None
+    if view is None:
+        return copy_(func, target, source, non_blocking)
+    chunk = source._present() if isinstance(source, QuantizedTensor) else source
+    has_bytes = has_bytes_for(target, chunk)
+    running = None if has_bytes and target._can_be_written_alone() else running_load()
+    if running is None:
+        return copy_(func, target, source, non_blocking)
+    if has_bytes and _takes_chunk(target, chunk, *running):
+        take_bytes(target, chunk, non_blocking)
+        view.root._took_bytes()
+    else:
+        copy_(func, target, source, non_blocking)
+    _loads[view.root._memory()[0]] = weakref.ref(running[0])
+    return target
+
+
+HANDLERS[aten.copy_.default] = _copy_
+
+
+def _takes_chunk(
+    target: QuantizedTensor, source: QuantizedTensor, plan: Any, state: Mapping[str, Any]
+) -> bool:
     """Whether the bytes of a checkpoint's chunk can be written to rows of a tensor with one scale.
 
     The tensor has the scale of the chunk then. False if its scale is another, and rows have it that
@@ -39,13 +60,13 @@ def takes_chunk(target: QuantizedTensor, source: QuantizedTensor) -> bool:
     StateError
         If the tensor is a shard, and chunks of this load have several scales.
     """
-    view, running = target._view_of, running_load()
-    if view is None or view.is_turned or running is None:
+    view = target._view_of
+    if view is None or view.is_turned:
         return False
     root, copies = view.root, ("rowwise", "columnwise")
     if root._rows_of_a_write() or any(target._has(usage) != root._has(usage) for usage in copies):
         return False
-    (plan, state), first, of_rows = running, root._memory()[0], root._layout.rows
+    first, of_rows = root._memory()[0], root._layout.rows
     pairs = [*_pairs(root, source)]
     if all(torch.equal(own, brought) for name, own, brought in pairs if name not in of_rows):
         return True
@@ -63,14 +84,6 @@ def takes_chunk(target: QuantizedTensor, source: QuantizedTensor) -> bool:
             "ranks as have saved it, or without fully_shard."
         )
     return False
-
-
-def note_rows(target: QuantizedTensor) -> None:
-    """After a write to rows of a tensor: the load that runs, if one does, has written some."""
-    view = target._view_of
-    running = None if view is None else running_load()
-    if view is not None and running is not None:
-        _loads[view.root._memory()[0]] = weakref.ref(running[0])
 
 
 def _is_whole(value: Any, first: torch.Tensor) -> bool:
@@ -95,20 +108,3 @@ def _pairs(
         other = brought[name]
         if own is not None and other is not None:
             yield name, own, other.to(own.device)
-
-
-def warn_of_other_format(target: QuantizedTensor, source: QuantizedTensor) -> None:
-    """Warn if ``source`` is of a checkpoint, in another format than ``target``."""
-    one, other = ((type(t), t._usage().encoding()) for t in (source, target))
-    if one == other:
-        return
-    if is_called_from(CHECKPOINT) or is_called_from(
-        "torch.nn.modules.module", "_load_from_state_dict"
-    ):
-        formats = (f"{type(t).__name__} ({t._quantizer.unbound()})" for t in (source, target))
-        warnings.warn(
-            "A checkpoint of another recipe is loaded: its values, rounded in {}, are rounded "
-            "again in {}. Load a checkpoint of unquantized values to round once.".format(*formats),
-            FuserWarning,
-            stacklevel=2,
-        )

@@ -171,6 +171,7 @@ class MasterWeight(torch.Tensor):
         shard, state.is_new = state.shard, False
         assert shard is not None
         parts, sent = shard.fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        sent.gathering.recipe = state.recipe
         if is_backward and forwards_without_backward(group) <= 1:
             state.shard = None  # no other backward is to come
         return parts, (shard, sent)
@@ -217,13 +218,6 @@ def _quantize(weight: MasterWeight, gathered: Gathered, *, is_backward: bool) ->
         shard._sharding.backward_reads = one._state.backward_reads
         if not shard._sharding.is_exact:  # the values are gathered, and quantized once
             shard.high_precision_source = plain
-
-
-def recipe_of_gathering(parameter: torch.Tensor) -> Recipe | None:
-    """The recipe of ``gather_quantized`` of a gathered weight; None of any other parameter."""
-    gathering = parameter._gathering if isinstance(parameter, QuantizedTensor) else None
-    shard = None if gathering is None else gathering.shard
-    return shard._state.recipe if isinstance(shard, MasterWeight) else None
 
 
 _VIEWS = frozenset((aten.slice.Tensor, aten.split.Tensor))

@@ -7,6 +7,7 @@ the ranks that have its rows. ``tensors/gathering.py`` makes the whole parameter
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,11 +19,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser.errors import InputError
 from fuser.formats import ceil_div
-from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.base import USAGES, QuantizedTensor
+from fuser.tensors.dispatch import HANDLERS, aten, new_zeros
 from fuser.tensors.quantizer import Part, Quantizer, quantized_parts
-from fuser.torch_private import FSDP2, fsdp_caller, fsdp_params, gathered_tensor
-
-USAGES = ("rowwise", "columnwise")
+from fuser.torch_private import (
+    FSDP2,
+    free_with,
+    fsdp_caller,
+    fsdp_params,
+    gathered_tensor,
+    reshards_after_forward,
+)
 
 
 @dataclass(eq=False)
@@ -68,7 +75,16 @@ class Sharding:
         return size_of(self.group)
 
 
-def zeros_of_shard(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor | None:
+def _new_zeros(func: Any, tensor: Any, shape: list[int], **kwargs: Any) -> Any:
+    is_asked = isinstance(tensor, QuantizedTensor) and not kwargs.keys() - {"pin_memory"}
+    shard = _zeros_of_shard(tensor, shape) if is_asked else None
+    return new_zeros(func, tensor, shape, **kwargs) if shard is None else shard
+
+
+HANDLERS[aten.new_zeros.default] = _new_zeros
+
+
+def _zeros_of_shard(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor | None:
     """Zeros for a shard of ``tensor`` if ``fully_shard`` is asking, or ``tensor`` is a shard.
 
     Raises
@@ -130,12 +146,6 @@ def shards_of_values(
     return shards
 
 
-def is_distributed(parameter: Any) -> bool:
-    """Whether a parameter is a ``DTensor``, of which this rank has a part."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(parameter, module.DTensor)
-
-
 class Gathered(NamedTuple):
     """Who gathers a parameter: torch's ``FSDPParam``, and its group."""
 
@@ -153,6 +163,44 @@ def gathered_by(parameters: Sequence[torch.Tensor]) -> list[Gathered]:
             if found is not None:  # torch swaps no parameter that has a weak reference
                 _gatherers[parameter] = found
     return [Gathered(*(one() for one in _gatherers[p])) for p in parameters if p in _gatherers]
+
+
+def memory_of(parameters: Sequence[torch.Tensor], before: Any) -> GatheredMemory | None:
+    """See :meth:`fuser.doors.ParameterSource.memory_of`."""
+    gathered = gathered_by(parameters)
+    if not gathered:
+        return None
+    is_same = isinstance(before, GatheredMemory) and before.is_of(gathered)
+    return before if is_same else GatheredMemory(gathered)
+
+
+class GatheredMemory:
+    """The memory of gathered parameters, which ``fully_shard`` frees."""
+
+    def __init__(self, gathered: Sequence[Gathered]) -> None:
+        self._gathered = gathered
+        self._freed: torch.Tensor | None = None  # with the memory of the parameters
+
+    def is_of(self, gathered: Sequence[Gathered]) -> bool:
+        """Whether it is that of these."""
+        own, others = ([one.param for one in each] for each in (self._gathered, gathered))
+        return len(own) == len(others) and all(map(operator.is_, own, others))
+
+    def is_freed_after_forward(self) -> bool:
+        """Whether it is freed before the next forward or backward."""
+        return any(reshards_after_forward(one.group) for one in self._gathered)
+
+    def lasts(self) -> bool:
+        """Whether it has not been freed since :meth:`begin`."""
+        return self._freed is not None and self._freed.untyped_storage().size() > 0
+
+    def begin(self) -> None:
+        """The memory is there."""
+        if self._freed is None:
+            self._freed = torch.empty(1, dtype=torch.uint8, device="cpu")
+            for one in self._gathered:
+                free_with(one.param, self._freed)
+        self._freed.untyped_storage().resize_(1)
 
 
 # By gathered parameter, its ``FSDPParam`` and group, which have references to it.

@@ -194,8 +194,8 @@ GRAPHS = (
         "a capture keeps quantized weights for other microbatches",
         "basic_ops/kept_weight.py",
         "KeptBefore.of",
-        "if holds_steps() or any(",
-        "if any(",
+        "if holds_steps() or (",
+        "if (",
         CAPTURES + "test_weights_of_microbatches_are_not_kept_in_a_capture",
     ),
     Mutant(

@@ -46,9 +46,9 @@ PARALLEL = (
     Mutant(
         "the gradient of a column parallel input is not added",
         "basic_ops/linear_parallel.py",
-        "backward",
-        'if parallel.mode == "column":\n    reducing',
-        'if parallel.mode == "column" and parallel.has_shards:\n    reducing',
+        "Parallelism.backward",
+        'if self.mode == "column":\n    reducing',
+        'if self.mode == "column" and self.has_shards:\n    reducing',
         LINEARS,
         select="unquantized",
     ),
@@ -191,7 +191,7 @@ PARALLEL = (
     Mutant(
         "a plan counts the hooks of shards, which no call sees",
         "runtime/local_parts.py",
-        "are_resharded",
+        "are_gathered",
         "_shardings(held[name]) > (op.placement_of(name)[0] is not None)",
         "_shardings(held[name]) < 0",
         DTENSORS,
@@ -276,7 +276,7 @@ PARALLEL = (
     ),
     Mutant(
         "ranks reduce over groups in the order of their use",
-        "precision/delayed_scaling.py",
+        "precision/amax_reduction.py",
         "_by_group",
         "return sorted(by_group.items(), key=lambda item: item[0].group_name)",
         "return list(by_group.items())",

@@ -139,9 +139,9 @@ SHARDING = (
     ),
     Mutant(
         "a quantized weight is kept after its parameter was gathered again",
-        "basic_ops/kept_weight.py",
-        "_Gathering.lasts",
-        "return self._freed is None or self._freed.untyped_storage().size() > 0",
+        "tensors/sharding.py",
+        "GatheredMemory.lasts",
+        "return self._freed is not None and self._freed.untyped_storage().size() > 0",
         "return True",
         EXPERTS,
         select="kept_quantized and current",
@@ -256,7 +256,7 @@ SHARDING = (
     Mutant(
         "a plan sends the columnwise copy of an input that is read rowwise",
         "basic_ops/linear_parallel.py",
-        "travels",
+        "_travels",
         'is_wgrads = side == "backward" and recipe.backward_override is None',
         'is_wgrads = side == "backward"',
         "test_parallel_ops.py::"
@@ -325,7 +325,7 @@ SHARDING = (
     Mutant(
         "chunks of a checkpoint keep the scale of the tensor that they are loaded into",
         "tensors/loading.py",
-        "takes_chunk",
+        "_takes_chunk",
         "if written_by is None or written_by() is not plan:",
         "if False:",
         "test_sharded_parameters.py::test_on_two_ranks",
@@ -334,7 +334,7 @@ SHARDING = (
     Mutant(
         "rows that a load has written become zeros for its next chunk",
         "tensors/loading.py",
-        "takes_chunk",
+        "_takes_chunk",
         "if written_by is None or written_by() is not plan:",
         "if True:",
         "test_loaded_chunks.py::test_chunks_that_were_quantized_apart_keep_their_values",

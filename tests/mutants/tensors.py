@@ -6,15 +6,15 @@ QUANTIZED_TENSORS = (
     Mutant(
         "bytes are copied into a view whose blocks reach beyond it",
         "tensors/dispatch.py",
-        "_copy_",
-        "is_chunk = exchanges_bytes and not target._can_be_written_alone()",
-        "is_chunk = False",
+        "copy_",
+        "if has_bytes_for(target, source) and target._can_be_written_alone():",
+        "if has_bytes_for(target, source):",
         "test_quantized_views.py::test_quantized_rows_are_copied_byte_by_byte_where_blocks_allow",
     ),
     Mutant(
         "bytes of another encoding are copied",
         "tensors/dispatch.py",
-        "_copy_",
+        "has_bytes_for",
         "and source._usage().encoding() == target._usage().encoding()",
         "and source._usage().encoding()",
         "test_quantized_views.py::test_bytes_of_another_encoding_are_not_copied",
@@ -64,7 +64,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "new zeros are quantized in sizes that no block divides",
         "tensors/dispatch.py",
-        "_new_zeros",
+        "new_zeros",
         "return quantizer(zeros) if is_like and is_taken else zeros",
         "return quantizer(zeros) if is_like else zeros",
         "test_quantized_views.py::test_new_zeros_are_quantized_where_only_rows_differ",
@@ -827,7 +827,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a copy makes the copy that its source lacks in the source",
         "tensors/dispatch.py",
-        "_copy_",
+        "take_bytes",
         "source = source.compact()._alias()\nsource",
         "source",
         "test_quantized_tensors.py::"
