@@ -49,7 +49,8 @@ class Notes(Observer):
         self, graph: OpGraph, plan: FusionPlan, inputs: Sequence[torch.Tensor]
     ) -> dict[str, Any]:
         graph.bind(plan.key)
-        padding = tuple(_padding(graph, plan)) if inputs[0].numel() else ()
+        pads = plan.key.recipe is not None and inputs[0].numel() > 0
+        padding = tuple(_padding(graph, plan)) if pads else ()
         return {"layout": tuple(_layout(graph, plan, inputs)), "padding": padding}
 
 
