@@ -40,6 +40,8 @@ class _Proxy(fx.Proxy):
 class _Tracer(fx.Tracer):
     """Traces a call with ``inputs``; submodules are calls, but for those at paths ``opened``."""
 
+    proxy_buffer_attributes = True  # a buffer that the forward writes is no constant of the graph
+
     def __init__(self, opened: Collection[str], inputs: Collection[str]) -> None:
         super().__init__()
         self._opened, self._inputs = opened, inputs

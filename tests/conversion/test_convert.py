@@ -8,6 +8,7 @@ import functools
 import gc
 import inspect
 import io
+import operator
 import pickle
 import sys
 import weakref
@@ -404,6 +405,33 @@ def test_a_forward_that_sets_attributes_stays_and_is_not_touched() -> None:
     assert report.refused[0].text == "its forward sets attributes"
     assert "calls" not in model.__dict__
     assert "last" not in model.__dict__
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "add_": lambda calls: calls.add_(1),
+    "+=": lambda calls: operator.iadd(calls, 1),
+    "a view": lambda calls: calls[:1].add_(1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_buffer_that_a_forward_writes_is_written_by_each_call_and_no_conversion(
+    write: str,
+) -> None:
+    class Counting(GatedMLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            WRITES[write](self.calls)
+            return super().forward(x)
+
+    model = nn.Sequential(seeded(Counting))
+    fuser.convert(model)
+    assert model[0].calls == 0
+    model(data())
+    assert model[0].calls == 1
 
 
 def test_a_dropout_and_a_norm_that_were_replaced_are_used() -> None:

@@ -132,6 +132,29 @@ def loop_without_end(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+class Counting(nn.Module):
+    """Counts its calls, and is in a module that does."""
+
+    calls: torch.Tensor
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.scorer = nn.Linear(HIDDEN, COUNT) if inner else nn.Identity()
+        self.inner = inner
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        x = self.scorer(x)
+        return x if self.inner is None else self.inner(x).argmax(-1)
+
+
+def test_a_forward_that_is_followed_changes_no_buffer() -> None:
+    model = Counting(Counting())
+    assert routers(model) == ["scorer"]
+    assert [float(buffer) for buffer in model.buffers()] == [0, 0]
+
+
 @pytest.mark.parametrize("model", [WithALoop, lambda: nn.Sequential(nn.ReLU(), WithALoop())])
 def test_a_forward_is_followed_to_its_first_loop(model: Callable[[], nn.Module]) -> None:
     """The projection before, which the experts may read, is not counted."""

@@ -370,7 +370,7 @@ CONVERTING = (
     Mutant(
         "every layer before a router belongs to it",
         "conversion/routers.py",
-        "_by_use",
+        "_ranked",
         "if is_behind and not (is_whole and leading.issuperset(source.users)):",
         "if False:",
         "test_routers.py",
