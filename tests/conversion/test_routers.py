@@ -135,15 +135,18 @@ def loop_without_end(x: torch.Tensor) -> torch.Tensor:
 class Counting(nn.Module):
     """Counts its calls, and is in a module that does."""
 
+    calls: torch.Tensor
+
     def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
-        self.scorer = nn.Linear(HIDDEN, COUNT) if inner else None
+        self.scorer = nn.Linear(HIDDEN, COUNT) if inner else nn.Identity()
         self.inner = inner
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls.add_(1)
-        return x if self.inner is None else self.inner(self.scorer(x)).argmax(-1)
+        x = self.scorer(x)
+        return x if self.inner is None else self.inner(x).argmax(-1)
 
 
 def test_a_forward_that_is_followed_changes_no_buffer() -> None:
