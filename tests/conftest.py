@@ -151,12 +151,13 @@ def filled(parts: list[Hashable], width: int) -> list[Hashable]:
 
 
 def parts_of(value: object) -> list[Hashable]:
-    """What a parameter is made of: a case on several ranks of the function and the format.
+    """What a parameter is made of: a case on several ranks, "f [mxfp8, groups]", of three parts.
 
     A recipe is two: what it is, and what its backward reads.
     """
     if isinstance(value, str):
-        return list(value.split(" [", 1))
+        name, _, options = value.partition(" [")
+        return [name, *options.removesuffix("]").split(", ")] if options else [name]
     if isinstance(value, fuser.recipe.Recipe):
         override = value.backward_override
         return [repr(value).replace(repr(override), ""), override]
