@@ -37,7 +37,8 @@ class Plain(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        return x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+        found: torch.Tensor = x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+        return found
 
 
 def block() -> torch.nn.Module:
