@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import json
 import os
 import sys
@@ -19,10 +18,12 @@ import pytest
 # Set before torch is imported, and inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import garbage
 import other_sums  # noqa: F401  torch adds in other orders if the environment says so
 import torch
-from samples import sample
+from samples import ask_for_all_examples, sample
 from stages import ROOT, stage_of
+from unmeasured_guards import leave_guards_unmeasured
 
 import fuser
 
@@ -44,6 +45,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
 def _seeded() -> None:
     """A test has the same numbers at every run, alone or after others."""
     torch.manual_seed(0)
+    leave_guards_unmeasured()
 
 
 @pytest.fixture(autouse=True)
@@ -91,12 +93,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.full:
         os.environ["FUSER_TEST_FULL"] = "1"  # for the emulator, in ranks too
+    ask_for_all_examples(asks_for_all(config))
+
+
+def asks_for_all(config: pytest.Config) -> bool:
+    """Whether a run takes no samples: it is the full one, or a test is asked for by its name."""
+    by_name = config.option.keyword or any("::" in name for name in config.args)
+    return bool(config.option.full or by_name)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is in no sample, if no test is asked for by its name."""
-    if config.option.full or config.option.keyword or any("::" in name for name in config.args):
+    if asks_for_all(config):
         return
     alike: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -112,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if most and all(list(item.callspec.params) == ["seed"] for item in group):
             taken = set(range(most))  # one seed is as good as another
         else:
-            taken = set(sample([parameters_of(item) for item in group], most))
+            taken = set(sample(rows_of(group), most))
         left_out += [item for index, item in enumerate(group) if index not in taken]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -127,21 +136,32 @@ def is_of_machines(path: Path) -> bool:
     return is_here and stage_of(path.relative_to(ROOT).as_posix()) == "machines"
 
 
-def parameters_of(item: pytest.Function) -> list[Hashable]:
-    """The parameters of a test; of a case on several ranks the function and the format.
+def rows_of(items: Iterable[pytest.Function]) -> list[list[Hashable]]:
+    """The parameters of the items of one test, each of them in the same columns of every row."""
+    rows = [[parts_of(value) for value in item.callspec.params.values()] for item in items]
+    widths = [max(map(len, parts)) for parts in zip(*rows, strict=True)]
+    return [
+        [part for parts, width in zip(row, widths, strict=True) for part in filled(parts, width)]
+        for row in rows
+    ]
+
+
+def filled(parts: list[Hashable], width: int) -> list[Hashable]:
+    return parts + [None] * (width - len(parts))
+
+
+def parts_of(value: object) -> list[Hashable]:
+    """What a parameter is made of: a case on several ranks, "f [mxfp8, groups]", of three parts.
 
     A recipe is two: what it is, and what its backward reads.
     """
-    parameters: list[Hashable] = []
-    for value in item.callspec.params.values():
-        if isinstance(value, str):
-            parameters += value.split(" [", 1)
-        elif isinstance(value, fuser.recipe.Recipe):
-            override = value.backward_override
-            parameters += [repr(value).replace(repr(override), ""), override]
-        else:
-            parameters.append(value if isinstance(value, (int, torch.dtype)) else id(value))
-    return parameters
+    if isinstance(value, str):
+        name, _, options = value.partition(" [")
+        return [name, *options.removesuffix("]").split(", ")] if options else [name]
+    if isinstance(value, fuser.recipe.Recipe):
+        override = value.backward_override
+        return [repr(value).replace(repr(override), ""), override]
+    return [value if isinstance(value, (int, torch.dtype)) else id(value)]
 
 
 def cpu_seconds() -> float:
@@ -163,9 +183,7 @@ _measured_until = [0.0]
 
 
 def pytest_collection_finish() -> None:
-    # Thousands of collected tests live as long as the process: no collection looks at them again.
-    gc.collect()
-    gc.freeze()
+    garbage.look_for_garbage()  # thousands of collected tests live as long as the process
     _measured_until[0] = cpu_seconds()
 
 

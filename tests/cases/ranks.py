@@ -81,7 +81,12 @@ def results_of(
 
 def selected(request: pytest.FixtureRequest, test: str, cases: Iterable[str]) -> tuple[str, ...]:
     """The cases, parameters of a test of the file that asks, that this run has."""
-    names = {item.name for item in request.session.items if item.path == request.path}
+    items = [item for item in request.session.items if item.path == request.path]
+    names = {item.name for item in items}
+    for item in items:
+        # A long case is in no name.
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            names |= {f"{item.originalname}[{value}]" for value in item.callspec.params.values()}
     return tuple(case for case in cases if f"{test}[{case}]" in names)
 
 

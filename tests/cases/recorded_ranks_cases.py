@@ -259,7 +259,7 @@ def cases() -> dict[str, Callable[..., Any]]:
         for has_shards in (False, True):
             for change in (plain, other_layouts_on_rank, other_groups):
                 run = functools.partial(of_mlp, recipe, has_shards, change=change)
-                found[f"mlp {name} {has_shards} {change.__name__}"] = run
+                found[f"mlp [{name}, {has_shards}, {change.__name__}]"] = run
     for name in ("none", "current", "mxfp8"):
         found[f"experts {name}"] = functools.partial(of_experts, RECIPES[name], 120)
     found["experts without a capacity"] = functools.partial(of_experts, RECIPES["none"], None)

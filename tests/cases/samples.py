@@ -1,4 +1,7 @@
-"""Samples of combinations: of three columns each pair of values occurs, of two each value."""
+"""Samples of combinations: of three columns each pair of values occurs, of two each value.
+
+Of random examples a third.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,21 @@ from collections.abc import Hashable, Sequence
 
 Cell = tuple[int, Hashable]
 """A column and a value in it."""
+PART_OF_EXAMPLES = 3
+_is_asked = {"for all": False}
+
+
+def ask_for_all_examples(all_of_them: bool) -> None:
+    """Whether :func:`examples` leaves out none from now on."""
+    _is_asked["for all"] = all_of_them
+
+
+def examples(count: int) -> int:
+    """How many of ``count`` random examples a test takes that takes seconds: a third.
+
+    All of them in a run that takes no samples.
+    """
+    return count if _is_asked["for all"] else -(-count // PART_OF_EXAMPLES)
 
 
 def sample(rows: Sequence[Sequence[Hashable]], most: int | None = None) -> list[int]:

@@ -22,7 +22,7 @@ import fuser
 from fuser import recipe as recipes
 
 MXFP8 = recipes.MXFP8BlockScaling()
-FULL_GRAPH: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
+FULL_GRAPH: dict[str, Any] = {"backend": "eager", "fullgraph": True}
 DELAYED = recipes.DelayedScaling(amax_history_len=2)
 
 

@@ -1039,7 +1039,7 @@ def test_a_picture_that_cannot_be_written_is_refused(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     path = str(tmp_path / "scale.svg")
-    assert main(("scale", "--model", "mixtral-8x22b", "--draw", path)) == 2
+    assert main(("scale", "--model", "mixtral-8x22b", "--gpus", "1024", "--draw", path)) == 2
     assert capsys.readouterr().err == f"{path!r} cannot be written: No space left on device.\n"
 
 

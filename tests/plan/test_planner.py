@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import BENCHMARKS
+from samples import examples
 
 import fuser
 from fuser.op import BasicOperation, FusedOperation, OperationContext
@@ -102,7 +103,7 @@ def cheapest_by_brute_force(
     return min(totals)
 
 
-@settings(max_examples=400, derandomize=True, deadline=None, database=None)
+@settings(max_examples=examples(400), derandomize=True, deadline=None, database=None)
 @given(planning_problems())
 def test_the_cover_is_the_cheapest_of_all(
     problem: tuple[int, list[Candidate], list[Candidate], list[Pair]],
@@ -114,7 +115,7 @@ def test_the_cover_is_the_cheapest_of_all(
     assert len(cover.forward) + len(cover.backward) == steps
 
 
-@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@settings(max_examples=examples(300), derandomize=True, deadline=None, database=None)
 @given(planning_problems())
 def test_the_cover_is_made_of_given_candidates_and_whole_pairs(
     problem: tuple[int, list[Candidate], list[Candidate], list[Pair]],
@@ -248,7 +249,7 @@ def all_readings(
     return found
 
 
-@settings(max_examples=400, derandomize=True, deadline=None, database=None)
+@settings(max_examples=examples(400), derandomize=True, deadline=None, database=None)
 @given(patterns, chains, st.integers(0, 3))
 def test_windows_match_wherever_brute_force_finds_them(
     pattern: list[Any], ops: list[BasicOperation], start: int

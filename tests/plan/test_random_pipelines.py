@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from samples import examples
 
 import fuser
 from fuser.op import BasicOperation, OperationContext
@@ -680,7 +681,7 @@ def test_random_pipelines_equal_plain_torch(program: Program, setting: Setting) 
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@settings(max_examples=150, **deterministic)
+@settings(max_examples=examples(150), **deterministic)
 @given(programs(), run_settings, st.lists(st.sampled_from(SPLITS), min_size=1, max_size=10))
 def test_random_pipelines_in_pieces_equal_whole_ones(
     program: Program, setting: Setting, splits: list[str]
@@ -698,7 +699,7 @@ def test_random_pipelines_in_pieces_equal_whole_ones(
                 torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=100, **deterministic)
+@settings(max_examples=examples(100), **deterministic)
 @given(programs(budget=3), run_settings, st.sampled_from((torch.bfloat16, torch.float16)))
 def test_random_pipelines_equal_plain_torch_in_16_bits(
     program: Program, setting: Setting, dtype: torch.dtype
@@ -728,7 +729,7 @@ RECIPES = (
 )
 
 
-@settings(max_examples=160, **deterministic)
+@settings(max_examples=examples(160), **deterministic)
 @given(programs(), run_settings, st.sampled_from(RECIPES))
 def test_under_a_recipe_fused_equals_unfused_bit_for_bit(
     program: Program, setting: Setting, recipe: fuser.recipe.Recipe
@@ -736,7 +737,7 @@ def test_under_a_recipe_fused_equals_unfused_bit_for_bit(
     check_fused_equals_unfused(Experiment(program, setting, torch.float32), recipe)
 
 
-@settings(max_examples=80, **deterministic)
+@settings(max_examples=examples(80), **deterministic)
 @given(programs(unit=16), run_settings, st.sampled_from(IN_BLOCKS))
 def test_in_whole_blocks_fused_equals_unfused_bit_for_bit(
     program: Program, setting: Setting, recipe: fuser.recipe.Recipe
@@ -755,7 +756,7 @@ def check_fused_equals_unfused(experiment: Experiment, recipe: fuser.recipe.Reci
                 torch.testing.assert_close(value, other[name], rtol=0, atol=0, equal_nan=True)
 
 
-@settings(max_examples=100, **deterministic)
+@settings(max_examples=examples(100), **deterministic)
 @given(programs(), run_settings)
 def test_frozen_leaves_get_no_gradient(program: Program, setting: Setting) -> None:
     experiment = Experiment(program, setting, torch.float32)
@@ -769,7 +770,7 @@ def test_frozen_leaves_get_no_gradient(program: Program, setting: Setting) -> No
         assert leaf.requires_grad or leaf.grad is None
 
 
-@settings(max_examples=100, **deterministic)
+@settings(max_examples=examples(100), **deterministic)
 @given(programs(), run_settings)
 def test_the_number_of_tokens_does_not_change_the_plan(program: Program, setting: Setting) -> None:
     def plan(leading: Shape) -> fuser.FusionPlan:

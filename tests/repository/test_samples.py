@@ -54,6 +54,8 @@ def test_a_run_has_the_sample_unless_all_or_one_is_asked_for(
     pytester.makeini(f"[pytest]\nmarkers = sampled\npythonpath = {TESTS / 'cases'} {TESTS}\n")
     pytester.makepyfile(
         "import pytest\n"
+        "from fuser.recipe import MXFP8BlockScaling, NVFP4BlockScaling\n"
+        "from samples import examples\n"
         "marks = [pytest.mark.parametrize(name, range(3)) for name in 'ab']\n"
         "@pytest.mark.sampled\n@marks[0]\n@marks[1]\ndef test_x(a, b):\n    pass\n"
         "@marks[0]\n@marks[1]\ndef test_y(a, b):\n    pass\n"
@@ -64,11 +66,17 @@ def test_a_run_has_the_sample_unless_all_or_one_is_asked_for(
         "@pytest.mark.sampled\n"
         "@pytest.mark.parametrize('case', ['f [x]', 'f [y]', 'g [y]', 'h'])\n"
         "def test_z(case):\n    pass\n"
+        "@pytest.mark.sampled\n"
+        "@pytest.mark.parametrize('b', 'pq')\n"
+        "@pytest.mark.parametrize('a', [None, MXFP8BlockScaling(), NVFP4BlockScaling()])\n"
+        "def test_recipes(a, b):\n    pass\n"
+        "@pytest.mark.parametrize('number', range(examples(9)))\n"
+        "def test_examples(number):\n    pass\n"
     )
     name = "test_a_run_has_the_sample_unless_all_or_one_is_asked_for.py"
     for options, passed in (
-        ((), 3 + 9 + 5 + 4 + 3),
-        (("--full",), 9 + 9 + 27 + 9 + 4),
+        ((), 3 + 9 + 5 + 4 + 3 + 3 + 3),
+        (("--full",), 9 + 9 + 27 + 9 + 4 + 6 + 9),
         ((f"{name}::test_x",), 9),
         (("-k", "test_x"), 9),
     ):

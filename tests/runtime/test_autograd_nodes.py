@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_kernels import on_kernels
 from said import holds, said
+from samples import examples
 from test_random_pipelines import (
     Experiment,
     Program,
@@ -284,7 +285,7 @@ def test_a_tensor_of_a_channel_is_freed_after_its_last_reader(
 
 
 @given(program=programs(), setting=run_settings)
-@settings(**deterministic, max_examples=150)
+@settings(**deterministic, max_examples=examples(150))
 def test_random_pipelines_have_equal_bits_with_cuts(program: Program, setting: Setting) -> None:
     compare_cut(program, setting, None)
 
@@ -294,7 +295,7 @@ def test_random_pipelines_have_equal_bits_with_cuts(program: Program, setting: S
     setting=run_settings,
     recipe=st.sampled_from((Float8CurrentScaling(), DelayedScaling(), MXFP8BlockScaling())),
 )
-@settings(**deterministic, max_examples=60)
+@settings(**deterministic, max_examples=examples(60))
 def test_random_quantized_pipelines_have_equal_bits_with_cuts(
     program: Program, setting: Setting, recipe: Recipe
 ) -> None:

@@ -343,11 +343,11 @@ def test_an_input_that_no_pipeline_takes_is_refused(dtype: torch.dtype) -> None:
     model, x = block(), rows().to(dtype)
     sentence = f"The input is {dtype}; a pipeline runs in torch.float32"
     with pytest.raises(torch._dynamo.exc.Unsupported, match=sentence):
-        whole(lambda x: model(x))(x)
+        whole(lambda x: model(x), "eager")(x)
     torch._dynamo.reset()
     with pytest.raises(fuser.InputError, match=sentence):
-        torch.compile(lambda x: model(x), backend="aot_eager")(x)
-    assert torch.equal(whole(lambda x: model(x))(rows()), model(rows()))
+        torch.compile(lambda x: model(x), backend="eager")(x)
+    assert torch.equal(whole(lambda x: model(x), "eager")(rows()), model(rows()))
 
 
 def test_a_custom_recipe_of_constants_is_in_the_graph() -> None:
@@ -598,7 +598,7 @@ def test_equal_blocks_that_are_compiled_one_by_one_share_a_graph() -> None:
 
 def test_equal_recipes_share_a_graph_and_others_do_not() -> None:
     model, x = Blocks(1), rows()
-    compiled = whole(model)
+    compiled = whole(model, "eager")
     made: list[Callable[[], Any]] = [lambda: None, recipes.Float8CurrentScaling]
     made.append(functools.partial(recipes.Float8CurrentScaling, backward_override="dequantized"))
     for make in made * 3:
@@ -636,7 +636,7 @@ def test_ten_numbers_of_tokens_are_few_graphs_of_kernels(recipe: Any) -> None:
 
 def test_train_and_eval_are_compiled_once() -> None:
     model, x = Blocks(1), rows()
-    compiled = whole(model)
+    compiled = whole(model, "eager")
     for mode in (True, False) * 4:
         model.train(mode)
         assert_equal(step(compiled, model, x), step(model, model, x))
@@ -674,7 +674,7 @@ CHANGES = (change_eps, replace_op, insert_op, no_fusions, replace_parameter)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_after_compiling_counts(change: Callable[[Any], None]) -> None:
     model, x = Blocks(), rows()
-    compiled = whole(model)
+    compiled = whole(model, "eager")
     before = step(compiled, model, x)
     change(model)
     found, expected = step(compiled, model, x), step(model, model, x)
@@ -1173,9 +1173,9 @@ def test_what_cannot_be_in_a_graph_breaks_it_and_is_named_under_fullgraph(
     other = copy.deepcopy(model)
     with under(recipe):
         with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
-            whole(lambda x: model(x) * 2)(x)
+            whole(lambda x: model(x) * 2, "eager")(x)
         torch._dynamo.reset()
-        function = torch.compile(lambda x: model(x) * 2, backend="aot_eager")
+        function = torch.compile(lambda x: model(x) * 2, backend="eager")
         assert torch.equal(function(x), other(x) * 2)
 
 

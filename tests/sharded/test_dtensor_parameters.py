@@ -6,7 +6,7 @@ import dtensor_cases
 import dtensor_mesh_cases
 import pytest
 import torch.distributed as dist
-from ranks import run_cases
+from ranks import run_cases, selected
 
 
 @pytest.fixture(scope="module")
@@ -17,15 +17,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pytest.TempPathFactory:
 
 
 @pytest.fixture(scope="module")
-def errors(folder: pytest.TempPathFactory) -> dict[str, str]:
-    """The errors of every case on two ranks, from one start of the processes."""
-    return run_cases("dtensor_cases", tuple(dtensor_cases.CASES), 2, folder.mktemp("two"))
+def errors(request: pytest.FixtureRequest, folder: pytest.TempPathFactory) -> dict[str, str]:
+    """The errors of every selected case on two ranks, from one start of the processes."""
+    names = selected(request, "test_on_two_ranks", dtensor_cases.CASES)
+    return run_cases("dtensor_cases", names, 2, folder.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
-def errors_of_four(folder: pytest.TempPathFactory) -> dict[str, str]:
-    """The errors of every case on four ranks."""
-    names = tuple(dtensor_mesh_cases.CASES)
+def errors_of_four(
+    request: pytest.FixtureRequest, folder: pytest.TempPathFactory
+) -> dict[str, str]:
+    """The errors of every selected case on four ranks."""
+    names = selected(request, "test_on_four_ranks", dtensor_mesh_cases.CASES)
     return run_cases("dtensor_mesh_cases", names, 4, folder.mktemp("four"))
 
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from said import holds, said
+from samples import examples
 from test_quantized_tensors import same_buffers
 
 import fuser
@@ -952,7 +953,7 @@ def _one(pieces: Any, pick: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(60), deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_any_sequence_of_views_gives_what_it_gives_on_the_values(name: str, data: Any) -> None:
     draw, quantizer = data.draw, QUANTIZERS[name]
@@ -981,7 +982,7 @@ def test_any_sequence_of_views_gives_what_it_gives_on_the_values(name: str, data
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(60), deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_a_view_and_its_parent_never_disagree(name: str, data: Any) -> None:
     draw, quantizer = data.draw, QUANTIZERS[name]
