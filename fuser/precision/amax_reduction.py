@@ -47,7 +47,7 @@ def _names_of(states: Sequence[DelayedScales]) -> str:
 def amaxes_over_ranks(
     states: Mapping[DelayedScales, Group],
 ) -> dict[DelayedScales, torch.Tensor | None] | None:
-    """See :meth:`fuser.doors.ParameterSource.amaxes`."""
+    """Answer ``ParameterSource.amaxes``: the amaxes of each state, reduced over its group."""
     by_group = _by_group(states)
     if not by_group:
         return None

@@ -74,7 +74,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 def local_parts(
     ops: Sequence[BasicOperation], places: CallKeyReader, parameters: Sequence[torch.Tensor]
 ) -> contextlib.AbstractContextManager[None] | None:
-    """See :meth:`fuser.doors.ParameterSource.local_parts`."""
+    """Answer ``ParameterSource.local_parts``: for ``DTensor`` parameters, their local tensors."""
     return _placed(ops, places) if any(map(is_distributed, parameters)) else None
 
 

@@ -166,7 +166,7 @@ def gathered_by(parameters: Sequence[torch.Tensor]) -> list[Gathered]:
 
 
 def memory_of(parameters: Sequence[torch.Tensor], before: Any) -> GatheredMemory | None:
-    """See :meth:`fuser.doors.ParameterSource.memory_of`."""
+    """Answer ``ParameterSource.memory_of``: what ``fully_shard`` gathers into, and frees."""
     gathered = gathered_by(parameters)
     if not gathered:
         return None

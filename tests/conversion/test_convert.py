@@ -1305,6 +1305,8 @@ def test_other_calls_of_a_converted_forward_are_those_of_the_class() -> None:
         model()
     with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
         model(x, scale=2)
+    with pytest.raises(TypeError, match="multiple values for argument 'x'"):
+        model(x, x=2 * x)
     assert torch.equal(model(x), expected)
 
 
@@ -1376,6 +1378,51 @@ def test_joined_weights_have_storages_of_their_own() -> None:
     assert torch.equal(other, values)
     other.share_memory_()
     assert torch.equal(other, values)
+
+
+def test_weights_that_processes_share_stay_where_they_are() -> None:
+    model, plain = seeded(GatedMLP), seeded(GatedMLP)
+    model.share_memory()
+    before = [p.data_ptr() for p in model.parameters()]
+    assert fuser.convert(model).converted
+    x = data()
+    torch.testing.assert_close(model(x), plain(x))
+    assert [p.data_ptr() for p in model.parameters()] == before
+    assert all(p.is_shared() for p in model.parameters())
+
+
+class Halved(torch.autograd.Function):
+    """Returns what it gets, and halves the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] / 2
+
+
+class HalfGradient(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halved: torch.Tensor = Halved.apply(x)
+        return halved
+
+
+def test_what_returns_its_input_and_changes_its_gradient_is_no_identity() -> None:
+    for between in (HalfGradient(), nn.Identity()):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(64, 96), between, nn.Linear(96, 64), nn.GELU())
+        plain = copy.deepcopy(model)
+        assert fuser.convert(model).converted
+        found = []
+        for each in (model, plain):
+            x = data().requires_grad_()
+            y = each(x)
+            y.square().sum().backward()
+            found.append([y.detach(), x.grad, each[0].weight.grad])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def memory_of(mlp: Any) -> Any:

@@ -26,7 +26,7 @@ PASS_GRAPHS = (
         "cuda/pass_graphs.py",
         "PassGraphs._captured",
         "before = self._seen.pop(key, 0)",
-        "before = self._seen.pop(key, call)",
+        "before = self._seen.pop(key, 1)",
         "test_pass_graphs.py::test_the_second_call_with_the_same_addresses_is_captured",
     ),
     Mutant(
@@ -58,7 +58,7 @@ PASS_GRAPHS = (
         "cuda/pass_graphs.py",
         "PassGraphs._captured",
         "self._graphs.pop(oldest[0], None)",
-        "pass",
+        "self._graphs.get(oldest[0], None)",
         "test_pass_graphs.py::test_addresses_that_come_back_sooner_take_the_place_of_the_oldest",
     ),
     Mutant(
@@ -190,8 +190,8 @@ LAUNCH_CACHE = (
         "options of an accumulation that change do not count",
         "runtime/recorded.py",
         "_other_tensors",
-        "key.append(options)",
-        "",
+        "key.append(options)\n        if owner is not None:",
+        "if owner is not None:",
         "test_recorded.py::test_recorded_backwards_add_to_main_grad",
         select="turn and none",
     ),

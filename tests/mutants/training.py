@@ -423,8 +423,8 @@ DELAYED_SCALING = (
         "states of two recipes are updated by the rule of the first",
         "precision/delayed_scaling.py",
         "DelayedScales.end_step",
-        "_alike(states, lambda state: (state._recipe, state.scale.device))",
-        "_alike(states, lambda state: state.scale.device)",
+        "alike(ended, lambda state: (state._recipe, state.scale.device))",
+        "alike(ended, lambda state: state.scale.device)",
         "test_delayed_scaling.py::"
         "test_states_of_several_recipes_that_end_in_one_step_follow_each_its_own",
     ),
