@@ -713,6 +713,15 @@ PLAN_KEYS = (
 
 REBUILT = (
     Mutant(
+        "a chain of which no op reads its input keeps it in the plan",
+        "plan/kept.py",
+        "_of_step",
+        "reading = trained[:1] if reading else []",
+        "reading = trained[:1]",
+        "test_memory_curve.py::"
+        "test_a_fused_chain_keeps_its_input_if_an_op_of_it_reads_what_it_gets",
+    ),
+    Mutant(
         "experts of which the first is frozen keep their input",
         "basic_ops/linear_operands.py",
         "takes_rebuilt_input",

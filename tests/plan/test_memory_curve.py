@@ -237,3 +237,13 @@ def test_a_budget_of_zero_keeps_the_extra_inputs_of_the_caller_too() -> None:
     *others, repeated = model.plan(x, y).memory.every
     assert repeated.nbytes == 2 * T * H * 4
     assert {cost.nbytes for cost in others} == {2 * T * H * 4}
+
+
+@pytest.mark.parametrize("reader", [False, True])
+def test_a_fused_chain_keeps_its_input_if_an_op_of_it_reads_what_it_gets(reader: bool) -> None:
+    ops: list[fuser.FusibleOperation] = [fuser.Bias(64), fuser.ConstantScale(0.5)]
+    model = fuser.Sequential(*ops, *([fuser.GELU()] * reader)).bfloat16()
+    x = torch.empty(128, 64, dtype=torch.bfloat16, requires_grad=True)
+    plan = model.plan(x, device="h200")
+    assert len(plan.forward) == 1
+    assert plan.kept_bytes_per_token * len(x) == x.nbytes * reader

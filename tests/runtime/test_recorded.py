@@ -736,8 +736,11 @@ def test_a_tensor_that_is_read_as_one_view_alone_is_allocated_as_that_view(
 
 def test_memory_of_another_device_is_not_recorded() -> None:
     x = torch.randn(4)
-    made, _, _ = sequence.record([x], lambda: torch.zeros(3, device="meta"), with_calls=True)
-    assert not made.is_complete
+    made, result, slotted = sequence.record(
+        [x], lambda: torch.zeros(3, device="meta"), with_calls=True
+    )
+    assert slotted(result) is None
+    assert not made.is_complete, "it returns what it has not made"
 
 
 def test_a_strided_view_with_a_place_in_its_storage_is_not_repeated() -> None:
