@@ -111,7 +111,7 @@ class Gathering:
         return self.holds(shard.rowwise_names) and not self.holds(shard.columnwise_names)
 
     def note_backward_read(self, usage: str | None) -> None:
-        """Note the copy that a backward will read, for the gathering before it; None: it reads none.
+        """Note the copy that a backward will read, None for no copy, for the gathering before it.
 
         If the forward may be recomputed, which hooks on saved tensors tell, the backward needs
         every copy.
