@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args, get_type_hints
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from fuser.conversion.converted import (
     conversion_of,
@@ -121,6 +122,7 @@ def convert(
     InputTypeError
         If ``model`` is no module or ``recipe`` no recipe.
     InputError
+        If a parameter of the model has no shape yet, as in ``LazyLinear``.
         On another value of ``linears``, ``norms`` or ``rounding``, or the name of no recipe; if
         ``keep`` matches nothing; with ``strict`` if a module was refused. The model is then as it
         was.
@@ -519,6 +521,12 @@ def _kept(
 def _check(model: object, recipe: object, **options: str) -> None:
     if not isinstance(model, torch.nn.Module):
         raise InputTypeError(f"fuser.convert takes a module; got a {type(model).__name__}.")
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise InputError(
+                f"fuser.convert got a model whose {name} has no shape yet; call the model once "
+                "before it is converted."
+            )
     if recipe is not None and not isinstance(recipe, Recipe):
         raise InputTypeError(
             f"fuser.convert takes a recipe of fuser.recipe or None; got a {type(recipe).__name__}."

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -80,31 +83,66 @@ def _own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
     )
 
 
+CONTENTS = "_fuser_contents"
+
+
 def bare(
     module: torch.nn.Module, values: Mapping[str, torch.Tensor] | None = None
 ) -> torch.nn.Module:
     """A copy of a module in evaluation, of its own class and without hooks, to be tried.
 
     ``values`` has a value for every parameter, by its path; None for the parameters themselves.
-    Everything else is the module's own.
+    Tensors that are no parameters, and lists, dicts and sets, are copies, into which a forward may
+    write; everything else is the module's own.
     """
     cls: Any = original_class(module)
-    copy: torch.nn.Module = object.__new__(cls)
-    torch.nn.Module.__init__(copy)
-    own = {n: held(module, n, v) for n, v in module.__dict__.items() if n not in copy.__dict__}
-    copy.__dict__.update(own, training=False)
-    copy._buffers.update(module._buffers)
-    copy._parameters.update(module._parameters)
+    tried: torch.nn.Module = object.__new__(cls)
+    torch.nn.Module.__init__(tried)
+    own = {n: _copied(v) for n, v in module.__dict__.items() if n not in tried.__dict__}
+    own = {n: held(module, n, v) for n, v in own.items()}
+    tried.__dict__.update(own, training=False)
+    tried._buffers.update({name: _copied(b) for name, b in module._buffers.items()})
+    tried._parameters.update(module._parameters)
     for name, parameter in module._parameters.items():
         if values is not None and parameter is not None:
-            copy._parameters[name] = torch.nn.Parameter(values[name], requires_grad=False)
+            tried._parameters[name] = torch.nn.Parameter(values[name], requires_grad=False)
     for name, child in module._modules.items():
         start = name + "."
         inner = None
         if values is not None:
             inner = {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
-        copy._modules[name] = None if child is None else bare(child, inner)
-    return copy
+        tried._modules[name] = None if child is None else bare(child, inner)
+    tried.__dict__[CONTENTS] = {n: _contents(v) for n, v in (*own.items(), *tried._buffers.items())}
+    return tried
+
+
+def written_attributes(tried: torch.nn.Module) -> list[str]:
+    """The names of what a forward of a copy that :func:`bare` has made has written into."""
+    return [
+        joint(path, name)
+        for path, module in tried.named_modules()
+        for name, before in module.__dict__[CONTENTS].items()
+        if not _are_same(before, _contents(module._buffers.get(name, module.__dict__.get(name))))
+    ]
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is torch.Tensor:
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return copy.copy(value) if type(value) in (list, dict, set) else value
+
+
+def _contents(value: Any) -> list[object]:
+    """What a write into a tensor or a container changes: objects, to be compared by identity."""
+    if isinstance(value, torch.Tensor):
+        return [value._version]
+    if type(value) is dict:
+        return [*itertools.chain.from_iterable(value.items())]
+    return [*value] if type(value) in (list, set) else []
+
+
+def _are_same(before: list[object], now: list[object]) -> bool:
+    return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
 def child_of(owner: torch.nn.Module, path: str) -> Any:

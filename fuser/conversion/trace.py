@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
-from fuser.conversion.modules import attributes_of, bare, forward_of
+from fuser.conversion.modules import attributes_of, bare, forward_of, written_attributes
 
 AUTOCASTS = ("cpu", "cuda")
 
@@ -132,6 +132,8 @@ def traced(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> fx.G
                 raise Untraceable(f"torch.fx cannot trace its forward: {sentence:.150}") from None
             if [attributes_of(m) for m in tried.modules()] != before:
                 raise Untraceable("its forward sets attributes")
+            if written := written_attributes(tried):
+                raise Untraceable(f"its forward writes into {' and '.join(written)}")
     if not _are_alike(graphs, defaults):
         for graph, is_training in zip(graphs, modes, strict=True):
             _name_mode(graph, is_training)

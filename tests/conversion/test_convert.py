@@ -434,6 +434,62 @@ def test_a_buffer_that_a_forward_writes_is_written_by_each_call_and_no_conversio
     assert model[0].calls == 1
 
 
+class Noting(GatedMLP):
+    """Notes its calls in what it holds besides parameters and buffers."""
+
+    def __init__(self, write: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.calls, self.seen, self.last = torch.zeros(1), [0], {"x": 0}
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self)
+        return super().forward(x)
+
+
+NOTES: dict[str, Callable[[Noting], object]] = {
+    "calls": lambda module: module.calls.add_(1),
+    "seen": lambda module: module.seen.append(1),
+    "last": lambda module: module.last.update(x=module.last["x"] + 1),
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_what_a_forward_writes_into_is_written_by_each_call_and_no_conversion(name: str) -> None:
+    model, plain = seeded(lambda: Noting(NOTES[name])), seeded(lambda: Noting(NOTES[name]))
+    (refused,) = fuser.convert(model).refused
+    assert refused.text == f"its forward writes into {name}"
+    for _ in range(2):
+        for each in (model, plain):
+            each(data())
+    assert (model.calls, model.seen, model.last) == (plain.calls, plain.seen, plain.last)
+
+
+def test_trials_of_a_norm_write_into_nothing_that_it_holds() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.calls = nn.Parameter(torch.ones(64)), torch.zeros(())
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for count in (self.calls, self.steps):
+                count.add_(1)
+            return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+    norm = Counted()
+    fuser.convert(nn.Sequential(nn.Linear(64, 64), norm, nn.Linear(64, 64)), norms="all")
+    assert norm.calls == norm.steps == 0
+
+
+def test_a_model_of_which_a_parameter_has_no_shape_yet_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
+    with pytest.raises(fuser.InputError, match=r"whose 1\.weight has no shape yet"):
+        fuser.convert(model)
+    model(torch.randn(4, 64))
+    assert fuser.convert(model, linears="all").converted
+
+
 def test_a_dropout_and_a_norm_that_were_replaced_are_used() -> None:
     for rounding, name, instead in (
         ("fused", "dropout", nn.Identity()),
