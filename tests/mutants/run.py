@@ -5,11 +5,12 @@
     python tests/mutants/run.py --resume               # what no earlier run has killed
     python tests/mutants/run.py --list
 
-The checkout is never edited. First the tests of all chosen mutants run without any mistake, and
-must pass; then each mutant is planted alone, and its tests run until the first failure. A mutant is
-*killed* if a test fails, *survives* if all pass, and is *stale* if its place in the source, or one
-of its tests, is gone. The results go to ``mutants.md`` and ``mutants.csv`` in ``--out``; the latter
-gets a row as soon as there is a result, so that ``--resume`` can go on after an interruption.
+The checkout is never edited. First the tests of all chosen mutants run without any mistake; those
+that fail tell nothing, and their mutants are stale. Then each other mutant is planted alone, and
+its tests run until the first failure. A mutant is *killed* if a test fails, *survives* if all pass,
+and is *stale* if its place in the source, or one of its tests, is gone or fails without it. The
+results go to ``mutants.md`` and ``mutants.csv`` in ``--out``; the latter gets a row as soon as
+there is a result, so that ``--resume`` can go on after an interruption.
 
 On Linux tests run in children of a process that has imported torch (``warm.py``). Files of tests
 that pass in a process of their own alone have one, and so do the tests of a mutant that would
@@ -287,8 +288,8 @@ def in_trees(
             raise
 
 
-def passes_without(chosen: Sequence[tuple[str, Mutant]], trees: Sequence[Tree]) -> bool:
-    """Whether the tests of all chosen mutants pass in a repository without a mistake.
+def failing_without(chosen: Sequence[tuple[str, Mutant]], trees: Sequence[Tree]) -> list[str]:
+    """The tests of the chosen mutants that fail in a repository without a mistake.
 
     Files of which some do so only in a process of their own are noted in ``Tree.alone``.
     """
@@ -318,9 +319,17 @@ def passes_without(chosen: Sequence[tuple[str, Mutant]], trees: Sequence[Tree]) 
         tree.alone |= {*itertools.chain(*(other.alone for other in trees))}
     for test in failed:
         print(f"fails without any mistake: {test}")
-    if trees[0].alone and not failed:
+    if trees[0].alone:
         print(f"In processes of their own: {', '.join(sorted(trees[0].alone))}", flush=True)
-    return not failed
+    return failed
+
+
+def tells_nothing(mutant: Mutant, failed: Iterable[str]) -> str | None:
+    """Which of a mutant's tests fails without the mistake; None if all pass."""
+    for test in failed:
+        if any(re.match(rf"{re.escape(own)}(?![\w.])", test) for own in mutant.tests.split()):
+            return f"{test} fails without the mistake"
+    return None
 
 
 def examine_all(chosen: Sequence[tuple[str, Mutant]], trees: Sequence[Tree]) -> Iterator[Result]:
@@ -469,8 +478,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             stack.callback(tree.close)
         if left:
             print(f"The tests of {len(left)} mutants, without a mistake ...", flush=True)
-            if not passes_without(left, trees):
+            failed = failing_without(left, trees)
+            if any("::" not in test for test in failed):
                 return 2
+            for area, mutant in left:
+                if (reason := tells_nothing(mutant, failed)) is not None:
+                    results.append(Result(area, mutant, STALE, reason, 0.0))
+            stale = {result.mutant.mistake for result in results}
+            left = [(area, mutant) for area, mutant in left if mutant.mistake not in stale]
             write_results(options.out, results)
             results += appended(options.out, examine_all(left, trees))
     order = {mutant.mistake: i for i, mutant in enumerate(itertools.chain(*AREAS.values()))}

@@ -336,7 +336,7 @@ def test_each_mutant_is_killed_by_a_named_test_or_survives_or_is_argued_or_is_st
 def test_a_run_in_which_all_are_killed_or_argued_succeeds(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "passes_without", lambda chosen, trees: True)
+    monkeypatch.setattr(run, "failing_without", lambda chosen, trees: [])
     status, written = examine((mutant(),), repository, monkeypatch)
     assert status == 0
     assert "100.0%" in written
@@ -356,7 +356,7 @@ def test_a_test_that_fails_in_a_child_of_the_warm_process_has_a_process_of_its_o
 def test_a_mutant_that_survives_in_a_child_is_examined_in_a_process_of_its_own(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "passes_without", lambda chosen, trees: True)
+    monkeypatch.setattr(run, "failing_without", lambda chosen, trees: [])
     passing = TEST.replace("assert ", "assert sys.argv[0] == 'pytest' or ")
     (repository / "tests" / "test_sums.py").write_text(f"import sys\n{passing}")
     assert examine((mutant(),), repository, monkeypatch)[0] == 0
@@ -384,7 +384,7 @@ def test_a_resumed_run_leaves_out_what_was_killed_and_has_not_changed(
         run.main(["--out", str(out), "--jobs", "1", *options])
         return list(ran)
 
-    monkeypatch.setattr(run, "passes_without", lambda chosen, trees: True)
+    monkeypatch.setattr(run, "failing_without", lambda chosen, trees: [])
     monkeypatch.setattr(run, "examined", examined)
     mutants = [
         mutant(mistake=status, new=f"a-{number}")
@@ -402,14 +402,17 @@ def test_a_resumed_run_leaves_out_what_was_killed_and_has_not_changed(
     assert len(mistakes_run(changed)) == 3
 
 
-def test_tests_that_fail_without_a_mistake_are_named_and_nothing_is_planted(
+def test_mutants_of_tests_that_fail_without_a_mistake_are_stale_and_the_others_examined(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (repository / "tests" / "test_sums.py").write_text(TEST + "    assert b\n")
-    status, written = examine((mutant(),), repository, monkeypatch)
-    assert status == 2
+    (repository / "tests" / "test_sums_of_twos.py").write_text(TEST.replace("[0, 2]", "[2]"))
+    other = mutant(mistake="the same", tests="test_sums_of_twos.py")
+    status, written = examine((mutant(), other), repository, monkeypatch)
+    assert status == 1
     assert "fails without any mistake: test_sums.py::test_add[0]" in capsys.readouterr().out
-    assert not written
+    assert "**stale** test_sums.py::test_add[0] fails without the mistake" in written
+    assert "| the same | sums.py | test_sums_of_twos.py::test_add[2] |" in written
 
 
 def test_a_test_that_does_not_end_has_failed(
