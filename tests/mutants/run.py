@@ -5,12 +5,12 @@
     python tests/mutants/run.py --resume               # what no earlier run has killed
     python tests/mutants/run.py --list
 
-The checkout is never edited. First the tests of all chosen mutants run without any mistake; those
-that fail tell nothing, and their mutants are stale. Then each other mutant is planted alone, and
-its tests run until the first failure. A mutant is *killed* if a test fails, *survives* if all pass,
-and is *stale* if its place in the source, or one of its tests, is gone or fails without it. The
-results go to ``mutants.md`` and ``mutants.csv`` in ``--out``; the latter gets a row as soon as
-there is a result, so that ``--resume`` can go on after an interruption.
+The checkout is never edited. Each mutant is planted alone, and its tests run until the first
+failure; that test runs again without the mistake, once for all mutants. A mutant is *killed* if a
+test fails that passes without it, *survives* if all pass, and is *stale* if its place in the
+source, or one of its tests, is gone, or if that test fails in any case. The results go to
+``mutants.md`` and ``mutants.csv`` in ``--out``; the latter gets a row as soon as there is a result,
+so that ``--resume`` can go on after an interruption.
 
 On Linux tests run in children of a process that has imported torch (``warm.py``). Files of tests
 that pass in a process of their own alone have one, and so do the tests of a mutant that would
@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -55,8 +55,6 @@ COPIED_PATTERNS = ("*.md", "Makefile", "LICENSE", "constraints.txt")
 # A mistake may make a test wait for ever.
 TIMEOUT = 600.0
 KILLED, SURVIVED, ARGUED, STALE = "killed", "survived", "argued", "stale"
-# So many without a mistake, before the next ones are given to a job that is free.
-TESTS_AT_ONCE = 30
 Item = TypeVar("Item")
 Done = TypeVar("Done")
 # pytest's exit status.
@@ -96,6 +94,14 @@ class Result:
     seconds: float
 
 
+class Known(NamedTuple):
+    """What is known of tests without a mistake, in all trees."""
+
+    passes: dict[str, bool]
+    alone: set[str]
+    """Files of tests that do not pass in a child of the warm process."""
+
+
 class Tree:
     """A copy of the repository, in which one mutant at a time is planted."""
 
@@ -103,10 +109,9 @@ class Tree:
     # later than any at which a file is written.
     _times = itertools.count(int(time.time()) + 10**6, 10)
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, known: Known) -> None:
         self.folder = folder
-        # Files of tests that do not pass in a child of the warm process.
-        self.alone: set[str] = set()
+        self.known = known
         self._warm: subprocess.Popen[str] | None = None
         self._alone: subprocess.Popen[str] | None = None
         self._is_closed = False
@@ -151,11 +156,29 @@ class Tree:
         arguments = ["-q", "--tb=no", "-rfE", "--no-header", "-p", "no:cacheprovider"]
         arguments += ["-W", "ignore", *OF_PLUGINS, *options]
         arguments += [*(("-k", select) if select else ()), *tests]
-        alone |= not FORKS or any(test.partition("::")[0] in self.alone for test in tests)
+        alone |= not FORKS or any(map(self.is_alone, tests))
         code, printed = (self._fresh if alone else self._forked)(arguments)
         if code is None:
             return FAILED, f"FAILED (no end after {TIMEOUT:g} s)"
         return code, printed
+
+    def is_alone(self, test: str) -> bool:
+        """Whether a test passes in a process of its own alone, as far as is known."""
+        return test.partition("::")[0] in self.known.alone
+
+    def passes(self, test: str, mutant: Mutant) -> bool:
+        """Whether one of a mutant's tests passes without the mistake."""
+        passes = self.known.passes.get(test)
+        if passes is None:
+            code, _ = self.test([test], "")
+            if code in NOTHING_RAN:  # not each name is one that pytest finds again
+                code, _ = self.test(mutant.files, mutant.select)
+            if code != PASSED and not self.is_alone(test):
+                code, _ = self.test(mutant.files, mutant.select, alone=True)
+                if code == PASSED:
+                    self.known.alone.add(test.partition("::")[0])
+            passes = self.known.passes[test] = code == PASSED
+        return passes
 
     def _environment(self) -> dict[str, str]:
         inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
@@ -241,24 +264,41 @@ def examined(area: str, mutant: Mutant, tree: Tree) -> Result:
         mutated = mutant.applied(original)
     except LookupError as error:
         return result(STALE, str(error))
-    with tree.planted(mutant.file, mutated):
-        code, printed = tree.test(mutant.files, mutant.select, "-x")
-        if code not in (FAILED, *NOTHING_RAN):
-            code, printed = tree.test(mutant.files, mutant.select, "-x", alone=True)
+    code, printed = tested(mutant, mutated, tree)
+    test = next(failures(printed), None) if code == FAILED else None
+    if test is not None and "::" in test:  # else it did not end
+        was_alone = tree.is_alone(test)
+        if not tree.passes(test, mutant):
+            return result(STALE, f"{shortened(test)} fails without the mistake")
+        if tree.is_alone(test) and not was_alone:
+            code, printed = tested(mutant, mutated, tree)
+            test = next(failures(printed), None)
     if code == FAILED:
-        return result(KILLED, next(failures(printed), "?"))
+        return result(KILLED, "?" if test is None else shortened(test))
     if code == PASSED:
         return result(ARGUED if mutant.survives else SURVIVED, mutant.survives)
     last = printed.strip().splitlines()[-1:] or ["nothing was printed"]
     return result(STALE, f"pytest ended with {code}: {last[0]}")
 
 
+def tested(mutant: Mutant, mutated: str, tree: Tree) -> tuple[int, str]:
+    """The tests of a mutant with the mistake, also in a process of their own if all pass."""
+    with tree.planted(mutant.file, mutated):
+        code, printed = tree.test(mutant.files, mutant.select, "-x")
+        if code not in (FAILED, *NOTHING_RAN):
+            code, printed = tree.test(mutant.files, mutant.select, "-x", alone=True)
+    return code, printed
+
+
 def failures(printed: str) -> Iterator[str]:
-    """The tests that failed, without the part of the path that all share."""
-    for found in re.finditer(
-        r"^(?:FAILED|ERROR) (?:tests/(?:\w+/)?)?(.+?)(?: - .*)?$", printed, re.MULTILINE
-    ):
+    """The tests that failed."""
+    for found in re.finditer(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.MULTILINE):
         yield found.group(1)
+
+
+def shortened(test: str) -> str:
+    """The name of a test without the part of the path that all share."""
+    return re.sub(r"^tests/(?:\w+/)?", "", test)
 
 
 def in_trees(
@@ -286,50 +326,6 @@ def in_trees(
             for tree in trees:
                 tree.close()
             raise
-
-
-def failing_without(chosen: Sequence[tuple[str, Mutant]], trees: Sequence[Tree]) -> list[str]:
-    """The tests of the chosen mutants that fail in a repository without a mistake.
-
-    Files of which some do so only in a process of their own are noted in ``Tree.alone``.
-    """
-    by_select: dict[str, set[str]] = {}
-    for _, mutant in chosen:
-        by_select.setdefault(mutant.select, set()).update(mutant.files)
-    parts = [
-        (select, sorted(tests)[i : i + TESTS_AT_ONCE])
-        for select, tests in by_select.items()
-        for i in range(0, len(tests), TESTS_AT_ONCE)
-    ]
-
-    def failed_of(tree: Tree, part: tuple[str, list[str]]) -> list[str]:
-        select, tests = part
-        code, printed = tree.test(tests, select)
-        if code != PASSED:
-            again = {test for test in tests if f" {test.partition('::')[0]}::" in printed}
-            again = again if code == FAILED and again else set(tests)
-            code, printed = tree.test(sorted(again), select, alone=True)
-            tree.alone |= {test.partition("::")[0] for test in again}
-        if code == PASSED:
-            return []
-        return [*failures(printed)] if code == FAILED else [printed.strip()[-2000:]]
-
-    failed = [*itertools.chain.from_iterable(in_trees(trees, failed_of, parts))]
-    for tree in trees:
-        tree.alone |= {*itertools.chain(*(other.alone for other in trees))}
-    for test in failed:
-        print(f"fails without any mistake: {test}")
-    if trees[0].alone:
-        print(f"In processes of their own: {', '.join(sorted(trees[0].alone))}", flush=True)
-    return failed
-
-
-def tells_nothing(mutant: Mutant, failed: Iterable[str]) -> str | None:
-    """Which of a mutant's tests fails without the mistake; None if all pass."""
-    for test in failed:
-        if any(re.match(rf"{re.escape(own)}(?![\w.])", test) for own in mutant.tests.split()):
-            return f"{test} fails without the mistake"
-    return None
 
 
 def examine_all(chosen: Sequence[tuple[str, Mutant]], trees: Sequence[Tree]) -> Iterator[Result]:
@@ -466,26 +462,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{len(chosen)} mutants.")
         return 0
     results = earlier_results(options.out) if options.resume else []
-    known = {result.mutant.mistake for result in results}
-    left = [(area, mutant) for area, mutant in chosen if mutant.mistake not in known]
-    if known:
+    done = {result.mutant.mistake for result in results}
+    left = [(area, mutant) for area, mutant in chosen if mutant.mistake not in done]
+    if done:
         print(f"{len(chosen) - len(left)} of {len(chosen)} mutants are done.", flush=True)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuser-mutants-")))
         share_compiled(folder / "cache")
-        trees = [Tree(folder / f"tree{i}") for i in range(min(options.jobs, len(left)))]
+        known = Known({}, set())
+        trees = [Tree(folder / f"tree{i}", known) for i in range(min(options.jobs, len(left)))]
         for tree in trees:
             stack.callback(tree.close)
         if left:
-            print(f"The tests of {len(left)} mutants, without a mistake ...", flush=True)
-            failed = failing_without(left, trees)
-            if any("::" not in test for test in failed):
-                return 2
-            for area, mutant in left:
-                if (reason := tells_nothing(mutant, failed)) is not None:
-                    results.append(Result(area, mutant, STALE, reason, 0.0))
-            stale = {result.mutant.mistake for result in results}
-            left = [(area, mutant) for area, mutant in left if mutant.mistake not in stale]
             write_results(options.out, results)
             results += appended(options.out, examine_all(left, trees))
     order = {mutant.mistake: i for i, mutant in enumerate(itertools.chain(*AREAS.values()))}
