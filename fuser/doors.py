@@ -148,6 +148,10 @@ class PassRunner:
         function()
 
     @staticmethod
+    def new_op(op: Any) -> None:
+        """An op was made, copied or loaded, and has a new number."""
+
+    @staticmethod
     def traced_call(container: Any, x: Any, extras: Any, keywords: Any) -> Any:
         """The call of a container or an op that torch.compile traces: here between two graphs.
 

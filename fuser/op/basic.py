@@ -117,6 +117,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         self._last_recipe: Recipe | None = None
         self._quantizer_views: dict[tuple[str, int], Any] = {}
         self._number = note_op(self)
+        PASSES.guest.new_op(self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -719,6 +720,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._number = note_op(self)
+        PASSES.guest.new_op(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # A factory may be a closure, which cannot be pickled. A copy calls it again.

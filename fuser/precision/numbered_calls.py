@@ -2,9 +2,9 @@
 
 A graph recomputes a pipeline, or runs its backward, without a trace in Python of the forward that
 it belongs to. Under delayed scaling both depend on that forward: on its scales, its amax step and
-the states of its gradients. So an op with quantizers gets a tensor with its number and that of its
-next call, when it is first traced. A graph reads it as an input, and gives it to the forward, to
-the backward and to a recomputation. The forward stores another tensor in the op.
+the states of its gradients. So an op with quantizers has a tensor with its number and that of its
+next call. A graph reads it as an input, and gives it to the forward, to the backward and to a
+recomputation. The forward stores another tensor in the op.
 """
 
 from __future__ import annotations

@@ -188,9 +188,6 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
     structure = f"{names} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     note_structure(structure, pipeline, quantized)
     quantizers = set(quantizing(ops))
-    for op in quantizers:
-        if op.__dict__.get("_next_call") is None:
-            number_call(op)
     return Pipeline(
         "",
         structure,
@@ -395,6 +392,7 @@ class TracedPasses(PassRunner):
     """Pipelines in the graphs of torch.compile."""
 
     traced_call = staticmethod(traced_call)
+    new_op = staticmethod(number_call)  # before any graph, so that graphs of equal ops are one
 
 
 PASSES.open(TracedPasses())

@@ -657,7 +657,7 @@ def test_fifty_steps_hold_no_more_than_one() -> None:
         model.zero_grad()
         if step in (3, 49):
             counts.append(alive())
-    assert counts[0] == counts[1]
+    assert counts[1] <= counts[0]  # what other tests left may go meanwhile
 
 
 @within_budget
