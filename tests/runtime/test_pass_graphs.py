@@ -164,7 +164,8 @@ def test_a_pass_whose_capture_fails_is_played_and_says_why(
     assert [steps.run(i) for i in range(STEPS)] == expected
     assert {each.refusal for each in graphs} == {"its capture failed: a library allocates"}
     capturer.error = None
-    steps.run(0)
+    for _ in range(3):  # the second call with equal addresses would be captured
+        steps.run(0)
     assert not capturer.captures
 
 
