@@ -43,6 +43,9 @@ COMPARE_FLAGS ?=
 # make mutants MUTANTS_FLAGS="--only kernels --jobs 1"
 MUTANTS_FLAGS ?=
 
+# make wing-out WING="memory plans"
+WING ?= cuts
+
 # make test-cuda-build CUDA_TORCH=torch==2.14.1; by default the release of `make test`
 CUDA_TORCH ?= $(shell grep ^torch== constraints.txt)
 CUDA_VENV ?= .venv-cuda

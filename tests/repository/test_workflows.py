@@ -19,6 +19,7 @@ import pytest
 import release
 import stages
 from paths import ROOT, TESTS
+from rooms import ROOMS
 
 yaml = pytest.importorskip("yaml")
 
@@ -59,6 +60,7 @@ SHORT = {
 }
 # Run in another way, by the test that is named.
 ELSEWHERE = {
+    "wing-out": "test_the_library_without_a_wing_trains_the_same",
     "docs": "test_the_site_has_every_document",
     "wheel": "test_the_wheel_has_every_file_of_the_library_and_no_other",
     "release-check": "test_the_release_of_this_repository_lacks_at_most_its_url",
@@ -212,6 +214,18 @@ def test_the_commands_of_a_target_work(target: str) -> None:
     run = made(*kept, target, *words, PYTEST_XDIST_AUTO_NUM_WORKERS="1")
     assert run.returncode == 0, run.stdout + run.stderr
     assert re.search(printed, run.stdout, re.M), run.stdout
+
+
+def test_every_wing_and_product_is_left_out_once() -> None:
+    rooms = workflows()["weekly.yml"]["jobs"]["rooms"]
+    assert set(matrix_of(rooms)["wing"]) == {room.name for room in ROOMS if room.kind != "core"}
+
+
+def test_the_library_without_a_wing_trains_the_same() -> None:
+    script = [sys.executable, "tests/wing_out.py", "cuts", "--seconds", "0"]
+    run = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "6 trainings of a dense block have the same losses." in run.stdout
 
 
 def test_the_linters_of_the_target_pass() -> None:
