@@ -28,14 +28,6 @@ KEPT_WEIGHTS = (
         "test_operand_flow.py::test_a_kept_weight_is_neither_copied_nor_saved",
     ),
     Mutant(
-        "a kept weight serves after a fused optimizer has stepped",
-        "basic_ops/kept_weight.py",
-        "KeptBefore.of",
-        "facts = (versions, optimizer_steps(), places)",
-        "facts = (versions, 0, places)",
-        "test_kept_weight.py::test_a_step_of_any_optimizer_is_noticed",
-    ),
-    Mutant(
         "a kept weight serves after a write in place",
         "basic_ops/kept_weight.py",
         "KeptBefore.of",
