@@ -45,7 +45,8 @@ INTERNALS = frozenset(
     (
         *torch.nn.Module().__dict__,
         # What torch, transformers and accelerate set on modules, and no forward computes with.
-        *("_compiled_call_impl", "_is_hf_initialized", "_is_accelerate_prepared"),
+        *("_compiled_call_impl", "_is_torch_compile"),
+        *("_is_hf_initialized", "_is_accelerate_prepared"),
         *("gradient_checkpointing", "_gradient_checkpointing_func"),
         # How torchtitan fills and shards parameters: its layers differ in the objects.
         *("_param_init", "_sharding_config", "_pos_arg_list", "_parallelized"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -109,3 +110,18 @@ def test_a_change_counts(change: str, when: str, monkeypatch: pytest.MonkeyPatch
     for call in (compiled, compiled, model):
         torch.testing.assert_close(seeded(call, x), expected, rtol=1e-5, atol=1e-5)
     assert torch.allclose(expected, before, atol=1e-4) == (change == "nothing")
+
+
+def test_a_module_given_to_torch_compile_runs_its_pipelines_outside_of_graphs() -> (
+    None
+):
+    torch.manual_seed(0)
+    layer, x = Layer(), data()
+    fuser.convert(layer, keep=())
+    with fuser.autocast(recipe=fuser.recipe.Float8CurrentScaling()):
+        expected = layer(x)
+        compiled = torch.compile(layer, backend="eager")
+        assert torch.equal(layer(x), expected)
+        compiled(x)
+        for each in (layer, copy.deepcopy(layer), copy.deepcopy(compiled)):
+            assert torch.equal(each(x), expected)
