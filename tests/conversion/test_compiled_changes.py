@@ -112,9 +112,7 @@ def test_a_change_counts(change: str, when: str, monkeypatch: pytest.MonkeyPatch
     assert torch.allclose(expected, before, atol=1e-4) == (change == "nothing")
 
 
-def test_a_module_given_to_torch_compile_runs_its_pipelines_outside_of_graphs() -> (
-    None
-):
+def test_a_module_given_to_torch_compile_runs_its_pipelines_outside_of_graphs() -> None:
     torch.manual_seed(0)
     layer, x = Layer(), data()
     fuser.convert(layer, keep=())
