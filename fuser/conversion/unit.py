@@ -181,7 +181,8 @@ class Runner:
             for index, step in enumerate(unit.steps)
             if isinstance(step.target, Chain)
         }
-        paths = unit.watched[1:]
+        self._watched = unit.watched
+        paths = self._watched[1:]
         called = [step.target for step in unit.steps if type(step.target) is str]
         # A forward may loop over children: one that was added or removed is another step.
         self._children = [
@@ -231,6 +232,11 @@ class Runner:
 
     def _changed(self, owner: torch.nn.Module) -> str | None:
         """Of traced code: which attribute with a plain value, or which forward, is another one."""
+        for path in self._watched:
+            child = child_of(owner, path)
+            # Read: an entry that is absent in ``__dict__`` alone is no guard of Dynamo.
+            if child is not None and (child.forward is None or "forward" in child.__dict__):
+                return f"the forward of {path or 'it'} was replaced"
         for path, forward, values in self._plain:
             child = child_of(owner, path)
             if child is None:

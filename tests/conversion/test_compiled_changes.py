@@ -58,6 +58,12 @@ def halved(self: Any, x: torch.Tensor) -> torch.Tensor:
 CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "nothing": lambda layer, patch: None,
     "eps": lambda layer, patch: setattr(layer.norm, "variance_epsilon", 0.5),
+    "a forward of an activation": lambda layer, patch: setattr(
+        layer.mlp.act, "forward", lambda x: 2 * x
+    ),
+    "a forward of a linear": lambda layer, patch: setattr(
+        layer.mlp.down, "forward", lambda x: x[..., :HIDDEN]
+    ),
     "p of a dropout": lambda layer, patch: setattr(layer.mlp.drop, "p", 0.5),
     "p of the function": lambda layer, patch: setattr(layer.mlp, "rate", 0.5),
     "the forward of a class": lambda layer, patch: patch.setattr(Norm, "forward", halved),
