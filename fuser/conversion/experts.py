@@ -265,9 +265,10 @@ def _trials(module: torch.nn.Module, part: ExpertsPart) -> list[_Trial] | str:
         below[name] = sign * values[name].abs()
     trials: list[_Trial] = []
     calls = [(spread, values, few) for spread in (0.1, 3.0, 30.0, 1e4)]
-    # Many tokens, all with the same experts: a capacity would leave some out.
+    # Many tokens, all with the same experts: a capacity would leave some out. They are small, since
+    # at the bound of a clamp rounding decides about a gradient.
     many = max(few, min(MOST_TOKENS, MOST_CHOICES // experts))
-    for spread, weights, tokens in (*calls, (3.0, below, few), (3.0, values, many)):
+    for spread, weights, tokens in (*calls, (3.0, below, few), (0.1, values, many)):
         x = spread * torch.randn(tokens, hidden, generator=generator)
         rows = few if tokens == few else 1
         order = torch.rand(rows, experts, generator=generator).argsort(-1)
