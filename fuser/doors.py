@@ -17,7 +17,6 @@ A product also adds members to classes of the core, and is loaded when one of th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -54,8 +53,11 @@ class Door(Generic[Answers]):
     def guest(self) -> Answers:
         """Who answers."""
         if self.product is not None:
-            with contextlib.suppress(ModuleNotFoundError):
+            try:
                 importlib.import_module(self.product)
+            except ModuleNotFoundError as error:
+                if not self.product.startswith(str(error.name)):
+                    raise  # the product is there, and lacks something
         guest: Answers = vars(self).get("guest", self.default)
         return guest
 

@@ -79,8 +79,10 @@ def _other_names(function: str, *names: str) -> str:
     """What a function of ``fuser.te.names`` says about these names; empty if they are unknown."""
     try:
         known = importlib.import_module("fuser.te.names")
-    except ModuleNotFoundError:  # that product may be deleted
-        return ""
+    except ModuleNotFoundError as error:
+        if not "fuser.te.names".startswith(str(error.name)):
+            raise
+        return ""  # that product may be deleted
     sentence: str = getattr(known, function)(*names)
     return sentence
 

@@ -124,7 +124,7 @@ def held(module: torch.nn.Module, name: str, value: Any) -> Any:
 def _noting(value: Any, steps: Steps, note: Callable[[Steps, object], None]) -> Any:
     """A value that was read, or a stand-in for it, of which what is read is noted."""
     if isinstance(value, torch.Tensor) and len(steps) > 1:
-        raise RuntimeError(f"it reads a tensor from {steps[0][1]}, whose values may change")
+        return _Unreadable(steps[0][1])
     if _is_data(value):
         note(steps, copy.deepcopy(value))
     elif type(value) in (list, tuple) and len(steps) < DEEPEST:
@@ -135,6 +135,21 @@ def _noting(value: Any, steps: Steps, note: Callable[[Steps, object], None]) -> 
     elif not isinstance(value, OTHERS) and type(value).__module__.split(".")[0] not in LIBRARIES:
         return _stand_in(value, steps, note)
     return value
+
+
+class _Unreadable:
+    """In place of a tensor in an object that a module holds: a forward that reads it has no graph.
+
+    Its values may change, and no call would see that.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+
+    def _refuse(self, *args: object, **keywords: object) -> Any:
+        raise RuntimeError(f"it reads a tensor from {self._owner}, whose values may change")
+
+    __getattr__ = __getitem__ = __torch_function__ = _refuse
 
 
 def _is_data(value: object) -> bool:

@@ -136,7 +136,7 @@ def _copied(value: Any) -> Any:
 def _contents(value: Any) -> list[object]:
     """What a write into a tensor or a container changes: objects, to be compared by identity."""
     if isinstance(value, torch.Tensor):
-        return [value._version]
+        return [] if value.is_inference() else [value._version]
     if type(value) is dict:
         return [*itertools.chain.from_iterable(value.items())]
     return [*value] if type(value) in (list, set) else []

@@ -190,6 +190,29 @@ def test_tensors_that_are_no_buffers_may_be_written_to() -> None:
 # -- copies of modules that have changed ------------------------------------------------
 
 
+HOLDERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]] = {
+    "a list": (lambda t: [t], lambda held: held[0]),
+    "a dict in a list": (lambda t: [{"x": t}], lambda held: held[0]["x"]),
+    "an object": (lambda t: types.SimpleNamespace(x=t), lambda held: held.x),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_tensor_in_an_object_matters_where_a_forward_reads_it(holder: str) -> None:
+    hold, read = HOLDERS[holder]
+    unread = FeedForward(hold(torch.ones(2)), lambda held: 1.702)
+    assert len(fuser.convert(unread).converted) == 1
+    slope = torch.tensor(1.702)
+    read_one = FeedForward(hold(slope), read)
+    plain = copy.deepcopy(read_one)
+    fuser.convert(read_one)
+    x = data()
+    for factor in (1.0, 2.0):
+        for model in (read_one, plain):
+            read(model.held).fill_(factor)
+        assert torch.equal(read_one(x), plain(x))
+
+
 class WithNumber(nn.Module):
     """A slope, an activation that is a function, and a child."""
 
