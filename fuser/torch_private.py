@@ -143,24 +143,38 @@ cuda_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 """The driver's handle of the current stream of a device."""
 
 
-_PRODUCT_SETTINGS = (
-    *("_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation"),
-    *("_get_cublas_allow_bf16_reduced_precision_reduction", "_get_deterministic_algorithms"),
-    *("_get_blas_preferred_backend", "_get_sm_carveout_experimental"),
-)
-_setting_getters = [
-    getattr(torch._C, name) for name in _PRODUCT_SETTINGS if hasattr(torch._C, name)
-]
-# The older getter is an error after the newer setting was used.
-if hasattr(torch._C, "_get_fp32_precision_getter"):
-    _setting_getters.append(lambda: torch._C._get_fp32_precision_getter("cuda", "matmul"))
-else:
-    _setting_getters.append(torch._C._get_cublas_allow_tf32)
+def _getter(name: str) -> Callable[..., Any]:
+    """A getter of a setting; one that returns None where torch does not have it."""
+    found: Callable[..., Any] = getattr(torch._C, name, lambda *_: None)
+    return found
+
+
+_fp16_reduction = _getter("_get_cublas_allow_fp16_reduced_precision_reduction")
+_fp16_accumulation = _getter("_get_cublas_allow_fp16_accumulation")
+_bf16_reduction = _getter("_get_cublas_allow_bf16_reduced_precision_reduction")
+_deterministic = _getter("_get_deterministic_algorithms")
+_blas_library = _getter("_get_blas_preferred_backend")
+_sm_carveout = _getter("_get_sm_carveout_experimental")
+_fp32_precision = _getter("_get_fp32_precision_getter")
+if not hasattr(torch._C, "_get_fp32_precision_getter"):
+    # The older getter is an error after the newer setting was used.
+    _fp32_precision = lambda *_: torch._C._get_cublas_allow_tf32()  # noqa: E731
 
 
 def product_settings() -> tuple[object, ...]:
-    """What torch reads at each product on a GPU: its settings of cuBLAS."""
-    return tuple([get() for get in _setting_getters])
+    """What torch reads at each product on a GPU: its settings of cuBLAS.
+
+    A library is named by its number, for torch's enumerations are slow to compare.
+    """
+    return (
+        _fp16_reduction(),
+        _fp16_accumulation(),
+        _bf16_reduction(),
+        _deterministic(),
+        _blas_library().value,
+        _sm_carveout(),
+        _fp32_precision("cuda", "matmul"),
+    )
 
 
 def set_sync_debug_mode(mode: int) -> None:

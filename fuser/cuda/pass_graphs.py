@@ -37,7 +37,9 @@ PATIENCE = 32
 LONGEST_PAUSE = 4096
 
 
-class _Switch:
+class Switch:
+    """Whether graphs are on."""
+
     is_on = os.environ.get("FUSER_GRAPH_PASSES", "1") != "0"
 
 
@@ -59,7 +61,7 @@ def graph_passes(enabled: bool) -> None:
     """
     if not isinstance(enabled, bool):
         raise InputTypeError(f"graph_passes takes True or False, got {enabled!r}.")
-    _Switch.is_on = enabled
+    Switch.is_on = enabled
 
 
 class _Side:
@@ -197,7 +199,7 @@ class PassGraphs:
         """
         self.calls = call = self.calls + 1
         place = None
-        if _Switch.is_on and self.refusal is None and call >= self._resumes_at:
+        if Switch.is_on and self.refusal is None and call >= self._resumes_at:
             place = capturer.place(self.device)
         if place is None:
             body(tensors)

@@ -30,6 +30,8 @@ Result = TypeVar("Result")
 
 # Buffers of zeros begin at multiples of this many bytes in the memory that they share.
 ZEROS_ALIGNMENT = 16
+# So do the pieces of a packed result: cuBLAS picks slower kernels for less.
+PIECE_ALIGNMENT = 256
 
 
 # -- actions ----------------------------------------------------------------------
@@ -62,6 +64,21 @@ class Zeroing(NamedTuple):
 
     place: int
     nbytes: int
+
+
+class Piece(NamedTuple):
+    """A tensor in the memory of another one, whose place is ``base``; the offset is in bytes."""
+
+    place: int
+    base: int
+    offset: int
+    layout: Dense
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """The piece of a tensor of bytes."""
+        shape, strides, dtype = self.layout
+        raw = base[self.offset : self.offset + self.layout.nbytes]
+        return raw.view(dtype).as_strided(shape, strides)
 
 
 class KernelLaunch(NamedTuple):
@@ -105,7 +122,7 @@ class Step(NamedTuple):
     title: str | None
 
 
-Action = Allocation | Zeroing | KernelLaunch | TorchCall | PythonCall | Step
+Action = Allocation | Zeroing | Piece | KernelLaunch | TorchCall | PythonCall | Step
 
 
 class LaunchSequence:
@@ -139,15 +156,17 @@ class LaunchSequence:
         """Why the actions cannot be repeated; None if they can."""
         self.last_use = 0
         """The number of the call that used it last, of those that its owner counts."""
-        # The generated functions of the inputs, without ranges of the profiler and with them, and
-        # the index of the GPU that they run on.
-        self._written: dict[bool, Callable[[Sequence[torch.Tensor | None]], Any]] = {}
+        # The generated functions of the inputs, by whether they have ranges of the profiler and
+        # whether results are packed; and the index of the GPU that they run on.
+        self._written: dict[tuple[bool, bool], Callable[[Sequence[torch.Tensor | None]], Any]] = {}
         self._device: int | None = None
         self.graphs: PassGraphs | None = None
         """The CUDA graphs that replace its calls where addresses come back."""
         self.no_graphs = "it has not been played"
         """Why there are none; empty if there may be."""
         self._first: list[Action] = []
+        self.pieces: tuple[Piece, ...] = ()
+        """What :meth:`pack` put into one tensor."""
 
     @property
     def made_from(self) -> int:
@@ -164,12 +183,15 @@ class LaunchSequence:
         """Whether its code has been generated, at its first repetition."""
         return bool(self._written)
 
-    def play(self, inputs: Sequence[torch.Tensor | None]) -> Any:
-        """Repeat the actions over other inputs of the same layout; the result has new tensors."""
-        is_profiled = is_profiler_enabled()
-        written = self._written.get(is_profiled)
+    def play(self, inputs: Sequence[torch.Tensor | None], is_packed: bool = False) -> Any:
+        """Repeat the actions over other inputs of the same layout; the result has new tensors.
+
+        With ``is_packed``, the pieces are in one of them.
+        """
+        how = is_profiler_enabled(), is_packed
+        written = self._written.get(how)
         if written is None:
-            written = self._written[is_profiled] = self._write(inputs, in_ranges=is_profiled)
+            written = self._written[how] = self._write(inputs, *how)
         if self._device is None or self._device == cuda_device():
             return written(inputs)
         with torch.cuda.device(self._device):
@@ -200,43 +222,111 @@ class LaunchSequence:
             self.actions.append(action)
         self.result = _moved(self.result, to)
 
+    def pack(self, slots: Sequence[Slot]) -> list[int]:
+        """Let :meth:`play` put results of ``slots``, one of :attr:`result`, into one tensor.
+
+        Those are the results that the actions make in memory of their own and that nothing else
+        leaves with. Returns their positions; :attr:`pieces` has where they are. Nothing is packed
+        if there are fewer than two, or if the actions are too few for a graph: without one, tensors
+        that products read are views, which take as long as allocations.
+        """
+        if sum(map(_is_work, self.actions)) < FEWEST_CALLS:
+            return []
+        layouts: dict[int, Dense] = {}
+        for action in self.actions:
+            if type(action) is Allocation:
+                layouts[action.place] = action.layout
+            elif type(action) is TorchCall and action.made is not None:
+                (place,) = action.places
+                if place is not None and place not in _places((action.args, action.kwargs)):
+                    layouts[place] = action.made
+        leaving = list(_places(self.result))
+        for action in reversed(self.actions):  # a base leaves with its views
+            is_view = type(action) is TorchCall and action.function.is_view
+            if is_view and not {*leaving}.isdisjoint(action.places):
+                leaving += _places((action.args, action.kwargs))
+        chosen = [
+            at
+            for at, slot in enumerate(slots)
+            if slot.place in layouts and leaving.count(slot.place) == 1
+        ]
+        if len(chosen) < 2:
+            return []
+        places = [place for action in self.actions for place in _touched(action)]
+        base, offset = 1 + max(places), 0
+        pieces = []
+        for at in chosen:
+            layout = layouts[slots[at].place]
+            pieces.append(Piece(slots[at].place, base, offset, layout))
+            offset += ceil_div(layout.nbytes, PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+        self.pieces = tuple(pieces)
+        self._packed = Dense((offset,), (1,), torch.uint8)
+        rest = tuple(slot for at, slot in enumerate(slots) if at not in chosen)
+        self._packed_result = tuple(
+            (*rest, Slot(base)) if part is slots else part for part in self.result
+        )
+        return chosen
+
+    def packed(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A tensor with copies of others as its pieces."""
+        whole = torch.empty(self._packed.shape, dtype=torch.uint8, device=tensors[0].device)
+        for piece, tensor in zip(self.pieces, tensors, strict=True):
+            piece.of(whole).copy_(tensor)
+        return whole
+
+    def _into_pieces(self, actions: list[Action], device: torch.device) -> list[Action]:
+        """The actions, with what they put into one tensor allocated as that."""
+        places = {piece.place for piece in self.pieces}
+        whole = Allocation(self.pieces[0].base, self._packed, device, is_zeroed=False)
+        found: list[Action] = [whole, *self.pieces]
+        for action in actions:
+            if type(action) is Allocation and action.place in places:
+                if action.is_zeroed and action.layout.nbytes:
+                    found.append(Zeroing(action.place, action.layout.nbytes))
+            elif type(action) is TorchCall and action.made and action.places[0] in places:
+                found.append(_written_to(action, Slot(action.places[0])))
+            else:
+                found.append(action)
+        return found
+
     # -- generated code -------------------------------------------------------
 
     def _write(
-        self, inputs: Sequence[torch.Tensor | None], *, in_ranges: bool
+        self, inputs: Sequence[torch.Tensor | None], in_ranges: bool, is_packed: bool
     ) -> Callable[[Sequence[torch.Tensor | None]], Any]:
         """Generate straight-line Python, with all constants inserted."""
-        needed = _with_views_at_once(self._needed(), set(_places(self.result)))
+        leaving = set(_places(self.result))
+        needed = _with_views_at_once(self._needed(leaving), leaving)
         actions = [one for one in needed if in_ranges or type(one) is not Step]
         is_driver = type(launch.backend) is launch.LaunchBackend
         code: _DriverCode | _BackendCode = _BackendCode()
         place: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         tensors = [tensor for tensor in (*inputs, *self.constants) if tensor is not None]
+        result = self.result
+        if is_packed:
+            result, actions = self._packed_result, self._into_pieces(actions, tensors[0].device)
         if is_driver:
             self._device = tensors[0].get_device()
-            code = _DriverCode(self._device, actions, self.result)
+            code = _DriverCode(self._device, actions, result)
             place = torch.cuda.device(self._device)
         with place:
             if not in_ranges:
-                actions, self.no_graphs = self._graphed(actions, tensors)
+                actions, self.no_graphs = self._graphed(actions, tensors, result)
                 if not self.no_graphs:
-                    return self._with_graphs(actions, code)
-            return self._source(actions, code).functions("launches")["play"]
+                    return self._with_graphs(actions, code, result)
+            return self._source(actions, code, result).functions("launches")["play"]
 
-    def _source(self, actions: list[Action], code: _DriverCode | _BackendCode) -> SourceCode:
+    def _source(
+        self, actions: list[Action], code: _DriverCode | _BackendCode, result: Any
+    ) -> SourceCode:
         src = self._begun(code)
         with src.block("def play(inputs):"):
             self._take_inputs(src)
-            self._add(src, actions, code, self._kept)
-            src.add(f"return {_expression(src, self.result)}")
+            kept = set(_places(result))  # the places that are not freed before the end
+            kept.update(range(0 if not self.owns_inputs else self.count, self.made_from))
+            self._add(src, actions, code, kept)
+            src.add(f"return {_expression(src, result)}")
         return src
-
-    @property
-    def _kept(self) -> set[int]:
-        """The places that are not freed before the end."""
-        kept = set(_places(self.result))
-        kept.update(range(0 if not self.owns_inputs else self.count, self.made_from))
-        return kept
 
     def _begun(self, code: _DriverCode | _BackendCode) -> SourceCode:
         src = SourceCode(**code.names, in_range=torch.profiler.record_function)
@@ -266,6 +356,8 @@ class LaunchSequence:
                 code.allocate(src, action)
             elif type(action) is Zeroing:
                 code.clear(src, action)
+            elif type(action) is Piece:
+                code.take(src, action)
             elif type(action) is KernelLaunch:
                 code.launch(src, number, action)
             elif type(action) is TorchCall:
@@ -286,7 +378,7 @@ class LaunchSequence:
     # -- as a CUDA graph ------------------------------------------------------
 
     def _graphed(
-        self, actions: list[Action], tensors: Sequence[torch.Tensor]
+        self, actions: list[Action], tensors: Sequence[torch.Tensor], result: Any
     ) -> tuple[list[Action], str]:
         """The actions of a graph, and why there can be none; what comes before it is noted.
 
@@ -301,7 +393,7 @@ class LaunchSequence:
             return actions, "it has too few launches"
         if any(tensor.get_device() != tensors[0].get_device() for tensor in tensors):
             return actions, "it reads tensors of several devices"
-        leaving = set(_places(self.result))
+        leaving = set(_places(result))
         for action in reversed(actions):  # a base leaves with its views
             is_view = type(action) is TorchCall and action.function.is_view
             if is_view and not leaving.isdisjoint(action.places):
@@ -338,7 +430,7 @@ class LaunchSequence:
         return others, ""
 
     def _with_graphs(
-        self, actions: list[Action], code: _DriverCode | _BackendCode
+        self, actions: list[Action], code: _DriverCode | _BackendCode, result: Any
     ) -> Callable[[Sequence[torch.Tensor | None]], Any]:
         """A function that does what comes first, then replays or runs the actions.
 
@@ -353,7 +445,7 @@ class LaunchSequence:
         names = "".join(f"t{place}, " for place in given)
         with src.block("def launches(tensors):"):
             src.add(f"{names}= tensors", "tensors.clear()")
-            self._add(src, actions, code, set(constants) | set(_places(self.result)))
+            self._add(src, actions, code, set(constants) | set(_places(result)))
         with src.block("def play(launches, inputs):"):
             self._take_inputs(src)
             for number, action in enumerate(self._first):
@@ -364,17 +456,17 @@ class LaunchSequence:
                     _call(src, number, action, "view")
             addresses = "".join(f"t{place}.data_ptr(), " for place in (*given, *constants))
             src.add(f"addresses = ({addresses})", f"tensors = [{names}]")
-            passed = set(given).difference(_places(self.result)) if self.owns_inputs else ()
+            passed = set(given).difference(_places(result)) if self.owns_inputs else ()
             if passed:
                 src.add(f"{''.join(f't{place} = ' for place in sorted(passed))}None")
             src.add(f"{src.bind('run_graph', self.graphs.run)}(launches, addresses, tensors)")
-            src.add(f"return {_expression(src, self.result)}")
+            src.add(f"return {_expression(src, result)}")
         functions = src.functions("launches")
         return partial(functions["play"], functions["launches"])
 
-    def _needed(self) -> list[Action]:
-        """The actions without views and allocations that nothing reads."""
-        read = set(_places(self.result))
+    def _needed(self, leaving: set[int]) -> list[Action]:
+        """The actions without views and allocations that nothing reads, and that do not leave."""
+        read = set(leaving)
         kept: list[Action] = []
         for action in reversed(self.actions):
             if type(action) is Allocation:
@@ -403,6 +495,8 @@ class _DriverCode:
         self.offsets: dict[int, int] = {}
         self.zeros = 0
         self.where: torch.device | None = None
+        self.pieces = {one.place: one for one in actions if type(one) is Piece}
+        self.read = seen
         for action in actions:
             if type(action) is Allocation and action.is_zeroed and action.place not in seen:
                 self.offsets[action.place], self.where = self.zeros, action.device
@@ -427,7 +521,11 @@ class _DriverCode:
             self.clear(src, Zeroing(action.place, action.layout.nbytes))
 
     def clear(self, src: SourceCode, action: Zeroing) -> None:
-        src.add(f"memset(t{action.place}.data_ptr(), 0, {action.nbytes}, stream)")
+        src.add(f"memset({self._address(action.place)}, 0, {action.nbytes}, stream)")
+
+    def take(self, src: SourceCode, action: Piece) -> None:
+        if action.place in self.read:  # launches need its address alone
+            _take(src, action)
 
     def launch(self, src: SourceCode, number: int, action: KernelLaunch) -> None:
         kernel, grid, args = action
@@ -446,10 +544,18 @@ class _DriverCode:
     def _value(self, value: Any) -> str:
         """The expression of a value; Python's numbers are packed faster than numpy's."""
         if type(value) is Slot:
-            offset = self.offsets.get(value.place)
-            return f"t{value.place}.data_ptr()" if offset is None else f"zeros_at + {offset}"
+            return self._address(value.place)
         number = value.item() if isinstance(value, np.generic) else value
         return repr(number) if math.isfinite(number) else f"float('{number}')"
+
+    def _address(self, place: int) -> str:
+        """The expression of the address of a tensor."""
+        if place in self.offsets:
+            return f"zeros_at + {self.offsets[place]}"
+        piece = self.pieces.get(place)
+        if piece is not None:
+            return f"t{piece.base}.data_ptr() + {piece.offset}"
+        return f"t{place}.data_ptr()"
 
 
 class _BackendCode:
@@ -466,6 +572,9 @@ class _BackendCode:
 
     def clear(self, src: SourceCode, action: Zeroing) -> None:
         src.add(f"t{action.place}.zero_()")
+
+    def take(self, src: SourceCode, action: Piece) -> None:
+        _take(src, action)
 
     def launch(self, src: SourceCode, number: int, action: KernelLaunch) -> None:
         kernel, grid, args = action
@@ -489,6 +598,14 @@ def _allocate(src: SourceCode, action: Allocation, contiguous: Callable[..., Any
         new = partial(torch.empty_strided, shape, strides, dtype=dtype, device=action.device)
     place = action.place
     src.add(f"t{place} = {src.bind(f'new_{place}', new)}()  # {shape}, {dtype}")
+
+
+def _take(src: SourceCode, piece: Piece) -> None:
+    """Write the tensor of a piece."""
+    place, base, start, (shape, strides, dtype) = piece
+    bytes_ = f"t{base}[{start}:{start + piece.layout.nbytes}]"
+    name = src.bind(f"dtype_{place}", dtype)
+    src.add(f"t{place} = {bytes_}.view({name}).as_strided({tuple(shape)}, {strides})")
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -616,6 +733,8 @@ def _touched(action: Action) -> Iterable[int]:
         yield from _places(action.args)
     elif type(action) is Zeroing:
         yield action.place
+    elif type(action) is Piece:
+        yield from (action.place, action.base)
     elif type(action) is TorchCall:
         yield from _places((action.args, action.kwargs))
         yield from (place for place in action.places if place is not None)
@@ -628,6 +747,8 @@ def _touched(action: Action) -> Iterable[int]:
 def _last_uses(actions: Sequence[Action], kept: set[int]) -> dict[int, list[int]]:
     """The places to free after each action: of tensors that nothing reads after it."""
     last = {place: number for number, action in enumerate(actions) for place in _touched(action)}
+    for piece in [action for action in actions if type(action) is Piece]:
+        last[piece.base] = max(last[piece.base], last[piece.place])
     freed: dict[int, list[int]] = {}
     for place, number in last.items():
         if place not in kept:
@@ -647,6 +768,7 @@ def record(
     objects: Sequence[object] = (),
     with_calls: bool = False,
     owns_inputs: bool = False,
+    pieces: Sequence[tuple[torch.Tensor, Piece]] = (),
 ) -> tuple[LaunchSequence, Result, Callable[[Any], Any]]:
     """Call ``function``, and record its actions.
 
@@ -665,6 +787,9 @@ def record(
         Inputs after the tensors, for calls that are made each time: process groups.
     with_calls
         Whether the sequence may call torch, besides allocating.
+    pieces
+        Tensors in the memory of an input, with how they are there; the place of one is not read,
+        and its base is the place of the input.
 
     Returns
     -------
@@ -675,6 +800,8 @@ def record(
     count = len(tensors) + len(objects)
     sequence = LaunchSequence(count, constants, owns_inputs=owns_inputs)
     recorder = _Recorder(tensors, objects, sequence, runs, with_calls)
+    for tensor, piece in pieces:
+        sequence.actions.append(piece._replace(place=recorder.new(tensor)))
     recording, failure = launch.recording, module.compile_failure
     outer = recording.listener, recording.recorder
     recording.listener, recording.recorder = recorder.launched, recorder
@@ -748,7 +875,7 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
             return made
         if func in _ALLOCATING and made.device in self.devices and made.is_contiguous():
             where = (made.device, func in _ZEROING)
-            self.sequence.actions.append(Allocation(self._new(made), _dense(made), *where))
+            self.sequence.actions.append(Allocation(self.new(made), _dense(made), *where))
         elif self.with_calls:
             self._called(func, args, kwargs, made)
         elif not func.is_view:
@@ -777,7 +904,7 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.is_in_call = False
         place = None
         if isinstance(result, torch.Tensor):
-            place = self._new(result)
+            place = self.new(result)
         elif result is not None:
             place, self.count = self.count, self.count + 1
             self.objects[id(result)] = (result, place)
@@ -811,7 +938,7 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if type(result) not in PLAIN or result.device not in self.devices:
                     self.refuse(f"{func} returns a {type(result).__name__} on {result.device}")
                 place = self._place(result)
-                places.append(self._new(result) if place is None else place)
+                places.append(self.new(result) if place is None else place)
             elif result is None:
                 places.append(None)
             else:
@@ -859,7 +986,8 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self.places.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None
 
-    def _new(self, tensor: torch.Tensor) -> int:
+    def new(self, tensor: torch.Tensor) -> int:
+        """The place of a tensor that is not known yet."""
         place, self.count = self.count, self.count + 1
         self._put(tensor, place)
         return place

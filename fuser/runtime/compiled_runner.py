@@ -427,6 +427,8 @@ class Runner:
                 planned.forward,
                 planned.backward,
             )
+            if self._plan.recorded is not None:
+                self._plan.recorded.packs = False  # a graph has each saved tensor
         return self._plan
 
     def _give(self, params: Tensors) -> None:

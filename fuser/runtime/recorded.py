@@ -25,7 +25,8 @@ from fuser.communication import WeakGroup, resolved
 from fuser.cuda import launch
 from fuser.cuda.arguments import PLAIN
 from fuser.cuda.launch_cache import cached_launches, constant_launches
-from fuser.cuda.sequence import LaunchSequence, record
+from fuser.cuda.pass_graphs import Switch
+from fuser.cuda.sequence import LaunchSequence, Piece, record
 from fuser.doors import PASSES, PassRunner
 from fuser.errors import InputError, StateError
 from fuser.functional.lazy import LazyTensor
@@ -169,6 +170,8 @@ class RecordedPasses:
         self._recipe = recipe
         modes = ("forward", "backward") if recipe is not None else ()
         self._quantizing = [op for op in ops if any(map(op.num_quantizers, modes))]
+        self.packs = True
+        """Whether what a backward alone reads may be one tensor."""
         self._forwards: _Recordings[RecordedForward] = _Recordings()
         self._readers: dict[int, Reader] = {}
 
@@ -239,6 +242,7 @@ class RecordedPasses:
             if not self._forwards.has_room(layout, call, is_first=False):
                 return None
             found = self._forwards[layout] = RecordedForward(quantizers, parameters, groups)
+            found.packs = self.packs
         found.last_use = call
         if found.refusal is not None:
             return None
@@ -364,6 +368,15 @@ class _Given(NamedTuple):
     number: int
 
 
+class _Read(NamedTuple):
+    """Of the saved tensors, those whose layouts a backward depends on, by their numbers."""
+
+    inputs: tuple[int, ...]
+    """The inputs: ``.data`` may give them another layout."""
+    quantized: Quantized
+    """The quantized parameters, after those that contexts hold, which are counted too."""
+
+
 class _Recording(NamedTuple):
     """A recorded forward."""
 
@@ -372,9 +385,14 @@ class _Recording(NamedTuple):
     """The states of delayed scaling that record in it, in their order."""
     contexts: list[tuple[type[OperationContext], dict[str, Any]]]
     saved: list[Part]
-    """How to make each saved tensor from those that the sequence returns."""
-    inputs: tuple[int, ...]
-    """Of those that the sequence returns, the inputs: ``.data`` may give them another layout."""
+    """How to make each saved tensor from those that the forward saves."""
+    kept: tuple[int, ...]
+    """Of those, the ones that are no piece of another; the last that the sequence returns has the
+    pieces."""
+    saved_count: int
+    """The number of saved tensors if each piece is one."""
+    read: tuple[_Read, _Read]
+    """Of the saved tensors themselves, and where the last has the pieces."""
     ends: tuple[int, ...]
     specs: tuple[Any, ...]
     """Shape and dtype of every extra output."""
@@ -384,8 +402,24 @@ class _Recording(NamedTuple):
     """The weights that it keeps for other microbatches."""
     given: list[int]
     """The places of the quantized parameters that contexts hold."""
-    read_back: Quantized
-    """Of these, and of the saved tensors after them, those that are quantized parameters."""
+
+    def packed(self, saved: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The saved tensors of the call that is recorded, as those of a repetition."""
+        others = [tensor for i, tensor in enumerate(saved) if i in self.kept]
+        return (
+            *others,
+            self.sequence.packed([t for i, t in enumerate(saved) if i not in self.kept]),
+        )
+
+    def whole(self, saved: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The saved tensors, with each piece as a tensor."""
+        *others, last = saved
+        pieces = iter([piece.of(last) for piece in self.sequence.pieces])
+        kept = dict(zip(self.kept, others, strict=True))
+        return tuple([kept[i] if i in kept else next(pieces) for i in range(self.saved_count)])
+
+
+_NONE_READ = _Read((), [])
 
 
 class RecordedForward:
@@ -403,6 +437,8 @@ class RecordedForward:
         self._parameters = parameters
         self._groups = [(WeakGroup(group), op) for group, op in groups.items()]
         self._quantizers = quantizers  # held, so that no other list has its id
+        self.packs = True
+        """As of :class:`RecordedPasses`."""
         self._constants = [
             tensor
             for quantizer in itertools.chain(*quantizers)
@@ -435,7 +471,12 @@ class RecordedForward:
         if known.used:
             note_uses(known.used)
         inputs = (*tensors, *groups) if groups else tensors
-        results: tuple[Any, ...] = _played(known.sequence, inputs)
+        is_packed = (
+            bool(known.sequence.pieces)
+            and Switch.is_on  # without graphs a backward frees what it has read
+            and saved_tensor_hooks(False) is None  # a checkpoint compares what is saved
+        )
+        results: tuple[Any, ...] = _played(known.sequence, inputs, is_packed)
         if known.keeps:
             for each in known.keeps:
                 each.keep(keywords.before, results[-1])
@@ -480,7 +521,18 @@ class RecordedForward:
         output, produced, *rest = results
         kept: tuple[Any, ...] = (output, produced)
         recording = _Recording(
-            sequence, list(dict.fromkeys(used)), [], [], (), (), (), [], [], [], ()
+            sequence,
+            list(dict.fromkeys(used)),
+            [],
+            [],
+            (),
+            0,
+            (_NONE_READ,) * 2,
+            (),
+            (),
+            [],
+            [],
+            [],
         )
         if type(output) is not torch.Tensor:
             sequence.refusal = f"the output is a {type(output).__name__}"
@@ -501,11 +553,6 @@ class RecordedForward:
                 contexts=list(zip(map(type, contexts), values, strict=True)),
                 saved=[_recorded_as(tensor, held, sequence, quantized) for tensor in to_save],
                 given=given,
-                read_back=[
-                    (number, quantized[id(tensor)][1])
-                    for number, tensor in enumerate((*[tensors[at] for at in given], *held))
-                    if id(tensor) in quantized
-                ],
                 ends=ends,
                 specs=specs,
                 versioned=[
@@ -532,16 +579,33 @@ class RecordedForward:
         )
         if rest:
             places = [slot.place for slot in sequence.result[2]]
-            of_inputs = tuple(
+            packed = sequence.pack(sequence.result[2]) if self.packs else []
+            of_kept = tuple(i for i in range(len(held)) if i not in packed)
+            first = len(given)
+            read_back = [
+                (number, quantized[id(tensor)][1])
+                for number, tensor in enumerate((*[tensors[at] for at in given], *held))
+                if id(tensor) in quantized
+            ]
+            inputs = [
                 i
                 for i, place in enumerate(places)
                 if place < sequence.count and type(held[i]) in PLAIN
-            )
-            recording = recording._replace(inputs=of_inputs)
+            ]
+            later = [
+                (n if n < first else first + of_kept.index(n - first), facts)
+                for n, facts in read_back
+            ]
+            unpacked = _Read(tuple(inputs), read_back)
+            read = unpacked, _Read(tuple(map(of_kept.index, inputs)), later)
+            recording = recording._replace(kept=of_kept, saved_count=len(held), read=read)
         self._recording = recording
         if not rest:
             return results
-        return (*kept[:2], (self, versions, self.given(tensors)), kept[2], None, recording.specs)
+        saved = tuple(held)
+        if sequence.pieces and Switch.is_on and saved_tensor_hooks(False) is None:
+            saved = recording.packed(held)  # so that there is one layout of backwards
+        return (*kept[:2], (self, versions, self.given(tensors)), saved, None, recording.specs)
 
     # -- backward -------------------------------------------------------------
 
@@ -587,17 +651,19 @@ class RecordedForward:
         recording = self._recording
         assert recording is not None
         groups = [group(op) for group, op in self._groups] if self._groups else []
+        is_packed = len(saved) < recording.saved_count
+        read = recording.read[is_packed]
         found = layout = None
         buffers: list[Any] | None = []
-        if recording.read_back:  # None if one is quantized otherwise since the forward
-            buffers = buffers_of([*given, *saved], recording.read_back)
+        if read.quantized:  # None if one is quantized otherwise since the forward
+            buffers = buffers_of([*given, *saved], read.quantized)
         if launch.recording.listener is None and not is_part and buffers is not None:
-            tensors = [*grads, *[saved[i] for i in recording.inputs], *buffers]
+            tensors = [*grads, *[saved[i] for i in read.inputs], *buffers]
             layout = _reader_of(len(tensors))(tensors)
             del tensors
         if layout is not None:
             autocast = is_any_autocast_enabled() and autocast_dtype(dx.device.type)
-            layout = (layout, autocast, others, needed)
+            layout = (layout, autocast, others, needed, is_packed)
             call = next(self._backwards.calls)
             found = self._backwards.get(layout)
         if found is not None and found.is_complete:
@@ -625,12 +691,23 @@ class RecordedForward:
         if needed is not None:
             contexts = needing(contexts, needed)
         inputs = [*saved, *grads, *(buffers or ())]
-        held = [put_together(recording.saved, saved)]
+        whole: Sequence[torch.Tensor] = saved
+        pieces: list[tuple[torch.Tensor, Piece]] = []
+        if is_packed:
+            whole, base = recording.whole(saved), len(saved) - 1
+            apart = [tensor for i, tensor in enumerate(whole) if i not in recording.kept]
+            pieces = [
+                (tensor, piece._replace(base=base))
+                for tensor, piece in zip(apart, recording.sequence.pieces, strict=True)
+            ]
+            del apart
+        held = [put_together(recording.saved, whole)]
         saved.clear()
+        del whole
         args = (contexts, held, recording.ends, dx, grad_extras, recording.specs)
         is_new = layout is not None and found is None and _are_distinct(inputs)
         if not is_new or not self._backwards.has_room(layout, call, is_first=True):
-            del inputs
+            del inputs, pieces
             return backward(*args)
         sequence, result, slotted = record(
             inputs,
@@ -639,6 +716,7 @@ class RecordedForward:
             objects=groups,
             with_calls=True,
             owns_inputs=True,
+            pieces=pieces,
         )
         sequence.result = slotted(result)
         sequence.drop_names()
@@ -717,11 +795,11 @@ def _other_tensors(
     return tensors, tuple(key)
 
 
-def _played(sequence: LaunchSequence, tensors: Tensors) -> Any:
+def _played(sequence: LaunchSequence, tensors: Tensors, is_packed: bool = False) -> Any:
     if not is_any_autocast_enabled():
-        return sequence.play(tensors)
+        return sequence.play(tensors, is_packed)
     with without_autocast():
-        return sequence.play(tensors)
+        return sequence.play(tensors, is_packed)
 
 
 def _picked(

@@ -886,7 +886,7 @@ def _memory_of_a_graph(given: Given) -> None:
 def _passes_without_graphs(given: Given) -> None:
     fuser.graph_passes(**given)
     try:
-        assert not pass_graphs._Switch.is_on
+        assert not pass_graphs.Switch.is_on
     finally:
         fuser.graph_passes(True)
-    assert pass_graphs._Switch.is_on
+    assert pass_graphs.Switch.is_on

@@ -64,9 +64,9 @@ def counted(name: str) -> Iterator[list[Any]]:
         if name == "replays":
             play = recorded._played
 
-            def played(sequence: Any, tensors: Any) -> Any:
+            def played(sequence: Any, *given: Any) -> Any:
                 found.append(sequence)
-                return play(sequence, tensors)
+                return play(sequence, *given)
 
             patch.setattr(recorded, "_played", played)
         else:

@@ -192,12 +192,12 @@ def test_graphs_are_off_where_a_user_says_so(capturer: CpuCapturer) -> None:
 def test_a_switch_that_is_neither_true_nor_false_is_refused() -> None:
     with pytest.raises(fuser.InputTypeError, match=r"graph_passes takes True or False, got 0\."):
         fuser.graph_passes(0)
-    assert pass_graphs._Switch.is_on
+    assert pass_graphs.Switch.is_on
 
 
 @pytest.mark.parametrize(("value", "is_on"), [("0", False), ("1", True)])
 def test_a_variable_of_the_environment_turns_graphs_off(value: str, is_on: bool) -> None:
-    code = "from fuser.cuda import pass_graphs; print(pass_graphs._Switch.is_on)"
+    code = "from fuser.cuda import pass_graphs; print(pass_graphs.Switch.is_on)"
     environment = {
         **os.environ,
         "FUSER_GRAPH_PASSES": value,
@@ -224,6 +224,83 @@ def test_results_that_leave_a_graph_have_the_options_of_their_calls(capturer: Cp
         assert all(map(torch.equal, found, calls()))
     assert made.graphs is not None, made.no_graphs
     assert made.graphs.hits
+
+
+@pytest.mark.parametrize("recipe_name", ["none", "current None", "delayed"])
+def test_what_a_backward_alone_reads_is_in_one_tensor(
+    recipe_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences: list[sequence.LaunchSequence] = []
+    pack = sequence.LaunchSequence.pack
+
+    def noted(self: sequence.LaunchSequence, slots: Any) -> list[int]:
+        sequences.append(self)
+        return pack(self, slots)
+
+    monkeypatch.setattr(sequence.LaunchSequence, "pack", noted)
+    make, shape = MODELS["swiglu"]
+    model, x = make(), torch.randn(shape, dtype=BF16, requires_grad=True)
+    for _ in range(3):
+        with under(RECIPES[recipe_name]):
+            y = model(x)
+        *others, last = y.grad_fn.saved_tensors
+    (one,) = sequences
+    assert last.dtype == torch.uint8
+    assert len(one.pieces) >= 2
+    assert len(others) + len(one.pieces) == len(one.result[2])
+    assert {each.untyped_storage().data_ptr() for each in others}.isdisjoint(
+        {last.untyped_storage().data_ptr()}
+    )
+    bytes_of_pieces = [piece.layout.nbytes for piece in one.pieces]
+    padding = last.nbytes - sum(bytes_of_pieces)
+    assert 0 <= padding < len(one.pieces) * sequence.PIECE_ALIGNMENT
+    ends = [piece.offset + piece.layout.nbytes for piece in one.pieces]
+    assert all(end <= piece.offset for end, piece in zip(ends, one.pieces[1:], strict=False))
+    assert ends[-1] <= last.nbytes
+    assert not any(piece.offset % sequence.PIECE_ALIGNMENT for piece in one.pieces)
+
+
+def test_a_result_that_leaves_otherwise_too_is_in_memory_of_its_own() -> None:
+    x = torch.randn(8, 64)
+
+    def calls() -> tuple[Any, ...]:
+        one, other, third, fourth = x + 1, x * 2, x * 3, x * 4
+        return one, (other[:4],), (one, other, third, fourth)
+
+    made, result, slotted = sequence.record([x], calls, with_calls=True)
+    made.result = slotted(result)
+    made.drop_names()
+    assert made.pack(made.result[2]) == [2, 3]
+    for inputs in (x, torch.randn(8, 64)):
+        one, (part,), (kept, other, last) = made.play((inputs,), True)
+        assert kept is one
+        assert torch.equal(one, inputs + 1)
+        assert torch.equal(other, inputs * 2)
+        assert torch.equal(part, other[:4])
+        third, fourth = (piece.of(last) for piece in made.pieces)
+        assert torch.equal(third, inputs * 3)
+        assert torch.equal(fourth, inputs * 4)
+    assert len(made.play((x,))[2]) == 4
+
+
+def test_pieces_that_are_added_to_begin_with_zeros() -> None:
+    x = torch.randn(8)
+
+    def calls() -> tuple[Any, ...]:
+        total, other = torch.zeros(8), torch.empty(8)
+        total.add_(x)
+        other.copy_(x)
+        return x * 2, (), (total, other)
+
+    made, result, slotted = sequence.record([x], calls, with_calls=True)
+    made.result = slotted(result)
+    made.drop_names()
+    assert made.pack(made.result[2]) == [0, 1]
+    for _ in range(2):  # garbage comes back
+        _, _, (last,) = made.play((x,), True)
+        assert all(torch.equal(piece.of(last), x) for piece in made.pieces)
+        last.fill_(255)
+        del last
 
 
 # -- which addresses have graphs ------------------------------------------------

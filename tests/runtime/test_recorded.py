@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuser
 from fuser import recipe as recipes
-from fuser.cuda import launch, sequence
+from fuser.cuda import launch, pass_graphs, sequence
 from fuser.runtime import recorded
 from fuser.runtime.recorded import RecordedPasses
 
@@ -47,9 +47,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     play = recorded._played
 
-    def noted(which: sequence.LaunchSequence, tensors: Any) -> Any:
+    def noted(which: sequence.LaunchSequence, *given: Any) -> Any:
         found.append(which)
-        return play(which, tensors)
+        return play(which, *given)
 
     monkeypatch.setattr(recorded, "_played", noted)
     return found
@@ -518,9 +518,10 @@ def test_checkpointed_blocks_have_the_bits_of_plain_ones(name: str, use_reentran
         assert_equal(*results)
 
 
-def test_a_recorded_backward_frees_what_it_has_read(
+def test_without_graphs_a_recorded_backward_frees_what_it_has_read(
     played: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pass_graphs.Switch, "is_on", False)
     model = MODELS["swiglu"][0]()
     for _ in range(4):
         step(model, torch.randn(64, 32, dtype=BF16))
@@ -528,11 +529,11 @@ def test_a_recorded_backward_frees_what_it_has_read(
     alive: list[int] = []
     play, mm = recorded._played, torch.mm
 
-    def watched(which: Any, tensors: Any) -> Any:
+    def watched(which: Any, tensors: Any, *options: Any) -> Any:
         if isinstance(tensors, list):  # a backward, whose last tensor is the gradient
             plain = (t for t in tensors[:-1] if not isinstance(t, torch.nn.Parameter))
             saved.extend(map(weakref.ref, plain))
-        return play(which, tensors)
+        return play(which, tensors, *options)
 
     def product(*args: torch.Tensor) -> torch.Tensor:
         alive.append(sum(ref() is not None for ref in saved))

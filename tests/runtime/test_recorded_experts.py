@@ -44,9 +44,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     play = recorded._played
 
-    def noted(which: sequence.LaunchSequence, tensors: Any) -> Any:
+    def noted(which: sequence.LaunchSequence, *given: Any) -> Any:
         found.append(which)
-        return play(which, tensors)
+        return play(which, *given)
 
     monkeypatch.setattr(recorded, "_played", noted)
     return found

@@ -45,9 +45,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     sequences: list[Any] = []
     play = recorded._played
 
-    def noted(sequence: Any, tensors: Any) -> Any:
+    def noted(sequence: Any, *given: Any) -> Any:
         sequences.append(sequence)
-        return play(sequence, tensors)
+        return play(sequence, *given)
 
     monkeypatch.setattr(recorded, "_played", noted)
     return sequences
@@ -173,7 +173,7 @@ def test_every_field_of_a_forwards_layout_is_tested_here() -> None:
         patch.setattr(recorded._Recordings, "has_room", noted)
         for seed in range(3):
             step(model, random(ROWS, WIDTH, seed=seed), recipe)
-    forwards = [layout for layout in found if len(layout) != 4]
+    forwards = [layout for layout in found if len(layout) != 5]
     tensors, ties, parameters, groups, keywords, is_evaluated, *quantizers = forwards[-1]
     backend, changes, *of_input = tensors
     assert backend == id(fuser.cuda.launch.backend)
@@ -185,11 +185,35 @@ def test_every_field_of_a_forwards_layout_is_tested_here() -> None:
     assert keywords is None  # those of microbatches: test_recorded_microbatches.py
     assert is_evaluated is False
     assert len(quantizers) == 2  # of forward and of backward; a loaded state: test_recorded.py
-    read, autocast, others, needed = next(layout for layout in found if len(layout) == 4)
+    backwards = (layout for layout in found if len(layout) == 5)
+    read, autocast, others, needed, is_packed = next(backwards)
     assert len(read) == 1 + len({*INPUTS, *OTHER_FIELDS})  # of the gradient
     assert autocast is False
     assert others == ()
     assert needed is None  # some of the gradients: test_gradient_paths.py
+    assert is_packed is True  # in one tensor or not: the test below
+
+
+def test_backwards_are_recorded_apart_by_whether_one_tensor_has_what_they_read(
+    played: list[Any],
+) -> None:
+    linears = fuser.Linear(WIDTH, WIDTH, dtype=BF16), fuser.Linear(WIDTH, WIDTH, dtype=BF16)
+    norm = fuser.RMSNorm(WIDTH, dtype=BF16)
+    model = fuser.Sequential(norm, linears[0], fuser.GELU(), linears[1])
+    own = copy.deepcopy(model)
+    try:
+        for seed in range(12):
+            fuser.graph_passes(seed % 4 < 2)
+            x = random(ROWS, WIDTH, seed=seed)
+            found = step(model, x)
+            with without_recordings():
+                expected = step(own, x)
+            assert all(map(torch.equal, found, expected)), seed
+    finally:
+        fuser.graph_passes(True)
+    backwards = [one for one in played if one.owns_inputs]
+    assert len({id(one) for one in backwards}) == 2
+    assert len(backwards) >= 12 - 4
 
 
 class Group:
