@@ -163,7 +163,7 @@ def experts_unit(module: torch.nn.Module) -> Unit | str | None:
             inputs = tuple((name, REQUIRED) for name in names)
             children = [(p, original_class(m)) for p, m in module.named_modules() if p]
             step = Step(Chain((candidate,), tuple(children)), (Ref(0), Ref(1), Ref(2)))
-            return Unit(inputs, (step, Step(_in_shape_of, (Ref(3), Ref(0)))), Ref(4))
+            return Unit(inputs, (step, Step(_as_tokens, (Ref(3), Ref(0)))), Ref(4))
     return f"its values are not those of {' or '.join(GATES)} experts"
 
 
@@ -172,9 +172,10 @@ def experts_chain(module: torch.nn.Module, up: str, down: str) -> Chain:
     return Chain((ExpertsPart(up, down, 0, 0, 0).sized(module),), ())
 
 
-def _in_shape_of(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Rows as the tokens that a forward got, which may be sequences."""
-    return y if y.shape == x.shape else y.view(x.shape)
+def _as_tokens(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Rows as the tokens that a forward got: maybe sequences, and in fp32 in torch's autocast."""
+    y = y if y.shape == x.shape else y.view(x.shape)
+    return y.to(x.dtype)
 
 
 def _part(module: torch.nn.Module) -> ExpertsPart | str | None:

@@ -364,6 +364,20 @@ class Chain:
                 return refusal
         return None
 
+    def in_autocast(self) -> Chain:
+        """The chain with the owner's own norms where what reads them is no linear; itself if none.
+
+        torch's autocast has norms in fp32; fuser's are in 16 bits, as a linear reads them.
+        """
+        following = (*self.parts[1:], None)
+        parts = tuple(
+            part.as_torch()
+            if isinstance(part, NormPart) and not isinstance(after, LinearPart)
+            else part
+            for part, after in zip(self.parts, following, strict=True)
+        )
+        return self if parts == self.parts else replace(self, parts=parts)
+
     def as_torch(self) -> Chain:
         """The chain with torch's order of rounding in 16 bits."""
         parts = tuple(part.as_torch() for part in self.parts)

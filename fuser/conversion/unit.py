@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -268,7 +269,9 @@ class Runner:
             if _names_of_children(child_of(owner, path)) != names:
                 return f"a child of {path or 'it'} was added or removed"
         for pipeline in self.pipelines.values():
-            for name, module in pipeline.own_modules:
+            # Traced code makes no pipelines, of which one has the norms.
+            looked_at = pipeline.in_autocast if torch.compiler.is_compiling() else pipeline
+            for name, module in looked_at.own_modules:
                 if child_of(owner, name) is not module:
                     return f"{name} was replaced"
         return None
@@ -346,9 +349,15 @@ class Runner:
 class Pipeline:
     """A chain's pipeline, which computes with the present parameters of its owner."""
 
-    def __init__(self, chain: Chain, owner: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        owner: torch.nn.Module,
+        given: Sequence[Sequence[torch.nn.Module]] | None = None,
+    ) -> None:
         self.chain = chain
-        modules = chain.pipeline_modules(owner)
+        of_parts = given or [part.modules(owner) for part in chain.parts]
+        modules = list(itertools.chain.from_iterable(of_parts))
         self.sequential = Sequential(*modules)
         self.places = ParameterPlaces(modules)
         names = [part.name for part in chain.parts if isinstance(part, ModulePart)]
@@ -357,6 +366,23 @@ class Pipeline:
         weights = [name for part in chain.parts for name in part.weights]
         self.linears = list(zip(weights, with_weights, strict=True))
         """The ops that multiply by weights, by the path of these from the owner."""
+        self._of_parts = of_parts
+        self._has_norms_in_fp32 = chain.in_autocast() is not chain
+        self.in_autocast = self if given is not None else self._with_torchs_norms(owner)
+        """What runs inside of torch's autocast."""
+
+    def _with_torchs_norms(self, owner: torch.nn.Module) -> Pipeline:
+        """The pipeline of :meth:`Chain.in_autocast`, which shares all other ops."""
+        chain = self.chain.in_autocast()
+        if chain is self.chain or len(chain.parts) == 1:
+            return self
+        of_parts = [
+            modules if own is part else own.modules(owner)
+            for part, own, modules in zip(
+                self.chain.parts, chain.parts, self._of_parts, strict=True
+            )
+        ]
+        return Pipeline(chain, owner, of_parts)
 
     def __call__(self, owner: torch.nn.Module, inputs: Sequence[Any], is_quantized: bool) -> Any:
         """The output of the pipeline; ``inputs`` are the main one and those of its sums.
@@ -367,6 +393,13 @@ class Pipeline:
             If a tensor that is added would widen the rows to which it is added.
         """
         x, *others = self.chain.parts[0].inputs(tuple(inputs))
+        if self._has_norms_in_fp32 and autocast_dtype(x.device.type) is not None:
+            if len(self.chain.parts) == 1:
+                return forward_of(owner)(owner, x)
+            own = self.in_autocast.own_modules
+            if any(child_of(owner, name) is not module for name, module in own):
+                self.in_autocast = self._with_torchs_norms(owner)
+            return self.in_autocast(owner, inputs, is_quantized)
         if others:
             x, others = self._broadcast(owner, x, others)
 

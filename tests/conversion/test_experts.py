@@ -296,6 +296,17 @@ class ByName(Block):
         return y
 
 
+def test_experts_in_torchs_autocast_have_the_dtype_of_their_tokens() -> None:
+    model, plain = (made(Block) for _ in range(2))
+    fuser.convert(model)
+    x = data()
+    probs, experts = plain.router(x).softmax(-1).topk(2, dim=-1)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = (each.experts(x, experts, probs) for each in (model, plain))
+    assert found.dtype is expected.dtype is torch.float32
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+
 def test_experts_take_their_inputs_by_name() -> None:
     plain, model = (made(lambda: ByName(GptOss)) for _ in range(2))
     fuser.convert(model)

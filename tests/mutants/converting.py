@@ -16,7 +16,41 @@ TEST = "test_convert.py::test_"
 CHANGED = f"{TEST}a_child_that_was_changed_is_what_runs"
 LOOKED = f"{TEST}children_are_looked_at_again_after_a_change_alone"
 
+AUTOCAST = "test_torchs_autocast.py::test_"
+
 CONVERTING = (
+    Mutant(
+        "in torch's autocast a norm at the end has 16 bits",
+        PARTS,
+        "Chain.in_autocast",
+        "isinstance(part, NormPart) and not isinstance(after, LinearPart)",
+        "isinstance(part, NormPart) and isinstance(after, ForkPart)",
+        f"{AUTOCAST}norms_that_no_linear_reads_are_in_fp32",
+    ),
+    Mutant(
+        "in torch's autocast the ops have scales of their own",
+        UNIT,
+        "Pipeline._with_torchs_norms",
+        "modules if own is part else own.modules(owner)",
+        "own.modules(owner)",
+        f"{AUTOCAST}scales_of_delayed_scaling_are_those_of_calls_outside_of_it",
+    ),
+    Mutant(
+        "in torch's autocast a norm that was replaced runs",
+        UNIT,
+        "Pipeline.__call__",
+        "child_of(owner, name) is not module",
+        "child_of(owner, name) is module is None",
+        f"{AUTOCAST}a_norm_that_is_replaced_is_called",
+    ),
+    Mutant(
+        "in torch's autocast experts return 16 bits",
+        "conversion/experts.py",
+        "_as_tokens",
+        "y.to(x.dtype)",
+        "y",
+        "test_experts.py::test_experts_in_torchs_autocast_have_the_dtype_of_their_tokens",
+    ),
     Mutant(
         "an argument that is given twice is not refused",
         "conversion/unit.py",
