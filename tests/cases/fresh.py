@@ -114,7 +114,7 @@ def _be(request: dict[str, Any]) -> None:
 
 def _status_of(words: list[str]) -> int:
     while words[0] == "-W":
-        warnings.simplefilter(words[1])  # type: ignore[arg-type]
+        warnings.simplefilter(words[1])
         del words[:2]
     try:
         if words[0] == "-c":
