@@ -28,8 +28,9 @@ from unmeasured_guards import leave_guards_unmeasured
 import fuser
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-MOST_OF_MACHINES = 6
-"""Items of a function whose file starts compilers, ranks or the emulator."""
+MOST_OF_MACHINES = 4
+"""Items of a function whose file starts compilers, ranks or the emulator, or as many as the values
+of one parameter."""
 SHOWN = 12
 """Names in a line of the summary."""
 

@@ -126,8 +126,8 @@ def check_bias(
 # -- padded to whole tiles ------------------------------------------------------
 
 # Rows of two tiles, of less than one, of none, and of exactly one; the last rows belong to none.
-PADDED_ROWS = 500
-PADDED_SPLITS = (130, 0, 7, 128, 200, 0)
+PADDED_ROWS = 340
+PADDED_SPLITS = (130, 0, 7, 128, 60, 0)
 
 
 def check_tiles(place: Place, splits: tuple[int, ...], dtype: torch.dtype) -> None:

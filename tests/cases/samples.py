@@ -6,8 +6,10 @@ Of random examples a third.
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 Cell = tuple[int, Hashable]
 """A column and a value in it."""
@@ -26,6 +28,17 @@ def examples(count: int) -> int:
     All of them in a run that takes no samples.
     """
     return count if _is_asked["for all"] else -(-count // PART_OF_EXAMPLES)
+
+
+def combinations(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Combinations in which each value of each column occurs; all of them with ``--full``.
+
+    For loops in a test, also in ranks.
+    """
+    places = list(itertools.product(*(range(len(column)) for column in columns)))
+    if not os.environ.get("FUSER_TEST_FULL"):
+        places = [places[index] for index in sample(places, 1)]
+    return [tuple(c[i] for c, i in zip(columns, row, strict=True)) for row in places]
 
 
 def sample(rows: Sequence[Sequence[Hashable]], most: int | None = None) -> list[int]:

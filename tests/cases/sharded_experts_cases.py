@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import oracles
 import pytest
 import torch
 from ranks import device_type
+from samples import combinations
 from sharded_models import RECIPES, rank, ranks, said, shard_of
 from sharded_models import each as each_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -140,9 +142,8 @@ def check_gradients(layers: Any, reference: Any) -> None:
 
 @each("unquantized", *(name for name in RECIPES if name != "delayed"))
 def three_steps_are_those_of_the_unsharded_experts(name: str) -> None:
-    for options in KINDS.values():
-        for how in ("each", "first", "all"):
-            train_alike(mixture, name, how, options)
+    for options, how in combinations([*KINDS.values()], ("each", "first", "all")):
+        train_alike(mixture, name, how, options)
 
 
 def train_alike(make: Any, name: str, how: str, options: Any) -> None:
@@ -241,17 +242,16 @@ def a_mixed_precision_policy_sets_the_dtype_of_experts(name: str) -> None:
 
 @each("unquantized", "current", "mxfp8")
 def gradients_of_experts_are_accumulated_over_microbatches(name: str) -> None:
-    for options in KINDS.values():
-        for reshards in (True, False):
-            layers, reference = sharded(mixture(**options)), mixture(**options)
-            for micro in range(3):
-                layers.set_requires_gradient_sync(micro == 2)
-                layers.set_reshard_after_backward(reshards or micro == 2)
-                loss_of(layers, inputs(10 * micro + rank(), 4), recipe_of(name)).backward()
-                for place in range(ranks()):
-                    loss = loss_of(reference, inputs(10 * micro + place, 4), recipe_of(name))
-                    (loss / ranks()).backward()
-            check_gradients(layers, reference)
+    for options, reshards in combinations([*KINDS.values()], (True, False)):
+        layers, reference = sharded(mixture(**options)), mixture(**options)
+        for micro in range(3):
+            layers.set_requires_gradient_sync(micro == 2)
+            layers.set_reshard_after_backward(reshards or micro == 2)
+            loss_of(layers, inputs(10 * micro + rank(), 4), recipe_of(name)).backward()
+            for place in range(ranks()):
+                loss = loss_of(reference, inputs(10 * micro + place, 4), recipe_of(name))
+                (loss / ranks()).backward()
+        check_gradients(layers, reference)
 
 
 @each("unquantized", "mxfp8")
@@ -297,7 +297,7 @@ class Chain(torch.nn.Sequential):
 
 @each("unquantized", "current", "mxfp8")
 def no_copy_of_separate_weights_is_kept_from_forward_to_backward(name: str) -> None:
-    """Of 20 layers at most those of two layers are in memory, besides quantized operands."""
+    """Of 10 layers at most those of two layers are in memory, besides quantized operands."""
     recipe = recipe_of(name, **({"backward_override": "high_precision"} if recipe_of(name) else {}))
     gc.collect()  # of other cases
     one_layer = 4 * 64 * 64 * 4
@@ -308,7 +308,7 @@ def no_copy_of_separate_weights_is_kept_from_forward_to_backward(name: str) -> N
 
     for options in KINDS.values():
         torch.manual_seed(1)
-        layers = [fuser.GroupedLinear(4, 64, 64, bias=False, **options) for _ in range(20)]
+        layers = [fuser.GroupedLinear(4, 64, 64, bias=False, **options) for _ in range(10)]
         model = Chain(*layers)
         for layer in layers:
             fully_shard(layer)
@@ -345,32 +345,31 @@ def the_fusion_of_experts_is_that_of_the_unsharded_experts(name: str) -> None:
             return together(*args)
 
         patch.setattr(GroupedMLP, "_together", noting)
-        for options in KINDS.values():
-            for how in ("all", "each"):
-                layers = sharded(mixture(**options), how, mp_policy=policy)
-                reference = mixture(**options).bfloat16()
-                recipes = [recipe_of(name), recipe_of(name)]
-                if name == "delayed":
-                    recipes = [recipe_of(name, reduce_amax=False) for _ in range(2)]
-                for step in range(3):
-                    given = [inputs(step, 4, torch.bfloat16) for _ in range(2)]
-                    losses = [
-                        loss_of(m, x, r)
-                        for m, x, r in zip((layers, reference), given, recipes, strict=True)
-                    ]
-                    assert torch.equal(*losses), (options, how, step)
-                    # A linear that was given to fully_shard is called as a module.
-                    if device_type() == "cpu" or step == 0:  # later steps are recorded
-                        assert len(fused) == (2 if how == "all" else 1)
-                    fused.clear()
-                    for loss in losses:
-                        loss.backward()
-                    for place in (0, 2):
-                        assert torch.equal(given[0][place].grad, given[1][place].grad)
-                for parameter, own in zip(layers.parameters(), reference.parameters(), strict=True):
-                    found, expected = whole(parameter.grad), own.grad.to(parameter.dtype)
-                    scale = float(expected.abs().max())
-                    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2 * scale)
+        for options, how in combinations([*KINDS.values()], ("all", "each")):
+            layers = sharded(mixture(**options), how, mp_policy=policy)
+            reference = mixture(**options).bfloat16()
+            recipes = [recipe_of(name), recipe_of(name)]
+            if name == "delayed":
+                recipes = [recipe_of(name, reduce_amax=False) for _ in range(2)]
+            for step in range(3):
+                given = [inputs(step, 4, torch.bfloat16) for _ in range(2)]
+                losses = [
+                    loss_of(m, x, r)
+                    for m, x, r in zip((layers, reference), given, recipes, strict=True)
+                ]
+                assert torch.equal(*losses), (options, how, step)
+                # A linear that was given to fully_shard is called as a module.
+                if device_type() == "cpu" or step == 0:  # later steps are recorded
+                    assert len(fused) == (2 if how == "all" else 1)
+                fused.clear()
+                for loss in losses:
+                    loss.backward()
+                for place in (0, 2):
+                    assert torch.equal(given[0][place].grad, given[1][place].grad)
+            for parameter, own in zip(layers.parameters(), reference.parameters(), strict=True):
+                found, expected = whole(parameter.grad), own.grad.to(parameter.dtype)
+                scale = float(expected.abs().max())
+                torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2 * scale)
 
 
 def linear(kind: str, **options: Any) -> Any:
@@ -415,24 +414,25 @@ def by_state(layers: Any) -> None:
 @each("current", "mxfp8", "rowwise", "nvfp4")
 def kept_quantized_weights_are_those_of_the_last_gathering(name: str) -> None:
     """The weights change between microbatches, in ways that torch counts and does not count."""
-    for kind in ("dense", "separate", "one weight"):
-        for change in (by_optimizer, by_hand, by_data, by_state):
-            for reshards in (True, False):
-                layers = linear(kind)
-                fully_shard(layers, reshard_after_forward=reshards)
-                recipe = recipe_of(name)
-                x = oracles.random_tensor((32, 64), torch.float32, 1).requires_grad_()
-                seen = []
-                for is_first in (True, False):
-                    seen.append(microbatch(layers, kind, x, recipe, is_first))
-                assert torch.equal(*seen)
-                seen.append(microbatch(layers, kind, x, recipe, None))
-                assert torch.equal(*seen[-2:])
-                change(layers)
-                found = microbatch(layers, kind, x, recipe, False)
-                expected = microbatch(layers, kind, x, recipe, None)
-                assert not torch.equal(found, seen[0])
-                assert torch.equal(found, expected), (kind, change, reshards)
+    kinds, changes = ("dense", "separate", "one weight"), (by_optimizer, by_hand, by_data, by_state)
+    for (kind, change), reshards in combinations(
+        [*itertools.product(kinds, changes)], (True, False)
+    ):
+        layers = linear(kind)
+        fully_shard(layers, reshard_after_forward=reshards)
+        recipe = recipe_of(name)
+        x = oracles.random_tensor((32, 64), torch.float32, 1).requires_grad_()
+        seen = []
+        for is_first in (True, False):
+            seen.append(microbatch(layers, kind, x, recipe, is_first))
+        assert torch.equal(*seen)
+        seen.append(microbatch(layers, kind, x, recipe, None))
+        assert torch.equal(*seen[-2:])
+        change(layers)
+        found = microbatch(layers, kind, x, recipe, False)
+        expected = microbatch(layers, kind, x, recipe, None)
+        assert not torch.equal(found, seen[0])
+        assert torch.equal(found, expected), (kind, change, reshards)
 
 
 @each("current", "mxfp8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import html
 import re
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from said import said
@@ -573,7 +573,7 @@ def test_the_grey_of_the_bars_is_explained_where_there_is_any(tmp_path: Path) ->
 
 def test_importing_does_not_import_matplotlib() -> None:
     code = "import sys, fuser.report.draw; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert python(["-c", code]).returncode == 0
 
 
 # -- plans that no model needs to have -----------------------------------------

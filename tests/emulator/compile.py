@@ -218,7 +218,7 @@ def library(sources: Path, module: str | Path, symbols: tuple[str, ...]) -> Path
     KernelError
         If it does not compile, or includes what no GPU build finds.
     """
-    is_stable = sources.resolve() in _STABLE and isinstance(module, str)
+    is_stable = _is_stable(sources) and isinstance(module, str)
     make = _library_of_fuser if is_stable and not headers_in(" ".join(symbols)) else _library
     return make(sources, module, symbols)
 
@@ -227,12 +227,18 @@ def library(sources: Path, module: str | Path, symbols: tuple[str, ...]) -> Path
 _STABLE = (kernel_module.KERNELS.resolve(), HERE / "kernels")
 
 
+@functools.cache
+def _is_stable(sources: Path) -> bool:
+    """Whether a folder is one of those; each launch asks."""
+    return sources.resolve() in _STABLE
+
+
 def _library(sources: Path, module: str | Path, symbols: tuple[str, ...]) -> Path:
     path = module if isinstance(module, Path) else sources / f"{module}.cu"
     if not path.is_file():
         raise KernelError(f"There is no {_shown(path)}.")
     name = path.stem
-    headers = (_headers_of_fuser if sources.resolve() in _STABLE else _headers)(sources)
+    headers = (_headers_of_fuser if _is_stable(sources) else _headers)(sources)
     if isinstance(module, Path):
         headers = headers | _own_headers(module, "")
     included = ""

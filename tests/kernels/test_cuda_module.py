@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from emulator import emulated
+from fresh import python
 from paths import ROOT
 from said import holds, said
 
@@ -80,7 +81,7 @@ sys.meta_path.insert(0, Refuse())
 import fuser, fuser.cuda.module, fuser.cuda.launch, fuser.cuda.probe, fuser.testing.doctor
 assert "cupy" not in sys.modules
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    run = python(["-c", code])
     assert run.returncode == 0, run.stderr
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import types
 import warnings
@@ -15,6 +13,7 @@ import nvrtc
 import pytest
 import torch
 from emulator import KernelError, emulated
+from fresh import python
 from needs import needs_nvrtc
 from said import holds, said, sentence
 
@@ -571,12 +570,6 @@ def test_a_kernel_and_a_stage_need_no_file_of_the_repository(tmp_path: Path) -> 
         "from pathlib import Path\nfrom fuser.cuda import Kernel\n"
         'print(Kernel(Path(__file__).parent / "mine.cu", "f").symbol)\n'
     )
-    run = subprocess.run(
-        [sys.executable, "user.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(Path(fuser.__file__).parent.parent)},
-    )
-    assert run.stdout == "f\n"
+    root = str(Path(fuser.__file__).parent.parent)
+    run = python(["user.py"], {"PYTHONPATH": root}, tmp_path)
+    assert run.stdout == "f\n", run.stderr

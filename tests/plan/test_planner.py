@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import BENCHMARKS
@@ -679,5 +679,5 @@ assert "networkx" not in sys.modules
 model(torch.randn(2, 8))
 assert "networkx" in sys.modules
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    run = python(["-c", code])
     assert run.returncode == 0, run.stderr

@@ -673,7 +673,7 @@ def allowed_errors(experiment: Experiment, truths: Results) -> dict[str, float]:
     return allowed
 
 
-@settings(max_examples=280, **deterministic)
+@settings(max_examples=examples(280), **deterministic)
 @given(programs(), run_settings)
 def test_random_pipelines_equal_plain_torch(program: Program, setting: Setting) -> None:
     event(f"mode {setting.mode}")

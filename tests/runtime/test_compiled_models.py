@@ -6,8 +6,6 @@ import copy
 import gc
 import importlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh import python
 from needs import needs_compiler
 from paths import BENCHMARKS, EXAMPLES, ROOT
 from test_compiled import (
@@ -175,16 +174,11 @@ print(json.dumps([found(*argument.split()) for argument in sys.argv[1:]]))
 @needs_compiler
 def test_processes_share_a_folder_of_compiled_graphs(tmp_path: Path) -> None:
     """Another process finds graphs of the same passes, and none of others."""
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
     def run(*layouts: str) -> list[Any]:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", SCRIPT, *layouts],
-            env=env,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = python(["-W", "ignore", "-c", SCRIPT, *layouts], env)
+        assert done.returncode == 0, done.stderr
         found: list[Any] = json.loads(done.stdout.splitlines()[-1])
         return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -11,6 +10,7 @@ import every_format as formats
 import oracles
 import pytest
 import torch
+from fresh import python
 from paths import TESTS
 from pipeline_kernels import on_kernels
 
@@ -116,12 +116,6 @@ def test_a_process_may_import_fuser_under_another_default_device() -> None:
         "with on_kernels():\n"
         "    print(fuser.cuda.launch.kernel_refusal('cpu') is None, y.device)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=TESTS,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    paths = os.pathsep.join(sys.path)
+    done = python(["-W", "ignore", "-c", code], {"PYTHONPATH": paths}, TESTS)
     assert done.stdout == "True cpu\n", done.stderr

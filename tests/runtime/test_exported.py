@@ -6,14 +6,13 @@ import base64
 import contextlib
 import io
 import pickle
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 import torch
+from fresh import python
 from said import said
 from test_compiled import (
     CURRENT,
@@ -129,8 +128,7 @@ def test_a_fresh_process_has_them_too(tmp_path: Path) -> None:
         for recipe in (None, CURRENT):
             folders.append(tmp_path / f"{name} {recipe is None}")
             saved(folders[-1], name, recipe, is_dynamic=True, strict=False)
-    command = [sys.executable, "-c", FRESH, *folders]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = python(["-c", FRESH, *folders])
     assert run.returncode == 0, run.stderr
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from address_graphs import CpuCapturer, on_cpu_graphs
+from fresh import python
 from pipeline_kernels import on_kernels
 from test_recorded import BF16, BLOCKS, MODELS, PAIRS, RECIPES, under
 
@@ -22,7 +22,7 @@ from fuser.cuda.pass_graphs import PassGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
-STEPS = 10
+STEPS = 7
 
 
 @pytest.fixture(autouse=True)
@@ -198,15 +198,9 @@ def test_a_switch_that_is_neither_true_nor_false_is_refused() -> None:
 @pytest.mark.parametrize(("value", "is_on"), [("0", False), ("1", True)])
 def test_a_variable_of_the_environment_turns_graphs_off(value: str, is_on: bool) -> None:
     code = "from fuser.cuda import pass_graphs; print(pass_graphs.Switch.is_on)"
-    environment = {
-        **os.environ,
-        "FUSER_GRAPH_PASSES": value,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    said = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert said.stdout.strip() == str(is_on)
+    paths = os.pathsep.join(sys.path)
+    run = python(["-c", code], {"FUSER_GRAPH_PASSES": value, "PYTHONPATH": paths})
+    assert run.stdout.strip() == str(is_on), run.stderr
 
 
 def test_results_that_leave_a_graph_have_the_options_of_their_calls(capturer: CpuCapturer) -> None:

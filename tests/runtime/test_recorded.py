@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ import models
 import oracles
 import pytest
 import torch
+from fresh import python
 from pipeline_kernels import on_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -684,7 +683,8 @@ assert "torch._dynamo" not in sys.modules
 @pytest.mark.parametrize("calls", [1, 2, 4], ids=["run", "recorded", "repeated"])
 def test_a_model_is_freed_with_its_last_reference(calls: int) -> None:
     """In a process of its own: the first recorded call of one imported torch._dynamo."""
-    subprocess.run([sys.executable, "-c", FREED, str(calls)], check=True, timeout=300)
+    run = python(["-c", FREED, str(calls)])
+    assert run.returncode == 0, run.stderr
 
 
 def test_a_write_through_a_view_of_a_whole_tensor_is_repeated() -> None:

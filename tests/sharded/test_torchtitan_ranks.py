@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import results_of
-from torchtitan_ranks_cases import WAYS, cases
+from torchtitan_ranks_cases import WAYS, cases, plain_of
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_it_trains_as_without_fuser(results: dict[str, list[Any]], way: str) -> None:
-    pairs = zip(results[f"{way}, converted"], results[f"{way}, plain"], strict=True)
+    pairs = zip(results[f"{way}, converted"], results[plain_of(way)], strict=True)
     for found, expected in pairs:
         assert list(found["state"]) == list(expected["state"])
         if way == "in bf16":
@@ -41,7 +41,7 @@ def test_in_fp8_all_linears_run_pipelines_and_checkpoints_and_graphs_keep_the_bi
     results: dict[str, list[Any]], way: str
 ) -> None:
     eager = "in bf16" if way == "in bf16" else "sharded"
-    ranks = (results[name] for name in (f"{way}, fp8", f"{eager}, fp8", f"{way}, plain"))
+    ranks = (results[name] for name in (f"{way}, fp8", f"{eager}, fp8", plain_of(way)))
     for found, expected, plain in zip(*ranks, strict=True):
         assert found["losses"] == expected["losses"]
         for name, value in expected["state"].items():

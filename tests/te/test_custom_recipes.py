@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import oracles
 import pytest
 import torch
+from fresh import python
 
 import fuser
 from fuser import recipe as recipes
@@ -151,7 +150,5 @@ for made in (own, quantizer_factories.mxfp8_factory, mxfp8_fwd_high_precision_bw
     y.sum().backward()
 assert not fuser.te.missing(), fuser.te.missing()
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
-    )
+    done = python(["-W", "ignore", "-c", code])
     assert done.returncode == 0, done.stderr

@@ -10,23 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fresh import python
 from said import said
 
 import fuser
 from fuser.te import import_paths
 
 
-def run(code: str, *options: str, **environment: str) -> str:
+def run(code: str, **environment: str) -> str:
     """The output of Python code in a process of its own."""
-    import os
-
-    done = subprocess.run(
-        [sys.executable, *options, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )
+    done = python(["-c", textwrap.dedent(code)], environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -177,8 +170,7 @@ def test_the_command_runs_a_script_and_says_what_was_missing(tmp_path: Path) -> 
 def test_an_error_of_a_script_has_its_traceback(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import transformer_engine.pytorch as te\n\nte.Linear(8, 8, bias=3, no=1)\n")
-    command = [sys.executable, "-m", "fuser", "te", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = python(["-m", "fuser", "te", script])
     assert done.returncode == 1
     assert 'script.py", line 3' in done.stderr
     assert "Traceback" in done.stderr
