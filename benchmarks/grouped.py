@@ -192,13 +192,16 @@ def measured(
                 **dict(zip(("experts", "tokens", "hidden", "intermediate"), size, strict=True)),
                 "way": way,
                 "variant": name,
-                **dict.fromkeys(("ms", "p20", "p80", "peak MiB", "method", "failure"), ""),
+                **dict.fromkeys(
+                    ("ms", "p20", "p80", "host ms", "peak MiB", "method", "failure"), ""
+                ),
             }
             if isinstance(result, Timing):
                 row |= {
                     "ms": round(result.median * 1e3, 4),
                     "p20": round(result.p20 * 1e3, 4),
                     "p80": round(result.p80 * 1e3, 4),
+                    "host ms": round(result.host * 1e3, 4),
                     "peak MiB": round(peaks[name] / 2**20),
                     "method": result.method,
                 }
@@ -215,7 +218,7 @@ def table(records: list[dict[str, Any]]) -> str:
     lines = [
         f"\n{first['experts']} experts, T {first['tokens']}, H {first['hidden']}, "
         f"F {first['intermediate']}, {first['way']}",
-        f"{'':<22}{'ms':>9}{'p20':>9}{'p80':>9}{'peak MiB':>10}",
+        f"{'':<22}{'ms':>9}{'p20':>9}{'p80':>9}{'host ms':>9}{'peak MiB':>10}",
     ]
     for row in records:
         if row["failure"]:
@@ -223,7 +226,7 @@ def table(records: list[dict[str, Any]]) -> str:
         else:
             lines.append(
                 f"{row['variant']:<22}{row['ms']:>9.3f}{row['p20']:>9.3f}{row['p80']:>9.3f}"
-                f"{row['peak MiB']:>10}  {row['method']}"
+                f"{row['host ms']:>9.3f}{row['peak MiB']:>10}  {row['method']}"
             )
     return "\n".join(lines)
 

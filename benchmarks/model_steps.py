@@ -47,7 +47,7 @@ def measured_steps(
 
 def _row(result: Result, baseline: Result, tokens: int, memory: float | None) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(
-        ("ms", "p20", "p80", "tokens/s", "/ eager", "GiB", "failure"), ""
+        ("ms", "p20", "p80", "host ms", "tokens/s", "/ eager", "GiB", "failure"), ""
     )
     if isinstance(result, Failure):
         return row | {"failure": result.reason}
@@ -55,6 +55,7 @@ def _row(result: Result, baseline: Result, tokens: int, memory: float | None) ->
         "ms": round(result.median * 1e3, 3),
         "p20": round(result.p20 * 1e3, 3),
         "p80": round(result.p80 * 1e3, 3),
+        "host ms": round(result.host * 1e3, 3),
         "tokens/s": round(tokens / result.median),
     }
     if memory is not None:
@@ -66,13 +67,15 @@ def _row(result: Result, baseline: Result, tokens: int, memory: float | None) ->
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """The records as text; tokens a second over those of eager torch, the first variant."""
-    lines = [f"{'':<30}{'ms':>9}{'p20':>9}{'p80':>9}{'tokens/s':>10}{'/ eager':>9}{'GiB':>8}"]
+    names = f"{'':<30}{'ms':>9}{'p20':>9}{'p80':>9}{'host ms':>9}"
+    lines = [f"{names}{'tokens/s':>10}{'/ eager':>9}{'GiB':>8}"]
     for row in records:
         if row["failure"]:
             lines.append(f"{row['variant']:<30}  FAILED {row['failure']}")
         else:
             lines.append(
                 f"{row['variant']:<30}{row['ms']:>9.2f}{row['p20']:>9.2f}{row['p80']:>9.2f}"
+                f"{row['host ms']:>9.2f}"
                 f"{row['tokens/s']:>10}{row['/ eager']:>9}{row['GiB']:>8}"
             )
     return "\n".join(lines)

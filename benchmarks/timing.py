@@ -10,11 +10,12 @@ On a CPU a clock times the same calls.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ Calls = Mapping[str, Call]
 Reading = Callable[[], float]
 
 ROUNDS = {"cuda": 25, "cpu": 5}
+HOST_ROUNDS = 7
 # Input sets together move at least this many times the L2, so that no input is in it when read.
 L2_MULTIPLE = 4
 MOST_SETS = 512
@@ -36,20 +38,28 @@ COPY_BYTES = {"cuda": 2**30, "cpu": 2**22}
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the median, and the 20th and 80th percentile of the rounds."""
+    """Seconds of one call: the median, and the 20th and 80th percentile of the rounds.
+
+    ``host`` is the median of the seconds until a call returns, on a device that was idle before.
+    """
 
     median: float
     p20: float
     p80: float
     method: str = "clock"
+    host: float = field(default=math.nan, compare=False)
 
     @classmethod
-    def of(cls, seconds: Sequence[float], method: str = "clock") -> Timing:
+    def of(
+        cls, seconds: Sequence[float], method: str = "clock", host: Sequence[float] = ()
+    ) -> Timing:
         """The statistics of at least one sample."""
+        middle = statistics.median(seconds)
+        of_host = statistics.median(host or seconds)
         if len(seconds) == 1:
-            return cls(seconds[0], seconds[0], seconds[0], method)
+            return cls(middle, middle, middle, method, of_host)
         low, _, _, high = statistics.quantiles(seconds, n=5, method="inclusive")
-        return cls(statistics.median(seconds), low, high, method)
+        return cls(middle, low, high, method, of_host)
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,10 @@ class HostClock:
     def wait(self) -> None:
         """Nothing to wait for: everything has run."""
 
+    def host(self, run: Call) -> list[float]:
+        """The times until a run returns; none where those are the times of the run."""
+        return []
+
 
 class DeviceClock(HostClock):
     """Times calls on the current CUDA device with events on its queue."""
@@ -152,6 +166,17 @@ class DeviceClock(HostClock):
     def wait(self) -> None:
         """Let the device finish."""
         torch.cuda.synchronize()
+
+    def host(self, run: Call) -> list[float]:
+        """The times until a run returns, each on an idle device."""
+        times = []
+        for _ in range(HOST_ROUNDS):
+            self.wait()
+            begin = self.now()
+            run()
+            times.append(self.now() - begin)
+        self.wait()
+        return times
 
 
 def clock(device: str, *, is_captured: bool = True) -> HostClock:
@@ -221,7 +246,8 @@ def measure(
     timer.wait()
     for name, prepared in ready.items():
         seconds = [reading() / prepared.calls for reading in readings[name]]
-        results[name] = Timing.of(seconds, prepared.method)
+        host = [each / prepared.calls for each in timer.host(prepared.run)]
+        results[name] = Timing.of(seconds, prepared.method, host)
     return results
 
 

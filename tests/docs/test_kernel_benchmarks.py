@@ -91,6 +91,29 @@ def test_a_run_goes_over_all_input_sets_and_the_result_is_of_one_call() -> None:
     assert time.log == once_over * (1 + 4 * 3)
 
 
+def test_the_time_of_the_host_is_that_of_one_call_that_returns_from_an_idle_device() -> None:
+    time = Time()
+    waits: list[int] = []
+
+    class Device(timing.HostClock):
+        host = timing.DeviceClock.host
+
+        def wait(self) -> None:
+            waits.append(len(time.log))
+
+    first = [3.0] * (1 + 2 * 3)  # the preparing call and the rounds, of two passes
+    calls = {"a": time.call("a", itertools.chain(first, itertools.repeat(0.5)))}
+    device = Device(lambda: time.seconds)
+    results = timing.measure([calls], device, passes=2, rounds=2)
+    assert results == {"a": timing.Timing(3.0, 3.0, 3.0)}
+    (result,) = results.values()
+    assert isinstance(result, timing.Timing)
+    assert result.host == 0.5
+    assert waits == [7, *range(7, 7 + 2 * timing.HOST_ROUNDS + 1, 2)]
+    on_cpu = timing.measure([{"a": time.call("a", itertools.repeat(2.0))}], time.clock(), rounds=1)
+    assert [each.host for each in on_cpu.values() if isinstance(each, timing.Timing)] == [2.0]
+
+
 def test_a_variant_that_fails_says_why_and_the_others_are_timed() -> None:
     time = Time()
 
