@@ -13,6 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from fuser.conversion.converted import (
+    continue_scales,
     conversion_of,
     converted_modules,
     runner_of,
@@ -161,10 +162,12 @@ def convert(
             + "; ".join(f"{row.path} ({row.cls}): {row.text}" for row in report.refused[:4])
             + "."
         )
-    for module in list(converted_modules(model)):
+    before = {module: runner_of(module) for module in converted_modules(model)}
+    for module in before:
         unset_conversion(module)
     for _, module, unit in search.units:
         set_conversion(module, unit.as_torch() if rounding == "torch" else unit, recipe)
+        continue_scales(module, before.get(module))
     if recipe is not None:
         for module in (model, *_holders(model)):
             set_conversion(module, None, recipe)

@@ -23,6 +23,8 @@ from fuser.recipe import Recipe
 from fuser.torch_private import call_while_tracing, traced_subject, users_level
 
 UNIT, RECIPE, RUNNER = "_fuser_unit", "_fuser_recipe", "_fuser_runner"
+SCALES = "_fuser_scales"
+"""In the state of a copy or a pickle: those of the runner, in place of it."""
 
 
 class Converted:
@@ -33,11 +35,19 @@ class Converted:
         state: dict[str, Any] = self.__dict__ if own is None else own()
         state = {name: value for name, value in state.items() if name != RUNNER}
         unit = _present_unit(self)  # type: ignore[arg-type]
-        return state if unit is None else {**state, UNIT: unit}
+        runner = runner_of(self)  # type: ignore[arg-type]
+        if unit is None:
+            return state
+        state = {**state, UNIT: unit}
+        return state if runner is None or unit.change else {**state, SCALES: runner.scales}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
+        scales = self.__dict__.pop(SCALES, None)
         _prepare(self)  # type: ignore[arg-type]
+        runner = runner_of(self)  # type: ignore[arg-type]
+        if runner is not None and scales is not None:
+            runner.scales = scales
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy or a pickle creates the class again where it is loaded.
@@ -219,6 +229,15 @@ def ops_of_conversions(
         for pipeline in module.__dict__[RUNNER].pipelines.values():
             for name, op in pipeline.linears:
                 yield joint(path, name), op, is_spare
+
+
+def continue_scales(module: torch.nn.Module, earlier: Runner | None) -> None:
+    """Let a module continue with the scales of its earlier conversion, if that has the same ops."""
+    runner = runner_of(module)
+    if runner is None or earlier is None or not earlier.pipelines:
+        return
+    if runner.unit.chains == earlier.unit.chains:
+        runner.scales = earlier.scales
 
 
 def unset_conversion(module: torch.nn.Module) -> None:

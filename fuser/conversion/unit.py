@@ -31,9 +31,10 @@ from fuser.conversion.parts import Chain, LinearPart, ModulePart, Part
 from fuser.conversion.trace import MODE, OTHER_KEYWORDS, parameters_of, traced
 from fuser.doors import PASSES
 from fuser.errors import StateError
-from fuser.op import COMPUTE_DTYPES, CallResult, autocast_dtype
+from fuser.op import COMPUTE_DTYPES, BasicOperation, CallResult, autocast_dtype
 from fuser.plan.saved_inputs import budget
 from fuser.precision.contexts import autocast
+from fuser.precision.delayed_scaling import DelayedScales
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.runtime.given_parameters import GivenParameters, ParameterPlaces
 from fuser.runtime.traced import traced_call
@@ -180,7 +181,7 @@ class Runner:
         self.pipelines: dict[int, Pipeline] = {
             index: Pipeline(step.target, owner)
             for index, step in enumerate(unit.steps)
-            if isinstance(step.target, Chain)
+            if isinstance(step.target, Chain) and unit.change is None  # else none of them can run
         }
         self._watched = unit.watched
         paths = self._watched[1:]
@@ -217,6 +218,20 @@ class Runner:
             (path, forward_of(child := child_of(owner, path)), plain_attributes(child))
             for path, _ in self._attributes
         ]
+
+    @property
+    def scales(self) -> list[dict[str, DelayedScales]]:
+        """Delayed scaling's states of the ops, by mode, with which a copy continues."""
+        return [op._delayed for op in self._ops]
+
+    @scales.setter
+    def scales(self, scales: list[dict[str, DelayedScales]]) -> None:
+        for op, states in zip(self._ops, scales, strict=True):
+            op._delayed = states
+
+    @property
+    def _ops(self) -> list[BasicOperation]:
+        return [op for pipeline in self.pipelines.values() for op in pipeline.ops]
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
         """As of the unit; also if the owner, or a child that is not called, computes otherwise."""
@@ -362,6 +377,10 @@ class Pipeline:
         self.places = ParameterPlaces(modules)
         names = [part.name for part in chain.parts if isinstance(part, ModulePart)]
         self.own_modules = [(name, child_of(owner, name)) for name in names]
+        own = {id(module) for _, module in self.own_modules}
+        of_chain = [module for module in modules if id(module) not in own]
+        self.ops = [op for m in of_chain for op in m.modules() if isinstance(op, BasicOperation)]
+        """All that the chain has made: not those of the owner's children."""
         with_weights = [m for m in modules if isinstance(m, (fused_ops.Linear, GroupedLinear))]
         weights = [name for part in chain.parts for name in part.weights]
         self.linears = list(zip(weights, with_weights, strict=True))
