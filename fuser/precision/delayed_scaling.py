@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -20,13 +21,14 @@ import torch
 
 from fuser.communication import is_initialized
 from fuser.doors import PARAMETERS
-from fuser.errors import InputError
+from fuser.errors import FuserWarning, InputError
 from fuser.formats import DType
 from fuser.functional.delayed_scaling import update_delayed
 from fuser.precision.contexts import AmaxStep, current_state, recomputed_state
+from fuser.precision.recomputation import may_be_in_function
 from fuser.recipe import DelayedScaling
 from fuser.tensors import Float8Quantizer, Quantizer
-from fuser.torch_private import graph_task, when_backward_ends
+from fuser.torch_private import graph_task, users_level, when_backward_ends
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -216,6 +218,8 @@ class DelayedScales:
             scale = self._scale_under(recipe, dtypes)
             return Float8Quantizer(scale[index : index + 1].to(device), None, dtypes[index])
         if is_other:
+            if self.mode == "forward" and again is None and is_reading:
+                _warn_of_evaluation()
             self._prepare(recipe, dtypes, device)
         quantizer = self._quantizers[index]
         if self.mode == "backward":
@@ -437,6 +441,28 @@ class DelayedScales:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["mode"])  # type: ignore[misc]
         self.__dict__.update(state)
+
+
+def _warn_of_evaluation() -> None:
+    """Warn, once in a process, of an op that evaluates before a step has set its scales.
+
+    Not in an autograd function, whose backward may compute a forward of training again.
+    """
+    global _has_warned
+    if _has_warned or may_be_in_function():
+        return
+    warnings.warn(
+        "An op runs in evaluation under DelayedScaling with scales that no step has set: they are "
+        "1, at which small values lose their bits, and evaluation does not change them. Run a few "
+        "steps of training first, copy or pickle the trained model, which keeps its scales, or "
+        "evaluate under Float8CurrentScaling.",
+        FuserWarning,
+        stacklevel=users_level(),
+    )
+    _has_warned = True
+
+
+_has_warned = False
 
 
 class _Backward:

@@ -78,7 +78,7 @@ def state_of_forward(ops: Ops) -> AutocastState | None:
     The state of a call in a checkpointed function is stored for its recomputation.
     """
     hooks = saved_tensor_hooks(True)
-    if hooks is None and graph_task() == -1 and not _may_be_in_function():
+    if hooks is None and graph_task() == -1 and not may_be_in_function():
         return None
     repeats, checkpoints = _surroundings(hooks)
     conditions = None if repeats is None else repeats(ops)
@@ -95,7 +95,7 @@ def may_be_checkpointed(*, is_grad_enabled: bool) -> bool:
     """Whether a checkpoint may run the code here, now or again; false is found in few calls."""
     if graph_task() != -1 or saved_tensor_hooks(True) is not None:
         return True
-    return not is_grad_enabled and _may_be_in_function()  # a reentrant one runs without gradients
+    return not is_grad_enabled and may_be_in_function()  # a reentrant one runs without gradients
 
 
 def is_checkpointed_forward() -> bool:
@@ -103,12 +103,12 @@ def is_checkpointed_forward() -> bool:
 
     Nothing else distinguishes such a forward from evaluation.
     """
-    return _may_be_in_function() and bool(_surroundings(None)[1])
+    return may_be_in_function() and bool(_surroundings(None)[1])
 
 
 def is_recomputation() -> bool:
     """Whether torch runs a checkpointed function again here."""
-    if saved_tensor_hooks(True) is None and graph_task() == -1 and not _may_be_in_function():
+    if saved_tensor_hooks(True) is None and graph_task() == -1 and not may_be_in_function():
         return False
     codes = _known_codes()
     return codes is not None and codes.running()[0] is not None
@@ -146,7 +146,7 @@ def warn_if_unquantized_in_backward(before: Recipe, ops: Sequence[object]) -> No
 _has_warned = False
 
 
-def _may_be_in_function() -> bool:
+def may_be_in_function() -> bool:
     """Whether the forward of an autograd function may be running.
 
     torch turns forward-mode AD off there; also in inference mode, which no backward follows.
