@@ -123,6 +123,10 @@ def functorch_transform() -> str | None:
     return str(torch._C._functorch.peek_interpreter_stack().key().name)
 
 
+is_of_batched_gradients = torch._C._functorch.is_legacy_batchedtensor
+"""Whether a tensor hides a batch: one of ``torch.autograd.grad(is_grads_batched=True)``."""
+
+
 # -- the default device ------------------------------------------------------------------
 
 

@@ -254,7 +254,7 @@ def _backward_fp32(stage: Stage, dy: torch.Tensor, x: torch.Tensor) -> torch.Ten
     if not stage.is_gated:
         return _UNARY[stage.name](*stage.scalars).backward(dy, x)
     # Both gradients are in one tensor: concatenating two would move them again.
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dx = dy.new_empty(x.shape)  # like dy, which may be a batch of gradients
     gate, linear = _halves(stage, x)
     d_gate, d_linear = _halves(stage, dx)
     dy = dy.reshape(gate.shape)

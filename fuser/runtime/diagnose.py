@@ -253,6 +253,22 @@ def refuse_second_derivative() -> NoReturn:
     )
 
 
+def refuse_batched_gradients(error: BaseException) -> NoReturn:
+    """Refuse a backward that ``error`` has ended because it got many gradients at once.
+
+    Raises
+    ------
+    StateError
+        Always.
+    """
+    raise StateError(
+        "A fuser pipeline that quantizes or runs kernels takes one gradient at a time, and this "
+        "backward got a batch of them, from torch.autograd.grad(is_grads_batched=True) or "
+        "jacobian(vectorize=True). Call torch.autograd.grad for each gradient, with "
+        "retain_graph=True, or use vectorize=False."
+    ) from error
+
+
 def refuse_transform() -> NoReturn:
     """Raise an error that names the transform around a pipeline; forward_ad if there is none."""
     transform = "torch.autograd.forward_ad: use backward mode, or a torch module here"

@@ -15,6 +15,7 @@ import torch
 
 from fuser.communication import WeakGroup, finished
 from fuser.doors import PASSES
+from fuser.errors import FuserError
 from fuser.op import BasicOperation, autocast_dtype
 from fuser.plan.graph import OpGraph, Source
 from fuser.plan.parameter_slots import find_slots
@@ -32,6 +33,7 @@ from fuser.recipe import DelayedScaling
 from fuser.runtime.codegen import WHOLE, Neighbours, PlanCodegen, PlannedOps
 from fuser.runtime.diagnose import (
     check_grad_shapes,
+    refuse_batched_gradients,
     refuse_other_kinds,
     refuse_output,
     refuse_second_derivative,
@@ -56,6 +58,7 @@ from fuser.torch_private import (
     forward_ad_level,
     is_any_autocast_enabled,
     is_functorch_active,
+    is_of_batched_gradients,
     is_profiler_enabled,
     will_run_node,
     without_autocast,
@@ -465,10 +468,14 @@ class _PipelineFunction(torch.autograd.Function):
             if conditions.region is not None and conditions.region.recorded:
                 end_with_backward(conditions.region)
             return result
-        except BaseException:
+        except BaseException as error:
             # Finished steps have dropped their tensors; this drops those of the others.
             for op_ctx in op_ctxs if ends is not None else ():
                 op_ctx.saved_tensors = None
+            grads = [grad for grad in grad_outputs if grad is not None]
+            is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, FuserError)
+            if is_of_torch and any(map(is_of_batched_gradients, grads)):
+                refuse_batched_gradients(error)
             raise
 
 

@@ -123,6 +123,16 @@ def test_transforms_and_forward_mode_are_seen() -> None:
         assert torch_private.forward_ad_level() == 0
 
 
+def test_batched_gradients_are_seen() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.clone()
+    y.register_hook(lambda grad: seen.append(torch_private.is_of_batched_gradients(grad)))
+    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert seen == [True, False]
+
+
 def test_a_device_that_the_user_set_is_seen() -> None:
     assert not torch_private.is_default_device_set()
     with torch.device("cpu"):

@@ -992,6 +992,59 @@ def test_transforms_that_kernels_would_not_see_are_refused() -> None:
         model(x)
 
 
+BATCHED: dict[str, Callable[[], list[Any]]] = {
+    "plain": lambda: [fuser.Linear(8, 12), fuser.GELU(), fuser.Linear(12, 8)],
+    "gated": lambda: [fuser.Linear(8, 12), fuser.SwiGLU(), fuser.Linear(6, 8)],
+    "gated in blocks": lambda: [fuser.SwiGLU(glu_interleave_size=2), fuser.Linear(4, 8)],
+    "clamped": lambda: [fuser.Linear(8, 12), fuser.ClampedSwiGLU(), fuser.Linear(6, 8)],
+}
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first", "recorded"])
+@pytest.mark.parametrize("name", BATCHED)
+def test_gradients_in_a_batch_are_those_of_each(name: str, warm: bool) -> None:
+    model, (x, dy) = fuser.Sequential(*BATCHED[name]()), inputs((3, 8), (4, 3, 8))
+    dy = dy.detach()
+    for _ in range(4 * warm):
+        model(x).sum().backward()
+    y = model(x)
+    wanted = (x, *model.parameters())
+    found = torch.autograd.grad(y, wanted, dy, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, wanted, one, retain_graph=True) for one in dy]
+    for grad, alone in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(grad, torch.stack(alone))
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@pytest.mark.parametrize(
+    "recipe", [fuser.recipe.Float8CurrentScaling(), fuser.recipe.DelayedScaling()], ids=str
+)
+@pytest.mark.parametrize("warm", [False, True], ids=["first", "recorded"])
+def test_a_quantized_pipeline_refuses_gradients_in_a_batch(recipe: Any, warm: bool) -> None:
+    def step(model: Any, x: torch.Tensor) -> Any:
+        with fuser.autocast(recipe=recipe):
+            return model(x)
+
+    torch.manual_seed(0)
+    model: Any = fuser.Sequential(fuser.Linear(32, 64), fuser.SwiGLU(), fuser.Linear(32, 32))
+    x = torch.randn(16, 32, requires_grad=True)
+    for _ in range(4 * warm):
+        step(model, x).sum().backward()
+    twin, dy = copy.deepcopy(model), torch.randn(16, 32)
+    y, expected = step(model, x), torch.autograd.grad(step(twin, x), x, dy)
+    with pytest.raises(fuser.StateError, match=said("diagnose-gradients-in-a-batch")):
+        torch.autograd.grad(y, x, torch.randn(4, 16, 32), is_grads_batched=True, retain_graph=True)
+    assert_same(torch.autograd.grad(y, x, dy), expected)
+    both = [torch.autograd.grad(step(each, x), x, dy)[0] for each in (model, twin)]
+    assert torch.equal(*both)
+
+
+def test_kernels_refuse_gradients_in_a_batch() -> None:
+    model, (x, dy) = mlp(), inputs((3, 8), (4, 3, 8))
+    with on_kernels(), pytest.raises(fuser.StateError, match=said("diagnose-gradients-in-a-batch")):
+        torch.autograd.grad(model(x), x, dy.detach(), is_grads_batched=True)
+
+
 # -- torch.compile ---------------------------------------------------------------------------------
 
 
