@@ -270,8 +270,8 @@ class Float8CurrentScalingQuantizer(ChangeableQuantizer, tensors.Float8CurrentSc
     ) -> None:
         if scale is not None or amax is not None:
             raise InputError(
-                f"Float8CurrentScalingQuantizer got scale={scale} and amax={amax}; each tensor has "
-                "a scale and an amax of its own, which are written nowhere else. Leave them out."
+                "Float8CurrentScalingQuantizer got a scale or an amax; each tensor has one of each "
+                "of its own, which are written nowhere else. Leave them out."
             )
         if use_existing_amax:
             raise InputError(

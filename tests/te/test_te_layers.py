@@ -207,7 +207,7 @@ def places(queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
     [
         *(("no_mask", None), ("causal", None), ("causal", (2, 0)), ("padding", (2, 1))),
         *(("causal_bottom_right", None), ("padding", None), ("padding_causal", None)),
-        ("arbitrary", None),
+        *(("arbitrary", None), ("padding,causal", None), ("causal,padding", None)),
     ],
 )
 def test_attention_sees_what_its_mask_says(kind: str, window: Any, layout: str) -> None:
@@ -261,13 +261,40 @@ def test_attention_adds_a_bias_to_the_scaled_products() -> None:
         ({"attn_mask_type": "padding"}, {}, said("attention-attn-mask-without")),
         ({"qkv_format": "thd"}, {}, said("attention-qkv-format-pad", "'thd'")),
         ({}, {"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
-        ({}, {"core_attention_bias_type": "alibi"}, "post_scale_bias"),
+        *(
+            ({}, {"core_attention_bias_type": kind}, said("attention-bias-type-here", f"'{kind}'"))
+            for kind in ("alibi", "pre_scale_bias", "some")
+        ),
+        (
+            {},
+            {"core_attention_bias_type": "pre_scale_bias", "core_attention_bias": torch.ones(5, 5)},
+            said("attention-bias-type-here", "'pre_scale_bias'"),
+        ),
+        ({}, {"core_attention_bias_type": "post_scale_bias"}, said("attention-bias-missing")),
+        (
+            {},
+            {"attn_mask_type": "padding_causal_bottom_right"},
+            said("attention-attn-mask-type", "'padding_causal_bottom_right'"),
+        ),
     ],
 )
 def test_attention_refuses_what_is_not_here(arguments: Any, call: Any, sentence: str) -> None:
     q = torch.randn(5, 2, 4, 8)
     with pytest.raises(fuser.InputError, match=sentence):
         attention.DotProductAttention(4, 8, **arguments)(q, q, q, **call)
+
+
+def test_a_bias_from_before_the_scale_is_one_after_it_times_the_scale() -> None:
+    """As the refusal of 'pre_scale_bias' says."""
+    q, k, v = torch.randn(3, 5, 2, 4, 8)
+    bias = torch.randn(1, 4, 5, 5)
+    scale = 8**-0.5
+    layer = attention.DotProductAttention(4, 8, attn_mask_type="no_mask")
+    y = layer(q, k, v, core_attention_bias_type="post_scale_bias", core_attention_bias=bias * scale)
+    heads = [t.double().permute(1, 2, 0, 3) for t in (q, k, v)]
+    weights = ((heads[0] @ heads[1].mT + bias.double()) * scale).softmax(-1)
+    expected = (weights @ heads[2]).permute(2, 0, 1, 3).flatten(2)
+    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -24,6 +24,7 @@ MASKS = (
     "causal_bottom_right",
     "arbitrary",
 )
+NAMES_OF_PADDING_CAUSAL = ("padding,causal", "causal,padding")
 FORMATS = ("sbhd", "bshd")
 ROWS = 1024
 """Queries whose logits are held at once where the largest logit is asked for."""
@@ -47,6 +48,7 @@ class DotProductAttention(torch.nn.Module):
     attn_mask_type
         ``"no_mask"``, ``"causal"``, ``"causal_bottom_right"``, whose last query sees the last key,
         ``"arbitrary"``, or ``"padding"`` and ``"padding_causal"``, with a mask at each call.
+        ``"padding,causal"`` and ``"causal,padding"`` are other names of the last one.
     window_size
         ``(left, right)``: a query sees the keys from ``left`` before its own to ``right`` behind
         it; -1 is all.
@@ -110,14 +112,13 @@ class DotProductAttention(torch.nn.Module):
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = channels
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format
-        self.attn_mask_type = attn_mask_type
+        self.attn_mask_type = _mask(attn_mask_type)
         self.window_size = window_size
         self.tp_size, self.tp_group = tp_size, tp_group
         self.get_rng_state_tracker = get_rng_state_tracker
         self.return_max_logit = return_max_logit
         self.layer_number, self.attention_type = layer_number, attention_type
         self.softmax_scale = channels[0] ** -0.5 if softmax_scale is None else softmax_scale
-        _check_mask(attn_mask_type)
 
     def set_context_parallel_group(
         self,
@@ -198,8 +199,7 @@ class DotProductAttention(torch.nn.Module):
                 f"DotProductAttention got qkv_format={layout!r}; it is {' or '.join(FORMATS)} "
                 "here. Pad packed sequences, and give a padding mask."
             )
-        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        _check_mask(kind)
+        kind = self.attn_mask_type if attn_mask_type is None else _mask(attn_mask_type)
         window = self.window_size if window_size is None else window_size
         # To [b, h, s, d].
         order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
@@ -213,11 +213,17 @@ class DotProductAttention(torch.nn.Module):
         seen, is_causal = _seen(kind, window, attention_mask, q, k)
         bias: torch.Tensor | None = seen
         if core_attention_bias_type != "no_bias":
-            if core_attention_bias_type != "post_scale_bias" or core_attention_bias is None:
-                kind = core_attention_bias_type
+            if core_attention_bias_type != "post_scale_bias":
                 raise InputError(
-                    f"DotProductAttention got core_attention_bias_type={kind!r} and a bias of "
-                    f"{core_attention_bias}. Give a bias, of the type 'post_scale_bias'."
+                    f"DotProductAttention got core_attention_bias_type={core_attention_bias_type!r}"
+                    "; it is 'no_bias' or 'post_scale_bias' here, and ALiBi is not supported. Give "
+                    "the bias of ALiBi, or one from before the scale times softmax_scale, as a "
+                    "core_attention_bias of the type 'post_scale_bias'."
+                )
+            if core_attention_bias is None:
+                raise InputError(
+                    "DotProductAttention got core_attention_bias_type='post_scale_bias' without a "
+                    "core_attention_bias: give one."
                 )
             if is_causal:
                 seen, is_causal = _window(q, k, (-1, 0), "causal"), False
@@ -260,11 +266,16 @@ def _refuse_shared_sequences(cp_group: Any) -> None:
         )
 
 
-def _check_mask(kind: str) -> None:
+def _mask(kind: str) -> str:
+    """The name in ``MASKS`` of a kind of mask."""
+    if kind in NAMES_OF_PADDING_CAUSAL:
+        return "padding_causal"
     if kind not in MASKS:
         raise InputError(
-            f"DotProductAttention got attn_mask_type={kind!r}; it is one of {', '.join(MASKS)}."
+            f"DotProductAttention got attn_mask_type={kind!r}; it is one of {', '.join(MASKS)} "
+            "here. Give another mask as 'arbitrary', with the whole attention_mask."
         )
+    return kind
 
 
 def _window(q: torch.Tensor, k: torch.Tensor, window: tuple[int, int], kind: str) -> torch.Tensor:

@@ -79,7 +79,7 @@ def make_graphed_callables(
     for name, value in given.items():
         if any(value) if isinstance(value, (tuple, list)) else value:
             raise InputError(
-                f"make_graphed_callables got {name}={value!r}, which is not here: {_ABSENT[name]}. "
+                f"make_graphed_callables got {name}, which is not here: {_ABSENT[name]}. "
                 "Leave it out."
             )
     return graphs.make_graphed_callables(
