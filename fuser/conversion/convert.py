@@ -52,6 +52,10 @@ Filter = Callable[[str, torch.nn.Module], bool]
 
 
 NEVER = ", never quantized"
+OTHER_NORM = (
+    "it is no LayerNorm with a weight and a bias, and no RMSNorm with a weight, of the last "
+    "dimension alone"
+)
 
 
 def _without_never(row: ConversionRow) -> ConversionRow:
@@ -296,10 +300,12 @@ class _Search:
             if path in taken or path in self._routers or is_fuser(module):
                 continue
             part: Part | None = linears.get(path)
-            if part is None and self._norms != "all":
-                part = self._norm(module)
             if part is None:
-                continue
+                part = self._norm(module)
+                if part is None and isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm)):
+                    yield ConversionRow(path, _name(module), False, OTHER_NORM)
+                if part is None or self._norms == "all":
+                    continue
             is_gained = path not in self._kept
             reason = 'outside of chains: norms="all" makes it one kernel in an eager model'
             if isinstance(part, LinearPart):

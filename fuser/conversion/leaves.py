@@ -24,6 +24,8 @@ SMALLEST_LINEAR = 32
 """A linear alone with fewer inputs or outputs stays torch's: a router or a score."""
 
 
+EPS_OF_FP32 = torch.finfo(torch.float32).eps
+
 NEVER_CALLED = torch.nn.modules.linear.NonDynamicallyQuantizableLinear
 """A linear of which nn.MultiheadAttention reads the weight."""
 
@@ -157,6 +159,8 @@ def norm_part(module: torch.nn.Module, name: str) -> NormPart | None:
     if y is None or deeper is None or not _rows_are_close(deeper.reshape(y.shape), y):
         return None
     floats = {v for v in module.__dict__.values() if isinstance(v, float) and 0 < v < 1}
+    if module.__dict__.get("eps", 0.0) is None and _has_eps_of_fp32(module, values, x):
+        floats.add(EPS_OF_FP32)
     for eps in sorted(floats):
         if has_bias:
             expected = F.layer_norm(x, (size,), values["weight"], values["bias"], eps)
@@ -168,6 +172,19 @@ def norm_part(module: torch.nn.Module, name: str) -> NormPart | None:
             if _rows_are_close(y, normalized * (values["weight"] + is_zero_centered)):
                 return NormPart(name, "RMSNorm", size, eps, is_zero_centered)
     return None
+
+
+def _has_eps_of_fp32(
+    module: torch.nn.Module, values: dict[str, torch.Tensor], x: torch.Tensor
+) -> bool:
+    """Whether an RMS norm without an eps takes that of fp32 in 16 bits too.
+
+    torch's does, on a CPU and on a GPU; its documentation names that of the dtype of the input.
+    """
+    values, x = {name: value.bfloat16() for name, value in values.items()}, x.bfloat16()
+    expected = F.rms_norm(x, x.shape[-1:], values["weight"], EPS_OF_FP32)
+    y = _called(module, values, x)
+    return y is not None and torch.equal(y, expected)
 
 
 def _own_parameters(module: torch.nn.Module, dim: int) -> torch.Tensor | None:

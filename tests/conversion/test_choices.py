@@ -320,6 +320,30 @@ def test_the_report_has_what_is_left_to_torch_with_the_reason() -> None:
     assert f"left to torch:\n    1 x norm (LayerNorm)  {norm}" in str(fuser.convert(Parts()))
 
 
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "rms": lambda: nn.RMSNorm(HIDDEN),
+    "rms with an eps": lambda: nn.RMSNorm(HIDDEN, eps=1e-6),
+    "rms without a weight": lambda: nn.RMSNorm(HIDDEN, elementwise_affine=False),
+    "layer": lambda: nn.LayerNorm(HIDDEN),
+    "layer without a bias": lambda: nn.LayerNorm(HIDDEN, bias=False),
+    "layer without a weight": lambda: nn.LayerNorm(HIDDEN, elementwise_affine=False),
+    "layer of two dimensions": lambda: nn.LayerNorm((2, HIDDEN)),
+}
+WITH_PIPELINES = ("rms", "rms with an eps", "layer")
+
+
+@pytest.mark.parametrize("norms", ["fused", "all", "none"])
+def test_every_norm_of_torch_is_in_a_list_of_the_report(norms: str) -> None:
+    model = nn.ModuleDict({name: make() for name, make in NORMS.items()})
+    report = fuser.convert(model, norms=norms)
+    converted = {row.path for row in report.converted}
+    assert converted == (set(WITH_PIPELINES) if norms == "all" else set())
+    left = {row.path: row.text for row in report.left}
+    assert left.keys() == NORMS.keys() - converted
+    for name in NORMS.keys() - set(WITH_PIPELINES):
+        assert "of the last dimension alone" in left[name]
+
+
 def test_without_a_recipe_nothing_is_said_of_quantization() -> None:
     of_all = fuser.convert(Parts(), linears="all")
     assert "quantized" not in str(of_all)

@@ -1238,6 +1238,46 @@ def test_the_filter_leaves_out_a_module_and_every_chain_with_it() -> None:
     assert refused["layers.0.feed_forward"] == "the filter leaves out layers.0.feed_forward.w3"
 
 
+class RMSNormOfItsDtype(nn.RMSNorm):
+    """Without an eps it takes that of its input's dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight, torch.finfo(x.dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("cls", "eps"), [(nn.RMSNorm, None), (nn.RMSNorm, 1e-6), (RMSNormOfItsDtype, None)]
+)
+def test_an_rms_norm_without_an_eps_has_the_values_of_torch(
+    cls: type[nn.RMSNorm], eps: float | None, dtype: torch.dtype
+) -> None:
+    """In rows so small that its eps is most of what they are divided by."""
+    model = nn.Sequential(cls(HIDDEN, eps=eps), nn.Linear(HIDDEN, HIDDEN, bias=False))
+    with torch.no_grad():
+        model.get_parameter("0.weight").uniform_(0.5, 2)
+    exact = copy.deepcopy(model.to(dtype)).double()
+    report = fuser.convert(model)
+    assert len(report.converted) == (cls is nn.RMSNorm)
+    x = (data() * torch.logspace(-5, 1, 5)[:, None]).to(dtype).detach()
+    y = model(x).double()
+    used = eps or torch.finfo(torch.float32 if cls is nn.RMSNorm else dtype).eps
+    square = x.double().square().mean(-1, keepdim=True)
+    normed = x.double() / (square + used).sqrt() * exact.get_parameter("0.weight")
+    expected = exact[1](normed)
+    rows = expected.abs().amax(-1, keepdim=True)
+    assert ((y - expected).abs() <= 4 * torch.finfo(dtype).eps * rows).all()
+
+
+def test_an_eps_that_is_set_later_is_seen() -> None:
+    model: Any = nn.Sequential(nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+    plain, x = copy.deepcopy(model), data().detach()
+    fuser.convert(model)
+    for each in (plain, model):
+        each[0].eps = 0.5
+    assert torch.equal(model(x), plain(x))
+
+
 def test_norms_alone_and_linears_alone_are_asked_for() -> None:
     counts = {}
     for norms in ("fused", "all"):
