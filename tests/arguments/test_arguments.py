@@ -5,6 +5,7 @@ test_every_argument.py says which arguments have no row.
 
 from __future__ import annotations
 
+import arguments_listed  # noqa: F401  imported for its rows
 import pytest
 from argument_rows import ROWS, Row
 

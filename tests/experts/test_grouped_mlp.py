@@ -762,6 +762,7 @@ def test_one_linear_alone_may_keep_its_weights(
         model, plain = (mlp(fusions=fusions) for _ in range(2))
         found = microbatches(model, make(), [True, False, False, None, False], (place,))
         assert_equal(found, microbatches(plain, make(), [None] * 5))
+        assert [bool(model[at]._kept_weight) for at in (place, 2 - place)] == [True, False]
 
 
 def test_kept_weights_serve_a_backward_after_an_evaluation(groups_at_once: None) -> None:

@@ -365,27 +365,33 @@ def test_a_weight_is_quantized_once_for_all_microbatches() -> None:
     assert torch.equal(changed, step(None))
 
 
-def test_an_operand_has_the_copies_that_the_gradients_in_demand_read() -> None:
+@pytest.mark.parametrize("is_custom", [False, True], ids=["mxfp8", "custom"])
+def test_an_operand_has_the_copies_that_the_gradients_in_demand_read(
+    is_custom: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan holds the quantizers of a recipe; those of a factory are asked for at each call."""
     made: dict[str, tuple[bool, bool]] = {}
+    roles = {(96, 32): "input", (64, 32): "weight", (96, 64): "grad_output"}
+    buffers_of = MXFP8Quantizer.buffers_of
 
-    class Recording(MXFP8Quantizer):
-        role = ""
+    def recording(self: Any, rows: Any) -> Any:
+        made[roles[tuple(rows.shape)]] = (self.rowwise, self.columnwise)
+        return buffers_of(self, rows)
 
-        def buffers_of(self, rows: Any) -> Any:
-            made[self.role] = (self.rowwise, self.columnwise)
-            return super().buffers_of(rows)
-
-    def factory(role: Any) -> Any:
-        return type(str(role), (Recording,), {"role": str(role)})()
+    monkeypatch.setattr(MXFP8Quantizer, "buffers_of", recording)
 
     def copies(
         override: str | None, x_wants: bool, weight_wants: bool, before: Any = ()
     ) -> dict[str, Any]:
         made.clear()
-        op = fuser.Sequential(*before, fuser.BasicLinear(32, 32))
+        op = fuser.Sequential(*before, fuser.BasicLinear(32, 64))
         op[-1].weight.requires_grad_(weight_wants)
-        x = torch.randn(32, 32, requires_grad=x_wants)
-        with fuser.autocast(recipe=recipes.CustomRecipe(factory, backward_override=override)):
+        x = torch.randn(96, 32, requires_grad=x_wants)
+        recipe: Any = recipes.MXFP8BlockScaling(backward_override=override)
+        if is_custom:
+            factory = lambda role: MXFP8Quantizer()  # noqa: E731
+            recipe = recipes.CustomRecipe(factory, backward_override=override)
+        with fuser.autocast(recipe=recipe):
             y = op(x)
         if y.requires_grad:
             y.sum().backward()

@@ -505,10 +505,15 @@ def test_outside_autocast_an_op_gives_the_quantizers_it_used_last(recipe: Recipe
     asked = [("forward", 0), ("forward", 1), ("backward", 0)]
     assert [op.get_quantizer(*which) for which in asked] == [None] * 3
     x = torch.randn(32, 32, requires_grad=True)
-    with fuser.autocast(recipe=Float8CurrentScaling(use_power_2_scales=True)):
-        op(x).sum().backward()
     with fuser.autocast(recipe=recipe):
         op(x).sum().backward()
+        expected = [op.get_quantizer(*which) for which in asked]
+    for before in (Float8CurrentScaling(use_power_2_scales=True), DelayedScaling()):
+        for each in (before, recipe):
+            with fuser.autocast(recipe=each):
+                op(x).sum().backward()
+        # Nobody has asked for them inside the autocast.
+        assert [str(op.get_quantizer(*which)) for which in asked] == [*map(str, expected)]
         expected = [op.get_quantizer(*which) for which in asked]
     assert [op.get_quantizer(*which) for which in asked] == expected
     assert (op.get_input_quantizer(), op.get_grad_output_quantizer()) == (expected[0], expected[2])
