@@ -8,6 +8,7 @@ import functools
 import io
 import pickle
 import re
+import weakref
 from typing import Any
 
 import every_format
@@ -229,7 +230,9 @@ def a_destroyed_group(rank: int) -> Any:
     op.tensor_parallel_group = None
     dist.barrier()
     dist.destroy_process_group(group)
+    seen = weakref.ref(group)
     del group
+    assert seen() is None  # the forward, whose backward is to come, does not keep it
     with pytest.raises(
         fuser.StateError,
         match=pattern_of("groups-backward-communicates-forward", "BasicLinear"),

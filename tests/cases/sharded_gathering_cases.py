@@ -425,6 +425,27 @@ def weights_are_quantized_from_the_dtype_of_the_policy(name: str) -> None:
 
 
 @case
+def a_model_with_assigned_copies_of_gathered_weights_gathers_its_own() -> None:
+    """As a teacher that follows a student: it runs between the student's forward and backward."""
+    names, recipe = ("mxfp8",) * 3, RECIPES["mxfp8"]()
+    student, teacher = (sharded(gathered_quantized(names)) for _ in range(2))
+    state = {name: value.clone() for name, value in student.state_dict().items()}
+    teacher.load_state_dict(state, assign=True)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(-2)
+    gradients = []
+    for is_between in (False, True):
+        x = inputs(student, 1).requires_grad_()
+        loss = loss_of(student, x, recipe)
+        if is_between:
+            loss_of(teacher, inputs(teacher, 2), recipe).backward()
+        loss.backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+@case
 def a_weight_of_two_ops_is_one_weight_that_is_gathered_once() -> None:
     """``gather_quantized`` keeps it one parameter, also if the paths to it differ."""
     for kind in ("linears", "experts"):

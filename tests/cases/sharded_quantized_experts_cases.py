@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from one_launch_experts import one_by_one
 from ranks import device_type
 from sharded_checkpoints_cases import shared_folder
 from sharded_experts_cases import Chain
@@ -240,6 +242,8 @@ def the_memory_of_quantized_experts_does_not_grow_from_layer_to_layer(name: str)
         with pytest.MonkeyPatch.context() as patch:
             if is_one_launch:
                 patch.setattr(grouped, "has_grouped_mm", lambda d, dtype: dtype is torch.bfloat16)
+            else:
+                one_by_one(patch)
             torch.manual_seed(1)
             with fuser.quantized_model_init(recipe=RECIPES[name]()):
                 layers = [
@@ -372,26 +376,32 @@ def train_gathered(layers: Any, reference: Any, recipe: Any) -> list[tuple[str, 
 @each("current", "mxfp8", "nvfp4", "blocks of 1x128")
 def ranks_may_have_rows_of_different_experts(name: str) -> None:
     """Backward gathers one copy of a weight from all ranks, also from those without rows for it."""
-    for options in ({}, {"backward_override": "dequantized"}):
-        recipe = RECIPES[name](**options)
-        for is_plain in (False, True):
-            layers: Any
-            layers, reference = (experts(name, plain=is_plain) for _ in range(2))
-            if is_plain:
-                layers = fuser.distributed.gather_quantized(layers, recipe)
-            sharded(layers)
-            for place in range(ranks()):
-                x, _, scales, _ = inputs_of(reference, place)
-                sizes = torch.tensor(((0, 12, 20), (32, 0, 0))[place % 2])
-                loss = loss_of(reference, (x, sizes, scales, sizes), recipe) / ranks()
-                loss.backward()
-                if place == rank():
-                    own = x.detach().clone().requires_grad_()
-                    loss_of(layers, (own, sizes, scales.detach(), sizes), recipe).backward()
-                    torch.testing.assert_close(own.grad, ranks() * x.grad, rtol=1e-5, atol=1e-8)
-            for parameter, own in zip(layers.parameters(), reference.parameters(), strict=True):
-                found = parameter.grad.full_tensor()
-                torch.testing.assert_close(found, own.grad, rtol=1e-5, atol=1e-7)
+    for override, is_plain in itertools.product((None, "dequantized"), (False, True)):
+        _train_on_different_experts(name, override, is_plain=is_plain)
+    with pytest.MonkeyPatch.context() as patch:
+        one_by_one(patch)
+        _train_on_different_experts(name, None, is_plain=False)
+
+
+def _train_on_different_experts(name: str, override: str | None, *, is_plain: bool) -> None:
+    recipe = RECIPES[name](backward_override=override)
+    layers: Any
+    layers, reference = (experts(name, plain=is_plain) for _ in range(2))
+    if is_plain:
+        layers = fuser.distributed.gather_quantized(layers, recipe)
+    sharded(layers)
+    for place in range(ranks()):
+        x, _, scales, _ = inputs_of(reference, place)
+        sizes = torch.tensor(((0, 12, 20), (32, 0, 0))[place % 2])
+        loss = loss_of(reference, (x, sizes, scales, sizes), recipe) / ranks()
+        loss.backward()
+        if place == rank():
+            own = x.detach().clone().requires_grad_()
+            loss_of(layers, (own, sizes, scales.detach(), sizes), recipe).backward()
+            torch.testing.assert_close(own.grad, ranks() * x.grad, rtol=1e-5, atol=1e-8)
+    for parameter, own in zip(layers.parameters(), reference.parameters(), strict=True):
+        found = parameter.grad.full_tensor()
+        torch.testing.assert_close(found, own.grad, rtol=1e-5, atol=1e-7)
 
 
 @each("mxfp8")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_launch_experts import one_by_one
 from ranks import device_type
 from sharded_models import (
     RECIPES,
@@ -90,6 +91,13 @@ def stacked_experts_under_an_override_or_without_a_recipe(name: str) -> None:
 
 @each("current", "mxfp8", "nvfp4", "blocks of 1x128")
 def a_pass_gathers_the_copy_of_stacked_experts_that_it_reads(name: str) -> None:
+    _check_copies_gathered(name)
+    with pytest.MonkeyPatch.context() as patch:
+        one_by_one(patch)
+        _check_copies_gathered(name)
+
+
+def _check_copies_gathered(name: str) -> None:
     layers, recipe = sharded(stack(name)), RECIPES[name]()
     numel = sum(w.numel() for w in weights(layers)) // ranks()
     bits = 4.6 if "nvfp4" in name else 8.3

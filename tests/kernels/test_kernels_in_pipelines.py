@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from oracles import leaf, random_tensor
 from pipeline_kernels import on_kernels
 from said import said, sentence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuser
 from fuser import recipe as recipes
@@ -255,6 +256,28 @@ def test_an_addition_and_a_norm_are_one_kernel_each_way(
     assert f"add_{kernel}" in plan
     assert (f"{kernel}_backward_add" in plan) == returns_sum
     assert launched == ["norm", "norm_backward", "norm_parameter_gradients"]
+
+
+@pytest.mark.parametrize("returns_sum", [False, True])
+def test_an_evaluation_writes_the_sum_before_a_norm_only_if_it_is_returned(
+    returns_sum: bool,
+) -> None:
+    model = residual(fuser.RMSNorm, returns_sum)
+    x, extra = (random_tensor((6, 16), F32, seed) for seed in (1, 2))
+    written: list[torch.Tensor] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if "empty" in func._opname and result.nbytes >= x.nbytes:
+                written.append(result)
+            return result
+
+    with on_kernels(), torch.no_grad(), Noting():
+        model(x, extra)
+    assert len(written) == 1 + returns_sum
 
 
 def test_an_activation_and_its_bias_are_one_kernel_backward(launched: list[str]) -> None:

@@ -5,6 +5,7 @@ from mutants.mutant import Mutant
 TWO_RANKS = "test_sharded_parameters.py::test_on_two_ranks"
 EXPERTS = "test_sharded_experts.py::test_on_two_ranks"
 GROUPED_MEMORY = "test_grouped_memory.py"
+OF_TWO_OPS = "test_modules.py::test_gather_quantized_asks_for_one_quantizer_of_a_weight_of_two_ops"
 
 SHARDING = (
     Mutant(
@@ -116,6 +117,7 @@ SHARDING = (
         'is_another = is_another or fsdp_caller("FSDPParam") is None',
         "pass",
         TWO_RANKS,
+        select="assigned_copies",
     ),
     Mutant(
         "the rowwise bytes stay in memory after their transpose was made",
@@ -239,10 +241,17 @@ SHARDING = (
         "a weight of two ops becomes two that are gathered",
         "distributed/gather_quantized.py",
         "gather_quantized",
+        "owner._parameters[name] = masters.get(id(parameter), parameter)",
+        "owner._parameters[name] = torch.nn.Parameter(masters.get(id(parameter), parameter))",
+        OF_TWO_OPS,
+    ),
+    Mutant(
+        "a weight of two ops is gathered with the quantizer of the second",
+        "distributed/gather_quantized.py",
+        "gather_quantized",
         "if id(weight) not in masters:",
         "if True:",
-        TWO_RANKS,
-        select="a_weight_of_two_ops",
+        OF_TWO_OPS,
     ),
     Mutant(
         "a frozen parameter trains after it was sharded",
@@ -263,12 +272,12 @@ SHARDING = (
         "test_a_plan_sends_the_copy_of_an_input_that_an_overridden_backward_reads",
     ),
     Mutant(
-        "weights that were replaced stay in separate memory",
+        "weights that were moved have the layout of before",
         "runtime/known_parameters.py",
         "KnownParameters.renew",
         "layout = self._layout(params) if any(are_moved) else layout",
         "pass",
-        GROUPED_MEMORY,
+        f"{GROUPED_MEMORY}::test_weights_that_move_between_calls_are_followed",
     ),
     Mutant(
         "a call takes weights out of the memory of its caller",
@@ -277,7 +286,7 @@ SHARDING = (
         "if not (is_alone or is_slice) or parameter.is_inference():",
         "if parameter.is_inference():",
         GROUPED_MEMORY,
-        select="caller_stay",
+        select="another_order",
     ),
     Mutant(
         "two ops take a weight from each other at each call",

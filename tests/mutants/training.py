@@ -753,12 +753,12 @@ STATE = (
         select="not_made_again or deferred or assigned",
     ),
     Mutant(
-        "main_grad gets the gradient of a backward that leaves the weight out",
+        "a replayed backward that leaves the weight out adds to its main_grad",
         "runtime/gradient_paths.py",
         "accumulating_leaf",
         "return leaf if will_run_node(node) else None",
         "return leaf",
-        "test_state.py::test_a_backward_that_leaves_the_weight_out_leaves_main_grad_alone",
+        "test_graph_replays.py::test_a_gradient_that_is_added_in_the_graph_cannot_be_asked_for",
     ),
     Mutant(
         "the state of a layer's second op begins with the length of the first",

@@ -396,6 +396,20 @@ def test_gather_quantized_leaves_frozen_weights_frozen() -> None:
     assert type(model[1].weight) is not torch.nn.Parameter
 
 
+def test_gather_quantized_asks_for_one_quantizer_of_a_weight_of_two_ops() -> None:
+    names: list[str] = []
+
+    def factory(role: Any) -> Any:
+        names.append(role.name)
+        return fuser.MXFP8Quantizer()
+
+    model = fuser.Sequential(fuser.BasicLinear(64, 64), fuser.BasicLinear(64, 64))
+    model[1].weight = model[0].weight
+    fuser.distributed.gather_quantized(model, recipes.CustomRecipe(qfactory=factory))
+    assert model[1].weight is model[0].weight
+    assert names == ["0"]
+
+
 def test_gather_quantized_takes_the_weights_of_layers_and_of_ops() -> None:
     model = torch.nn.Sequential(
         fuser.modules.LayerNormMLP(64, 128), fuser.Sequential(fuser.Linear(64, 64))

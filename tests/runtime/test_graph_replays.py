@@ -786,11 +786,16 @@ def test_a_main_grad_that_is_replaced_before_the_backward_is_refused() -> None:
 
 
 def test_a_gradient_that_is_added_in_the_graph_cannot_be_asked_for() -> None:
+    """Nor another gradient alone: the graph would add this one to main_grad."""
     one = accumulating()
     y = one.model(one.sample())
-    with pytest.raises(fuser.StateError, match=said("graphed-adds-weight-gradients")):
-        torch.autograd.grad(y.sum(), [one.weight])
-    one.check()
+    for ask in (
+        lambda: torch.autograd.grad(y.sum(), [one.weight], retain_graph=True),
+        lambda: y.sum().backward(inputs=[one.model[1].bias]),
+    ):
+        with pytest.raises(fuser.StateError, match=said("graphed-adds-weight-gradients")):
+            ask()
+        one.check()
     one.step()
     one.check()
 

@@ -233,11 +233,16 @@ DEVICES = ["torch", "kernels"]
 @pytest.mark.parametrize("stored", ["fp32", "bf16", "current", "mxfp8"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_backward_after_a_step_is_refused(device: str, stored: str, cls: str) -> None:
-    """Its gradient of the input would be of weights that the forward did not have."""
+    """Its gradient of the input would be of weights that the forward did not have.
+
+    Nothing but the optimizer sees decoupled gradients, so it alone can raise the version.
+    """
     weight: Any = weight_in(stored)
     x = torch.randn(4, SHAPE[1], dtype=weight.dtype).requires_grad_()
-    optimizer = getattr(fused, cls)([weight], 0.1, master_weights=True)
-    weight.grad = torch.ones(SHAPE, dtype=weight.dtype)
+    options = {"use_decoupled_grad": True} if cls == "FusedAdam" else {}
+    optimizer = getattr(fused, cls)([weight], 0.1, master_weights=True, **options)
+    name = "decoupled_grad" if options else "grad"
+    setattr(weight, name, torch.ones(SHAPE, dtype=weight.dtype))
     if stored in formats.RECIPES:
         op = fuser.BasicLinear(SHAPE[1], SHAPE[0], device="meta", dtype=BF16)
         op.weight = weight
