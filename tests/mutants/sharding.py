@@ -277,7 +277,8 @@ SHARDING = (
         "KnownParameters.renew",
         "layout = self._layout(params) if any(are_moved) else layout",
         "pass",
-        f"{GROUPED_MEMORY}::test_weights_that_move_between_calls_are_followed",
+        "test_recorded_experts.py::"
+        "test_a_recording_of_weights_that_were_joined_is_not_for_weights_that_stay_apart",
     ),
     Mutant(
         "a call takes weights out of the memory of its caller",

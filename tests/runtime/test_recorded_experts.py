@@ -310,6 +310,23 @@ def test_weights_that_move_in_turn_between_two_places_are_recorded_in_both(
     assert len({id(which) for which in played}) == 4, "two forwards, two backwards"
 
 
+def test_a_recording_of_weights_that_were_joined_is_not_for_weights_that_stay_apart(
+    played: list[Any],
+) -> None:
+    """Weights in memory of their own are joined, unless other tensors are there too."""
+    model = experts()
+    weights = list(model[0].parameters())
+    for weight in weights:
+        weight.data = weight.detach().clone()
+    warm(model)
+    assert played
+    others = [weight.detach() * 2 for weight in weights]
+    for weight, other in zip(weights, others, strict=True):
+        weight.data = other
+    for seed in range(STEPS):
+        assert_equal(step(model, seed), unrecorded(model, seed))
+
+
 def test_weights_without_torchs_guard_are_read_at_each_call(
     monkeypatch: pytest.MonkeyPatch, played: list[Any]
 ) -> None:
