@@ -59,7 +59,8 @@ Item = TypeVar("Item")
 Done = TypeVar("Done")
 # pytest's exit status.
 PASSED, FAILED = 0, 1
-NOTHING_RAN = (2, 4, 5)
+NONE_SELECTED = 5
+NOTHING_RAN = (2, 4, NONE_SELECTED)
 # Imported once for all mutants: what is not fuser's or its tests', and takes long.
 PRELOADED: tuple[str, ...] = (
     "torch",
@@ -277,6 +278,8 @@ def examined(area: str, mutant: Mutant, tree: Tree) -> Result:
         return result(KILLED, "?" if test is None else shortened(test))
     if code == PASSED:
         return result(ARGUED if mutant.survives else SURVIVED, mutant.survives)
+    if code == NONE_SELECTED:
+        return result(STALE, f"{mutant.tests} -k {mutant.select!r} has no test")
     last = printed.strip().splitlines()[-1:] or ["nothing was printed"]
     return result(STALE, f"pytest ended with {code}: {last[0]}")
 

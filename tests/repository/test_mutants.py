@@ -8,6 +8,7 @@ import functools
 import re
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,12 @@ def test_every_mutant_names_tests_that_there_are(area: str) -> None:
         for test in mutant.files:
             path, _, name = test.partition("::")
             assert re.search(rf"^def {name or 'test_.*'}\(", (ROOT / path).read_text(), re.M), test
+
+
+def test_the_name_of_a_test_file_occurs_once() -> None:
+    """A mutant has its tests by their files' names, and pytest imports one file of a name."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_mutant_is_listed_twice() -> None:
@@ -318,12 +325,13 @@ def test_each_mutant_is_killed_by_a_named_test_or_survives_or_is_argued_or_is_st
         mutant(mistake="the product is a sum", old="a * b"),
         mutant(mistake="the sum is wherever", old="a"),
         mutant(mistake="the sum is no expression", new="a +"),
+        mutant(mistake="the sum is the first", new="a", select="no_such_test"),
     )
     status, written = examine(mutants, repository, monkeypatch)
     printed = capsys.readouterr().out
     assert status == 1
-    assert re.search(r"\d/6  killed +\d+\.\d s  sums: the sum is a difference", printed)
-    assert "| sums | 6 | 1 | 1 | 1 | 3 |" in printed
+    assert re.search(r"\d/7  killed +\d+\.\d s  sums: the sum is a difference", printed)
+    assert "| sums | 7 | 1 | 1 | 1 | 4 |" in printed
     assert "50.0% of those that a test can notice are killed." in printed
     assert "survived: the sum is rounded (sums.py)" in printed
     assert "| the sum is a difference | sums.py | test_sums.py::test_add[2] |" in written
@@ -331,6 +339,7 @@ def test_each_mutant_is_killed_by_a_named_test_or_survives_or_is_argued_or_is_st
     assert "**stale** sums.py has 'a * b' 0 times in add; it is to be once." in written
     assert re.search(r"\*\*stale\*\* sums.py has 'a' \d times in add; it is to be once.", written)
     assert "| the sum is no expression | sums.py | **stale** " in written
+    assert "**stale** test_sums.py::test_add -k 'no_such_test' has no test |" in written
 
 
 def test_a_run_in_which_all_are_killed_or_argued_succeeds(
