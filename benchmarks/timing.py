@@ -131,6 +131,7 @@ class DeviceClock(HostClock):
     """Times calls on the current CUDA device with events on its queue."""
 
     def __init__(self, *, is_captured: bool = True) -> None:
+        super().__init__()
         self.is_captured = is_captured
 
     def prepare(self, calls: Sequence[Call], passes: int) -> Prepared:

@@ -95,15 +95,16 @@ def test_the_time_of_the_host_is_that_of_one_call_that_returns_from_an_idle_devi
     time = Time()
     waits: list[int] = []
 
-    class Device(timing.HostClock):
-        host = timing.DeviceClock.host
+    class Device(timing.DeviceClock):
+        prepare, sample = timing.HostClock.prepare, timing.HostClock.sample
 
         def wait(self) -> None:
             waits.append(len(time.log))
 
     first = [3.0] * (1 + 2 * 3)  # the preparing call and the rounds, of two passes
     calls = {"a": time.call("a", itertools.chain(first, itertools.repeat(0.5)))}
-    device = Device(lambda: time.seconds)
+    device = Device()
+    device.now = lambda: time.seconds
     results = timing.measure([calls], device, passes=2, rounds=2)
     assert results == {"a": timing.Timing(3.0, 3.0, 3.0)}
     (result,) = results.values()
