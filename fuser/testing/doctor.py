@@ -27,6 +27,7 @@ import fuser.cuda
 from fuser.basic_ops import BasicLinear, GroupedLinear
 from fuser.cuda import module
 from fuser.cuda.module import Installation, Obstacle, installation, obstacle
+from fuser.cuda.pass_graphs import Switch
 from fuser.cuda.probe import probe
 from fuser.errors import EmulationWarning, FuserError, KernelUnavailable
 from fuser.op import BasicOperation
@@ -329,6 +330,14 @@ class Diagnosis:
         lines.append(
             "They quantize, normalize and run pointwise ops; without them, torch does this."
         )
+        if self.obstacle is None:
+            lines += _wrapped(
+                "Passes that repeat are CUDA graphs; fuser.graph_passes(False) or "
+                "FUSER_GRAPH_PASSES=0 turns this off."
+                if Switch.is_on
+                else "Passes that repeat are launched call by call: fuser.graph_passes(False) or "
+                "FUSER_GRAPH_PASSES=0 has turned their CUDA graphs off."
+            )
         return tuple(lines)
 
     def _support(self, capability: tuple[int, int] | None) -> dict[str, RecipeSupport]:

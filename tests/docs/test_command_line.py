@@ -22,7 +22,7 @@ from fresh import python
 import fuser
 from fuser import recipe as recipes
 from fuser.__main__ import main
-from fuser.cuda import module
+from fuser.cuda import module, pass_graphs
 from fuser.cuda.module import Installation, Obstacle
 from fuser.demo import train_lm
 from fuser.errors import KernelUnavailable
@@ -587,6 +587,19 @@ def test_a_kernel_that_does_not_compile_is_said_among_the_kernels() -> None:
     sources = ", ".join(doctor.one_of_each_source())
     assert f"one kernel of each of {sources} compiles" in " ".join(str(HEALTHY).split())
     assert {"block_scaling", "mxfp8", "pointwise"} <= set(doctor.one_of_each_source())
+
+
+@pytest.mark.parametrize(
+    ("is_on", "said"),
+    [(True, "Passes that repeat are CUDA graphs; "), (False, "has turned their CUDA graphs off.")],
+)
+def test_the_doctor_says_whether_passes_are_graphs(
+    is_on: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_graphs.Switch, "is_on", is_on)
+    assert said in " ".join(str(HEALTHY).split())
+    without_gpu = dataclasses.replace(HEALTHY, obstacle=Obstacle("no GPU."))
+    assert "Passes that repeat" not in str(without_gpu)
 
 
 def test_the_doctor_compiles_a_kernel_of_every_source(monkeypatch: pytest.MonkeyPatch) -> None:
