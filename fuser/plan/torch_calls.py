@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fuser.plan.devices import Device, precision_of
@@ -71,7 +72,7 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._listed = listed
         # Of all tensors, by their numbers, which so stay unique.
         self.storages: dict[int, torch.UntypedStorage] = {}
-        self._attention = _Attention(self)
+        self._on_a_gpu = _AsOnAGpu(self)
         self._is_inside = False
 
     @property
@@ -80,12 +81,12 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return not self._is_inside
 
     def __enter__(self) -> Any:
-        self._attention.__enter__()  # type: ignore[no-untyped-call]
+        self._on_a_gpu.__enter__()  # type: ignore[no-untyped-call]
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._attention.__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._on_a_gpu.__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -123,8 +124,8 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return parts
 
 
-class _Attention(TorchFunctionMode):
-    """Lists attention as one call on every device: its kernel depends on the device."""
+class _AsOnAGpu(TorchFunctionMode):
+    """Lists attention and RMS norms as one call, as a GPU's kernels are, on every device."""
 
     def __init__(self, calls: TorchCalls) -> None:
         super().__init__()
@@ -134,7 +135,9 @@ class _Attention(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention or self._calls._is_inside:
+        if func is F.rms_norm and not self._calls._is_inside:
+            return _rms_norm(*args, **kwargs)
+        if func is not F.scaled_dot_product_attention or self._calls._is_inside:
             return func(*args, **kwargs)
         self._calls._is_inside = True
         try:
@@ -154,6 +157,18 @@ class _Attention(TorchFunctionMode):
         tensors = (query, key, value, given.get("attn_mask"))
         self._calls.list(ATTENTION, flops, tensors, result)
         return result
+
+
+def _rms_norm(
+    x: torch.Tensor,
+    shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """A call of the kernel that torch has for it on a GPU, which is that of the layer norm."""
+    if weight is not None and weight.dtype != x.dtype:
+        return F.rms_norm(x, shape, weight, eps)  # of several kernels there too
+    return F.layer_norm(x, shape, weight, None, 1e-5 if eps is None else eps)
 
 
 def eager_seconds(calls: Sequence[TorchCall], device: Device, side: str) -> float:

@@ -307,3 +307,26 @@ def test_the_calls_of_adapters_are_those_of_three_products(kind: str, dropout: f
         op.weight.requires_grad_(False)
     given = (meta(8, WIDTH), *sizes, frozen, down, up)
     assert_modelled(fuser.Sequential(op), script, *given)
+
+
+def calls_of(norm: torch.nn.Module, dtype: torch.dtype) -> tuple[list[str], list[str]]:
+    """The calls of a norm's forward and of its backward."""
+    x = torch.empty(8, WIDTH, device="meta", dtype=dtype, requires_grad=True)
+    forward: list[TorchCall] = []
+    backward: list[TorchCall] = []
+    with TorchCalls(forward.append):
+        y = norm(x)
+    with TorchCalls(backward.append):
+        torch.autograd.grad(y, x, torch.empty_like(y, device="meta"))
+    return [call.name for call in forward], [call.name for call in backward if call.flops == 0]
+
+
+@pytest.mark.parametrize("eps", [None, 1e-6])
+def test_an_rms_norm_of_torch_is_one_kernel_as_on_a_gpu(eps: float | None) -> None:
+    norm = torch.nn.RMSNorm(WIDTH, eps=eps, device="meta", dtype=torch.bfloat16)
+    forward, backward = calls_of(norm, torch.bfloat16)
+    assert len(forward) == 1
+    assert [name for name in backward if "norm" in name] == backward
+    assert calls_of(torch.nn.RMSNorm(WIDTH, elementwise_affine=False), torch.float32)[0] == forward
+    mixed, _ = calls_of(norm, torch.float32)
+    assert len(mixed) > 1
