@@ -383,24 +383,24 @@ class _Recording(NamedTuple):
     sequence: LaunchSequence
     used: list[DelayedScales]
     """The states of delayed scaling that record in it, in their order."""
-    contexts: list[tuple[type[OperationContext], dict[str, Any]]]
-    saved: list[Part]
-    """How to make each saved tensor from those that the forward saves."""
-    kept: tuple[int, ...]
-    """Of those, the ones that are no piece of another; the last that the sequence returns has the
-    pieces."""
-    saved_count: int
-    """The number of saved tensors if each piece is one."""
-    read: tuple[_Read, _Read]
-    """Of the saved tensors themselves, and where the last has the pieces."""
-    ends: tuple[int, ...]
-    specs: tuple[Any, ...]
-    """Shape and dtype of every extra output."""
-    versioned: list[tuple[int, str, Callable[[Tensors], Any]]]
-    """The ops whose contexts hold versions, with their owners, and what picks their tensors."""
     keeps: list[_Keeps]
     """The weights that it keeps for other microbatches."""
-    given: list[int]
+    contexts: Sequence[tuple[type[OperationContext], dict[str, Any]]] = ()
+    saved: Sequence[Part] = ()
+    """How to make each saved tensor from those that the forward saves."""
+    kept: tuple[int, ...] = ()
+    """Of those, the ones that are no piece of another; the last that the sequence returns has the
+    pieces."""
+    saved_count: int = 0
+    """The number of saved tensors if each piece is one."""
+    read: tuple[_Read, _Read] = (_Read((), ()), _Read((), ()))
+    """Of the saved tensors themselves, and where the last has the pieces."""
+    ends: tuple[int, ...] = ()
+    specs: tuple[Any, ...] = ()
+    """Shape and dtype of every extra output."""
+    versioned: Sequence[tuple[int, str, Callable[[Tensors], Any]]] = ()
+    """The ops whose contexts hold versions, with their owners, and what picks their tensors."""
+    given: Sequence[int] = ()
     """The places of the quantized parameters that contexts hold."""
 
     def packed(self, saved: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -417,9 +417,6 @@ class _Recording(NamedTuple):
         pieces = iter([piece.of(last) for piece in self.sequence.pieces])
         kept = dict(zip(self.kept, others, strict=True))
         return tuple([kept[i] if i in kept else next(pieces) for i in range(self.saved_count)])
-
-
-_NONE_READ = _Read((), [])
 
 
 class RecordedForward:
@@ -520,20 +517,7 @@ class RecordedForward:
             )
         output, produced, *rest = results
         kept: tuple[Any, ...] = (output, produced)
-        recording = _Recording(
-            sequence,
-            list(dict.fromkeys(used)),
-            [],
-            [],
-            (),
-            0,
-            (_NONE_READ,) * 2,
-            (),
-            (),
-            [],
-            [],
-            [],
-        )
+        recording = _Recording(sequence, list(dict.fromkeys(used)), [])
         if type(output) is not torch.Tensor:
             sequence.refusal = f"the output is a {type(output).__name__}"
         if any(vars(tensor) for tensor in produced if tensor is not None):
@@ -578,27 +562,7 @@ class RecordedForward:
             sequence.result[:2] if any(sequence.result[1]) else (), sequence.result[0]
         )
         if rest:
-            places = [slot.place for slot in sequence.result[2]]
-            packed = sequence.pack(sequence.result[2]) if self.packs else []
-            of_kept = tuple(i for i in range(len(held)) if i not in packed)
-            first = len(given)
-            read_back = [
-                (number, quantized[id(tensor)][1])
-                for number, tensor in enumerate((*[tensors[at] for at in given], *held))
-                if id(tensor) in quantized
-            ]
-            inputs = [
-                i
-                for i, place in enumerate(places)
-                if place < sequence.count and type(held[i]) in PLAIN
-            ]
-            later = [
-                (n if n < first else first + of_kept.index(n - first), facts)
-                for n, facts in read_back
-            ]
-            unpacked = _Read(tuple(inputs), read_back)
-            read = unpacked, _Read(tuple(map(of_kept.index, inputs)), later)
-            recording = recording._replace(kept=of_kept, saved_count=len(held), read=read)
+            recording = self._with_saved(recording, held, tensors, quantized)
         self._recording = recording
         if not rest:
             return results
@@ -606,6 +570,34 @@ class RecordedForward:
         if sequence.pieces and Switch.is_on and saved_tensor_hooks(False) is None:
             saved = recording.packed(held)  # so that there is one layout of backwards
         return (*kept[:2], (self, versions, self.given(tensors)), saved, None, recording.specs)
+
+    def _with_saved(
+        self,
+        recording: _Recording,
+        held: Sequence[torch.Tensor],
+        tensors: Tensors,
+        quantized: Mapping[int, tuple[int, QuantizedFacts]],
+    ) -> _Recording:
+        """``recording`` with what a backward reads of the saved tensors ``held``."""
+        sequence, first = recording.sequence, len(recording.given)
+        slots = sequence.result[2]
+        packed = sequence.pack(slots) if self.packs else []
+        kept = tuple(i for i in range(len(held)) if i not in packed)
+        inputs = tuple(
+            i
+            for i, slot in enumerate(slots)
+            if slot.place < sequence.count and type(held[i]) in PLAIN
+        )
+        read_back = [
+            (number, quantized[id(tensor)][1])
+            for number, tensor in enumerate((*[tensors[at] for at in recording.given], *held))
+            if id(tensor) in quantized
+        ]
+        later = [
+            (n if n < first else first + kept.index(n - first), facts) for n, facts in read_back
+        ]
+        read = _Read(inputs, read_back), _Read(tuple(map(kept.index, inputs)), later)
+        return recording._replace(kept=kept, saved_count=len(held), read=read)
 
     # -- backward -------------------------------------------------------------
 

@@ -65,9 +65,9 @@ PASS_GRAPHS = (
     Mutant(
         "a packed backward reads its inputs by their places in the other list",
         "runtime/recorded.py",
-        "RecordedForward._record",
-        "_Read(tuple(map(of_kept.index, inputs)), later)",
-        "_Read(tuple(inputs), later)",
+        "RecordedForward._with_saved",
+        "_Read(tuple(map(kept.index, inputs)), later)",
+        "_Read(inputs, later)",
         "test_recorded_layouts.py",
     ),
     Mutant(
