@@ -284,9 +284,8 @@ class Runner:
             if _names_of_children(child_of(owner, path)) != names:
                 return f"a child of {path or 'it'} was added or removed"
         for pipeline in self.pipelines.values():
-            # Traced code makes no pipelines, of which one has the norms.
-            looked_at = pipeline.in_autocast if torch.compiler.is_compiling() else pipeline
-            for name, module in looked_at.own_modules:
+            apart = pipeline.in_autocast if torch.compiler.is_compiling() else None
+            for name, module in (apart or pipeline).own_modules:  # traced code makes no pipeline
                 if child_of(owner, name) is not module:
                     return f"{name} was replaced"
         return None
@@ -387,14 +386,17 @@ class Pipeline:
         """The ops that multiply by weights, by the path of these from the owner."""
         self._of_parts = of_parts
         self._has_norms_in_fp32 = chain.in_autocast() is not chain
-        self.in_autocast = self if given is not None else self._with_torchs_norms(owner)
-        """What runs inside of torch's autocast."""
+        self.in_autocast = None if given is not None else self._with_torchs_norms(owner)
+        """What runs inside of torch's autocast; None for itself, which would be a cycle."""
 
-    def _with_torchs_norms(self, owner: torch.nn.Module) -> Pipeline:
-        """The pipeline of :meth:`Chain.in_autocast`, which shares all other ops."""
+    def _with_torchs_norms(self, owner: torch.nn.Module) -> Pipeline | None:
+        """The pipeline of :meth:`Chain.in_autocast`, which shares all other ops; None without one.
+
+        A norm alone has none: there the owner's own forward runs.
+        """
         chain = self.chain.in_autocast()
         if chain is self.chain or len(chain.parts) == 1:
-            return self
+            return None
         of_parts = [
             modules if own is part else own.modules(owner)
             for part, own, modules in zip(
@@ -413,12 +415,13 @@ class Pipeline:
         """
         x, *others = self.chain.parts[0].inputs(tuple(inputs))
         if self._has_norms_in_fp32 and autocast_dtype(x.device.type) is not None:
-            if len(self.chain.parts) == 1:
+            apart = self.in_autocast
+            if apart is None:
                 return forward_of(owner)(owner, x)
-            own = self.in_autocast.own_modules
-            if any(child_of(owner, name) is not module for name, module in own):
-                self.in_autocast = self._with_torchs_norms(owner)
-            return self.in_autocast(owner, inputs, is_quantized)
+            if any(child_of(owner, name) is not module for name, module in apart.own_modules):
+                self.in_autocast = apart = self._with_torchs_norms(owner)
+            assert apart is not None
+            return apart(owner, inputs, is_quantized)
         if others:
             x, others = self._broadcast(owner, x, others)
 

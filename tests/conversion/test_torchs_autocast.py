@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -181,3 +183,18 @@ def test_norms_that_are_converted_alone_are_those_of_torch() -> None:
             for one, other in zip(model, plain, strict=True):
                 assert torch.equal(one(x), other(x))
                 assert one(x).dtype is other(x).dtype
+
+
+def test_a_model_is_freed_with_its_last_reference() -> None:
+    model, _ = models(After, nn.LayerNorm)
+    x = torch.randn(ROWS, HIDDEN)
+    step(model, x)
+    model(x)
+    references = [weakref.ref(each) for each in (*model.parameters(), *model.modules())]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert not [each for each in references if each() is not None]
+    finally:
+        gc.enable()
