@@ -250,7 +250,7 @@ class Runner:
         """Of traced code: which attribute with a plain value, or which forward, is another one."""
         for path in self._watched:
             child = child_of(owner, path)
-            # Read: an entry that is absent in ``__dict__`` alone is no guard of Dynamo.
+            # Reading it is a guard of Dynamo; to look for an absent key of ``__dict__`` is none.
             if child is not None and (child.forward is None or "forward" in child.__dict__):
                 return f"the forward of {path or 'it'} was replaced"
         for path, forward, values in self._plain:

@@ -144,7 +144,7 @@ def elements(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.bool_]]:
 def _elements(
     shape: tuple[int, ...], strides: tuple[int, ...], size: int
 ) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """That of a layout; nobody writes to it."""
+    """The mask of a layout, which all tensors of the layout share: it is never written to."""
     if 0 in shape:
         return np.zeros(0, dtype=np.bool_)
     steps = [size * stride for stride in strides]

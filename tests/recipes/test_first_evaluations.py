@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from said import said
+from test_recomputed_by_hand import ByHand
 from torch.utils.checkpoint import checkpoint
 
 import fuser
@@ -82,25 +83,6 @@ def test_scales_of_a_state_do_not() -> None:
     model = library()
     model.load_state_dict(trained(library()).state_dict())
     evaluated(model)
-
-
-class ByHand(torch.autograd.Function):
-    """A recomputation as Megatron-LM's ``tensor_parallel.checkpoint``."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.function = function
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            y: torch.Tensor = function(x)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            ctx.function(x).backward(grad)
-        return None, x.grad
 
 
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "by hand"])

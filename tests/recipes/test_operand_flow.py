@@ -369,7 +369,7 @@ def test_a_weight_is_quantized_once_for_all_microbatches() -> None:
 def test_an_operand_has_the_copies_that_the_gradients_in_demand_read(
     is_custom: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan holds the quantizers of a recipe; those of a factory are asked for at each call."""
+    """A plan keeps the quantizers of a recipe; it asks a factory for new ones at each call."""
     made: dict[str, tuple[bool, bool]] = {}
     roles = {(96, 32): "input", (64, 32): "weight", (96, 64): "grad_output"}
     buffers_of = MXFP8Quantizer.buffers_of

@@ -512,7 +512,7 @@ def test_outside_autocast_an_op_gives_the_quantizers_it_used_last(recipe: Recipe
         for each in (before, recipe):
             with fuser.autocast(recipe=each):
                 op(x).sum().backward()
-        # Nobody has asked for them inside the autocast.
+        # No quantizer was asked for inside of the autocast.
         assert [str(op.get_quantizer(*which)) for which in asked] == [*map(str, expected)]
         expected = [op.get_quantizer(*which) for which in asked]
     assert [op.get_quantizer(*which) for which in asked] == expected
