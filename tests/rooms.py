@@ -82,7 +82,7 @@ ROOMS = (
     Room(
         "recording",
         "wing",
-        ("cuda/constant_launches", "cuda/pass_graphs", "cuda/sequence", "runtime/recorded"),
+        ("cuda/pass_graphs", "cuda/repeated", "cuda/sequence", "runtime/recorded"),
     ),
     Room(
         "model plans",

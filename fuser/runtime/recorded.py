@@ -24,8 +24,8 @@ from fuser.basic_ops.shared_memory import Versions
 from fuser.communication import WeakGroup, resolved
 from fuser.cuda import launch
 from fuser.cuda.arguments import PLAIN
-from fuser.cuda.constant_launches import constant_launches
 from fuser.cuda.pass_graphs import Switch
+from fuser.cuda.repeated import constant_launches
 from fuser.cuda.sequence import LaunchSequence, Piece, record
 from fuser.doors import PASSES, PassRunner
 from fuser.errors import InputError, StateError

@@ -109,10 +109,7 @@ def check_write(
     of_gradient: torch.dtype,
     offset: int = 0,
 ) -> None:
-    """A quantized tensor gets the bytes of the new weights in ``dtype``, in its own buffers.
-
-    Three steps, the last of which repeats recorded launches where the quantizer has any.
-    """
+    """A quantized tensor gets the bytes of the new weights in ``dtype``, in its own buffers."""
     quantizer: Quantizer = QUANTIZERS[name]
     if "stack" in name:
         shape = (ceil_div(shape[0], 128) * 128, ceil_div(shape[1], 16) * 16)

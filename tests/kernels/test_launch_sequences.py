@@ -18,7 +18,7 @@ from pipeline_kernels import on_kernels
 
 import fuser
 from fuser.chain import Stage
-from fuser.cuda import constant_launches, launch, module, sequence
+from fuser.cuda import launch, module, repeated, sequence
 from fuser.cuda.arguments import Struct, encode, int32, int64, layout_of
 from fuser.cuda.launch import Kernel, Launch
 from fuser.cuda.sequence import LaunchSequence
@@ -361,7 +361,7 @@ def test_a_cached_update_of_other_states_is_recorded_anew_and_few_are_kept() -> 
                 states[0][0] = 2.0 + i
                 update_delayed(*([state] for state in states), cache=cache)
                 assert states[1].item() == pytest.approx(448.0 / (2.0 + i))
-    assert len(cache) == constant_launches.MOST_CONSTANT
+    assert len(cache) == repeated.MOST_KNOWN
 
 
 def test_a_stochastic_quantizer_draws_new_numbers_at_each_call() -> None:
