@@ -19,8 +19,12 @@ MOST_KNOWN = 4
 
 
 def constant_launches(
-    cache: Cache, what: Hashable, tensors: Sequence[torch.Tensor], function: Callable[[], None]
-) -> None:
+    cache: Cache,
+    what: Hashable,
+    tensors: Sequence[torch.Tensor],
+    function: Callable[[], None],
+    inputs: Sequence[torch.Tensor] = (),
+) -> bool:
     """Call ``function``, which launches kernels over tensors that are the same at most calls.
 
     Its launches are recorded at the second call with the same tensors, known by their identity,
@@ -29,42 +33,19 @@ def constant_launches(
     Parameters
     ----------
     what
-        Everything that ``function`` depends on besides the tensors.
-    """
-    key = (what, *map(id, tensors))
-    _repeated(cache, key, (), function, constants=tensors)
-
-
-def repeated_launches(
-    cache: Cache, what: Hashable, tensors: Sequence[torch.Tensor], function: Callable[[], None]
-) -> bool:
-    """Call ``function``, which launches kernels over tensors of the same layouts at most calls.
-
-    As :func:`constant_launches`, but each call may have other tensors, of which nothing is held.
+        Everything that ``function`` depends on besides the tensors, with the layouts of ``inputs``.
+    inputs
+        Tensors that may be others at each call.
 
     Returns
     -------
     bool
         Whether launches were repeated, and ``function`` was not called.
     """
-    layouts = tuple(map(layout_of, tensors))
-    if None in layouts:
-        function()
-        return False
-    return _repeated(cache, (what, layouts), tensors, function)
-
-
-def _repeated(
-    cache: Cache,
-    key: Hashable,
-    inputs: Sequence[torch.Tensor],
-    function: Callable[[], None],
-    constants: Sequence[torch.Tensor] = (),
-) -> bool:
     if launch.recording.listener is not None:
         function()
         return False
-    key = (id(launch.backend), key)
+    key = (id(launch.backend), what, *map(id, tensors))
     sequence = cache.get(key)
     if sequence is not None and sequence.is_complete:
         sequence.play(inputs)
@@ -75,7 +56,18 @@ def _repeated(
         cache[key] = None
         function()
     elif sequence is None:
-        cache[key], _, _ = record(inputs, function, constants=constants, with_calls=True)
+        cache[key], _, _ = record(inputs, function, constants=tensors, with_calls=True)
     else:
         function()
     return False
+
+
+def repeated_launches(
+    cache: Cache, what: Hashable, tensors: Sequence[torch.Tensor], function: Callable[[], None]
+) -> bool:
+    """As :func:`constant_launches`, for other tensors at each call, of which nothing is held."""
+    layouts = tuple(map(layout_of, tensors))
+    if None in layouts:
+        function()
+        return False
+    return constant_launches(cache, (what, layouts), (), function, tensors)
