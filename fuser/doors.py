@@ -127,16 +127,6 @@ class PassRunner:
         return None
 
     @staticmethod
-    def launches(
-        what: Hashable, tensors: Sequence[torch.Tensor | None], function: Callable[[], Result]
-    ) -> Result:
-        """The result of ``function``, which allocates tensors, and launches kernels over these.
-
-        ``what`` is everything else that the function depends on.
-        """
-        return function()
-
-    @staticmethod
     def constant_launches(
         cache: dict[Any, Any],
         what: Hashable,

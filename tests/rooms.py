@@ -82,7 +82,7 @@ ROOMS = (
     Room(
         "recording",
         "wing",
-        ("cuda/launch_cache", "cuda/pass_graphs", "cuda/sequence", "runtime/recorded"),
+        ("cuda/pass_graphs", "cuda/repeated", "cuda/sequence", "runtime/recorded"),
     ),
     Room(
         "model plans",

@@ -67,7 +67,7 @@ def quantizes_again(op: BasicOperation, recipe: Recipe | None, index: int) -> bo
     quantizer = op.constant_quantizer(recipe, "forward", index)
     if quantizer is None:
         return isinstance(recipe, DelayedScaling)
-    return quantizer.launch_key is not None
+    return quantizer.is_repeatable
 
 
 def takes_rebuilt_input(op: BasicOperation, key: PlanKey) -> bool:
@@ -176,9 +176,9 @@ def operand_of_backward(
     """The copy of a quantized operand that backward reads.
 
     The tensor itself, without an alias for one of its copies, if it was quantized in this call, and
-    no other code refers to it: a quantizer with a launch key returns new tensors.
+    no other code refers to it: a repeatable quantizer makes new tensors.
     """
-    if is_new and quantizer.launch_key is not None:
+    if is_new and quantizer.is_repeatable:
         return operand
     is_dequantized = ctx.backward_override == "dequantized"
     return saved_operand(operand, "rowwise" if is_dequantized else "columnwise", quantizer)

@@ -111,7 +111,7 @@ def end_of(tensor: torch.Tensor) -> int:
 
 
 class Slot(NamedTuple):
-    """A placeholder for a tensor, in the recorded arguments of a cached launch."""
+    """A placeholder for a tensor, in the arguments of a recorded launch."""
 
     place: int
 

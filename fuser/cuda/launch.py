@@ -167,8 +167,6 @@ class _Recording(threading.local):
     recorder: Recorder | None = None
     is_dry = False
     """Whether launches do nothing: tensors are fake."""
-    is_joined = False
-    """Whether a launch may contain that of another function (``tiled.in_one_launch``)."""
 
 
 class _FakeTensors(TorchFunctionMode):
@@ -284,16 +282,6 @@ class LaunchBackend:
 
     A subclass that is set as :data:`backend` runs every launch in another place.
     """
-
-    @functools.cached_property
-    def sequences(self) -> dict[Any, Any]:
-        """The launch sequences of :mod:`fuser.cuda.launch_cache`, by their keys."""
-        return {}
-
-    @functools.cached_property
-    def seen_once(self) -> dict[Any, None]:
-        """The keys of the launch cache that occurred once."""
-        return {}
 
     def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
         """Run ``kernel`` over ``args``; no size in the launch's grid is 0."""

@@ -6,8 +6,6 @@ quantizes them takes the step.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 
 from fuser.cuda import adamw as kernels
@@ -90,9 +88,6 @@ class _Updated(LazyTensor):
         if self.is_taken:
             return kernels.rounded_producer(self.step.master, self.dtype)
         return kernels.producer(self.step, self.dtype)
-
-    def launch_key(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
-        return ("adamw", self.dtype), tuple(self.step)
 
     def finish(self) -> None:
         self.is_taken = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -106,16 +105,6 @@ class _PaddedRows(LazyTensor):
         rows = self.rows
         inner = rows.producer() if isinstance(rows, LazyTensor) else as_producer("pad", rows)
         return cuda.padded_rows(inner, self.groups.tiles, is_padded=self.is_padded)
-
-    def launch_key(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
-        rows, key = self.rows, "rows"  # type: tuple[torch.Tensor | LazyTensor, Hashable | None]
-        tensors: tuple[torch.Tensor | None, ...]
-        if isinstance(rows, LazyTensor):
-            key, tensors = rows.launch_key()
-        else:
-            tensors = (rows,)
-        whole = None if key is None else ("padded groups", self.is_padded, key)
-        return whole, (*tensors, self.groups.tiles)
 
     def finish(self) -> None:
         if isinstance(self.rows, LazyTensor):
@@ -234,10 +223,6 @@ class _BackwardOfGroups(BackwardChain):
         if self.dbias is not None:
             self.dbias.copy_(reference.sum_groups(dx, self.groups.tiles, len(self.dbias)))
         return dx
-
-    def launch_key(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
-        key, tensors = super().launch_key()
-        return ("groups", key), (*tensors, self.dbias, self.groups.padded_ends)
 
     def finish(self) -> None:
         sums, self.sums = self.sums, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -78,14 +78,6 @@ class LazyTensor:
     def producer(self) -> Producer:
         """The producer: another kernel uses it to compute and store the values, as a matrix."""
         raise NotImplementedError
-
-    def launch_key(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
-        """The key of the launches besides tensors' layouts, and the tensors.
-
-        Both are for :func:`fuser.cuda.launch_cache.cached_launches`; the key is None if the
-        launches cannot be cached.
-        """
-        return None, ()
 
     def written_by(self, store: Callable[[Any], Result]) -> Result:
         """``store(self)``, which launches a kernel with :meth:`producer`; then :meth:`finish`."""

@@ -9,7 +9,7 @@ with it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -271,11 +271,6 @@ class _Norm(LazyTensor):
     def amax(self, out: torch.Tensor) -> None:
         self._run(None, out)
 
-    def launch_key(self) -> tuple[Hashable, tuple[Wanted, ...]]:
-        count, is_measured = len(self.parameters), self.has_statistics
-        settings = ("norm", self.eps, self.dtype, self.zero_centered, count, is_measured)
-        return settings, (self.x, self.extra, *self.parameters, *self.statistics, self.z)
-
     def producer(self) -> Producer:
         if not self.has_statistics:
             self._run(None, None)
@@ -400,11 +395,6 @@ class _NormBackward(LazyTensor):
 
     def amax(self, out: torch.Tensor) -> None:
         self._measure(amax=out)
-
-    def launch_key(self) -> tuple[Hashable, tuple[Wanted, ...]]:
-        settings = ("norm backward", self.zero_centered, len(self.parameters))
-        read = (self.dy, self.x, self.d_extra, *self.parameters, *self.statistics, self.means)
-        return settings, (*read, *self.grads, self.rounded_dx)
 
     def producer(self) -> Producer:
         if self.means is None:

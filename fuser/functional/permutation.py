@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 
 from fuser.cuda import permutation as kernels
@@ -79,9 +77,6 @@ class _GatheredRows(LazyTensor):
 
     def producer(self) -> Producer:
         return kernels.gathered_rows(self.x, self.row_map, self.inverse_map.shape[1])
-
-    def launch_key(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
-        return ("gathered rows", self.inverse_map.shape[1]), (self.x, self.row_map)
 
 
 def gathered_rows(

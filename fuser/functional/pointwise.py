@@ -8,7 +8,7 @@ it is written.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -260,9 +260,6 @@ class _Forward(LazyTensor):
     def amax(self, out: torch.Tensor) -> None:
         kernels.pointwise(self.stages, self.x, self.operands, None, out)
 
-    def launch_key(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
-        return self.stages, (self.x, *self.operands)
-
     def producer(self) -> Producer:
         return kernels.forward_producer(self.stages, self.x, self.operands, *self.matrix)
 
@@ -340,9 +337,6 @@ class BackwardChain(LazyTensor):
 
     def amax(self, out: torch.Tensor) -> None:
         self._run(None, out)
-
-    def launch_key(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
-        return (self.stages, self.saved), (self.dy, self.x, *self.operands, *self.grads)
 
     def producer(self) -> Producer:
         rows, columns = self.matrix

@@ -24,7 +24,7 @@ from fuser.doors import PARAMETERS
 from fuser.errors import FuserWarning, InputError
 from fuser.formats import DType
 from fuser.functional.delayed_scaling import update_delayed
-from fuser.precision.contexts import AmaxStep, current_state, recomputed_state
+from fuser.precision.contexts import AmaxStep, AutocastState, current_state, recomputed_state
 from fuser.precision.recomputation import may_be_in_function
 from fuser.recipe import DelayedScaling
 from fuser.tensors import Float8Quantizer, Quantizer
@@ -75,23 +75,38 @@ def noting_uses() -> Iterator[list[DelayedScales]]:
         _uses.noted = outer
 
 
-def delayed_quantizers(
-    recipe: DelayedScaling, states: Iterable[Mapping[str, DelayedScales]]
-) -> list[list[Float8Quantizer]] | None:
-    """The quantizers of ops' states, if the forward that runs now uses no other scales.
+class Quantizing(NamedTuple):
+    """What ops quantize with in the pass that runs now."""
 
-    None for a recomputation, whose scales are those of its forward, and for a state that must be
-    made for ``recipe`` first.
+    quantizers: list[list[Float8Quantizer]]
+    """Of states: the same lists, as long as they have the same quantizers."""
+    scales: list[torch.Tensor] | None = None
+    """The scales that a recomputation reads in the place of those of forward; else None."""
+
+
+def delayed_quantizers(
+    recipe: DelayedScaling, states: Iterable[Mapping[str, DelayedScales]], device: torch.device
+) -> Quantizing | None:
+    """What the ops of ``states`` quantize with; None if a state must be made for ``recipe`` first.
+
+    A recomputation has the scales of its forward, from before the steps that have ended since.
     """
-    if recomputed_state() is not None:
-        return None
-    quantizers = [
-        state.quantizers_under(recipe)
-        for of_op in states
-        for state in of_op.values()
-        if state.mode == "forward" or state.scale.numel()
-    ]
-    return None if None in quantizers else quantizers  # type: ignore[return-value]
+    again = recomputed_state()
+    quantizers: list[list[Float8Quantizer]] = []
+    scales: list[torch.Tensor] = []
+    for of_op in states:
+        for state in of_op.values():
+            if state.mode == "forward" and again is not None:
+                read = state.scales_of_forward(recipe, again, device)
+                if read is None:
+                    return None
+                scales += read
+            elif state.mode == "forward" or state.scale.numel():
+                current = state.quantizers_under(recipe)
+                if current is None:
+                    return None
+                quantizers.append(current)
+    return Quantizing(quantizers, None if again is None else scales)
 
 
 def note_uses(states: Sequence[DelayedScales]) -> None:
@@ -210,10 +225,9 @@ class DelayedScales:
         is_other = self._is_other(recipe, device)
         again = recomputed_state() if self.mode == "forward" else None
         is_reading = again is not None or _is_evaluating.get()
-        if again is not None and again.region is not None:
-            past = again.region.past_scales.get(self._identity, {}).get(recipe)
-            if past is not None:
-                return Float8Quantizer(past[index].to(device), None, dtypes[index])
+        past = None if again is None else self._past_scales(recipe, again)
+        if past is not None:
+            return Float8Quantizer(past[index].to(device), None, dtypes[index])
         if is_other and is_reading and self.scale.numel():
             scale = self._scale_under(recipe, dtypes)
             return Float8Quantizer(scale[index : index + 1].to(device), None, dtypes[index])
@@ -228,6 +242,25 @@ class DelayedScales:
             return quantizer.unbound()
         note_uses((self,))
         return quantizer
+
+    def _past_scales(
+        self, recipe: DelayedScaling, again: AutocastState
+    ) -> Sequence[torch.Tensor] | None:
+        """The scales of a forward that is repeated, if steps have ended since it."""
+        if again.region is None:
+            return None
+        past: Sequence[torch.Tensor] | None
+        past = again.region.past_scales.get(self._identity, {}).get(recipe)
+        return past
+
+    def scales_of_forward(
+        self, recipe: DelayedScaling, again: AutocastState, device: torch.device
+    ) -> Sequence[torch.Tensor] | None:
+        """What the quantizers of a recomputation read; None if they make scales of their own."""
+        past = self._past_scales(recipe, again)
+        if past is None and not self._is_other(recipe, device):
+            past = [quantizer.scale for quantizer in self._quantizers]
+        return past if past and past[0].device == device else None
 
     def quantizers_under(self, recipe: DelayedScaling) -> list[Float8Quantizer] | None:
         """The quantizers, the same list as long as they are the same; None before they are made."""

@@ -24,8 +24,8 @@ from fuser.basic_ops.shared_memory import Versions
 from fuser.communication import WeakGroup, resolved
 from fuser.cuda import launch
 from fuser.cuda.arguments import PLAIN
-from fuser.cuda.launch_cache import cached_launches, constant_launches
 from fuser.cuda.pass_graphs import Switch
+from fuser.cuda.repeated import constant_launches
 from fuser.cuda.sequence import LaunchSequence, Piece, record
 from fuser.doors import PASSES, PassRunner
 from fuser.errors import InputError, StateError
@@ -40,6 +40,7 @@ from fuser.op import (
 from fuser.precision.contexts import current_state
 from fuser.precision.delayed_scaling import (
     DelayedScales,
+    Quantizing,
     delayed_quantizers,
     is_evaluating,
     note_uses,
@@ -93,7 +94,6 @@ def is_recordable(ops: Iterable[FusibleOperation]) -> bool:
 class RecordingPasses(PassRunner):
     """Passes and launches that are recorded once, and then repeated."""
 
-    launches = staticmethod(cached_launches)
     constant_launches = staticmethod(constant_launches)
 
     def recorded(self, plan: Any, steps: Iterable[FusibleOperation]) -> RecordedPasses | None:
@@ -114,8 +114,8 @@ class Keywords(NamedTuple):
 
     key: Hashable
     kept: tuple[torch.Tensor, ...] = ()
-    """Inputs after the others: the buffers of quantized parameters, and those of quantized weights
-    of an earlier microbatch."""
+    """Inputs after the others: the buffers of quantized parameters, those of quantized weights of
+    an earlier microbatch, and the scales that a recomputation reads."""
     before: tuple[KeptBefore, ...] = ()
 
 
@@ -216,14 +216,14 @@ class RecordedPasses:
         ties = None
         if len(set(places)) < len(places):  # one tensor is given twice, such as split sizes
             ties = tuple(map(places.index, places))
-        quantizers: list[list[Float8Quantizer]] = []
-        is_evaluated = None
+        quantizing, is_evaluated = Quantizing([]), None
         if self._recipe is not None:
+            assert tensors[0] is not None  # it has a layout
             states = [op._delayed for op in self._quantizing]
-            current = delayed_quantizers(self._recipe, states)
+            current = delayed_quantizers(self._recipe, states, tensors[0].device)
             if current is None:
                 return None
-            quantizers, is_evaluated = current, is_evaluating()
+            quantizing, is_evaluated = current, is_evaluating()
         keywords = keywords_of(self._ops, rows) if rows and any(rows) else NO_KEYWORDS
         if keywords is None:
             return None
@@ -235,6 +235,7 @@ class RecordedPasses:
                 return None
             groups, group_key = current_groups
         layout = (layout, ties, parameters, group_key)
+        quantizers, scales = quantizing
         layout = (*layout, keywords.key, is_evaluated, *map(id, quantizers))
         call = next(self._forwards.calls)
         found = self._forwards.get(layout)
@@ -246,8 +247,9 @@ class RecordedPasses:
         found.last_use = call
         if found.refusal is not None:
             return None
-        if buffers:
-            keywords = Keywords(keywords.key, (*buffers, *keywords.kept), keywords.before)
+        if buffers or scales:
+            kept = (*(buffers or ()), *keywords.kept, *(scales or ()))
+            keywords = Keywords(keywords.key, kept, keywords.before)
         return found, keywords, groups
 
     def _groups_of(self, inputs: Tensors) -> tuple[Groups, Hashable] | None:

@@ -61,7 +61,7 @@ class ChangeableQuantizer(Quantizer, abc.ABC):
             value_class: Any = cls.__bases__[1]
             _VALUE_OF[cls], _CHANGEABLE[value_class] = value_class, cls
             cls.accepts_lazy = value_class.accepts_lazy
-            cls.launch_key = value_class.launch_key  # type: ignore[method-assign]
+            cls.is_repeatable = value_class.is_repeatable  # type: ignore[method-assign]
             cls.__doc__ = value_class.__doc__
 
     @classmethod

@@ -24,7 +24,7 @@ from fuser.recipe import Float8BlockScaling, fp8_dtype, role_params
 from fuser.reference import block_scaling as reference
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.fp8 import transposed_bytes
-from fuser.tensors.quantizer import Quantizer, key_of_fields
+from fuser.tensors.quantizer import Quantizer
 
 
 class Float8BlockwiseQTensor(BlockScaledTensor, layout=FP8_BLOCKS[1]):
@@ -98,7 +98,7 @@ class Float8BlockQuantizer(Quantizer):
     tensor_class = Float8BlockwiseQTensor
     recipe_class = Float8BlockScaling
     accepts_lazy = True
-    launch_key = key_of_fields
+    is_repeatable = True
 
     def __post_init__(self) -> None:
         check_fp8_dtype("Float8BlockQuantizer", self.fp8_dtype)

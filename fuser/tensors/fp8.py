@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from fuser.reference import fp8_scaling as reference
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.hybrid import HybridQuantizer
 from fuser.tensors.identity import IdentityQuantizer
-from fuser.tensors.quantizer import AMAXES, Quantizer, key_of_fields
+from fuser.tensors.quantizer import AMAXES, Quantizer
 
 _OPERANDS = {
     "rowwise": ("_rowwise_data", "_scale_inv"),
@@ -175,7 +174,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     tensor_class = Float8Tensor
     recipe_class = Float8CurrentScaling
     accepts_lazy = True
-    launch_key = key_of_fields
+    is_repeatable = True
     reduces_scales = True
 
     def __post_init__(self) -> None:
@@ -260,6 +259,7 @@ class Float8Quantizer(Quantizer):
 
     tensor_class = Float8Tensor
     accepts_lazy = True
+    is_repeatable = True
 
     @functools.cached_property
     def format(self) -> NumberFormat:
@@ -324,12 +324,6 @@ class Float8Quantizer(Quantizer):
         """The scale, or a smaller one that holds every finite value up to ``found``."""
         largest = self.fp8_dtype.max / found
         return torch.where((found < math.inf) & (largest < self.scale), largest, self.scale)
-
-    @functools.cached_property
-    def launch_key(self) -> Hashable | None:
-        if self.reduced_amaxes is not None:
-            return None  # computes more than its launches do
-        return "delayed", self.fp8_dtype, self.rowwise, self.columnwise, self.saturates
 
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self.scale, self.amax

@@ -8,7 +8,7 @@ group.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,13 +76,9 @@ class Float8GroupsQuantizer(Quantizer):
     def format(self) -> NumberFormat:
         return NumberFormat("FP8", self.fp8_dtype)
 
-    @functools.cached_property
-    def launch_key(self) -> Hashable | None:
-        if self.scales or self.reduced_amaxes is not None:
-            return None  # more than launches: torch gathers and raises the state of the groups
-        copies = (self.rowwise, self.columnwise)
-        how = (self.force_pow_2_scales, self.amax_epsilon, len(self.groups.ends))
-        return ("groups", self.fp8_dtype, *copies, *how)
+    @property
+    def is_repeatable(self) -> bool:
+        return not self.scales  # those of other calls
 
     def unbound(self) -> Quantizer:
         if self.scales:
@@ -217,11 +213,9 @@ class NVFP4GroupsQuantizer(Quantizer):
     def format(self) -> NumberFormat:
         return self.alone.format
 
-    @functools.cached_property
-    def launch_key(self) -> Hashable | None:
-        key = self.alone.launch_key
-        copies = (self.rowwise, self.columnwise, len(self.groups.ends))
-        return None if key is None or self.reduced_amaxes is not None else ("groups", copies, key)
+    @property
+    def is_repeatable(self) -> bool:
+        return self.alone.is_repeatable
 
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return (self.groups.tiles,)

@@ -13,7 +13,7 @@ from fuser.functional.lazy import LazyTensor, filled, source_of
 from fuser.recipe import MXFP8BlockScaling, fp8_dtype
 from fuser.reference import mxfp8 as reference
 from fuser.tensors.base import BlockScaledTensor
-from fuser.tensors.quantizer import Quantizer, key_of_fields
+from fuser.tensors.quantizer import Quantizer
 
 
 class MXFP8Tensor(BlockScaledTensor, layout=MXFP8):
@@ -54,7 +54,7 @@ class MXFP8Quantizer(Quantizer):
     tensor_class = MXFP8Tensor
     recipe_class = MXFP8BlockScaling
     accepts_lazy = True
-    launch_key = key_of_fields
+    is_repeatable = True
 
     def __post_init__(self) -> None:
         check_fp8_dtype("MXFP8Quantizer", self.fp8_dtype)

@@ -27,7 +27,7 @@ from fuser.recipe import FourOverSixError, NVFP4BlockScaling, role_params
 from fuser.reference import nvfp4 as reference
 from fuser.reference.nvfp4 import inverse_hadamard_transform
 from fuser.tensors.base import BlockScaledTensor
-from fuser.tensors.quantizer import AMAXES, Quantizer, fields_key, whole_blocks
+from fuser.tensors.quantizer import AMAXES, Quantizer, whole_blocks
 
 
 class NVFP4Tensor(BlockScaledTensor, layout=NVFP4):
@@ -192,10 +192,9 @@ class NVFP4Quantizer(Quantizer):
         name = " ".join(["NVFP4", *options])
         return NumberFormat(name, DType.kFloat4E2M1, layout, size, has_kernel=not options)
 
-    @functools.cached_property
-    def launch_key(self) -> Hashable | None:
-        draws_seed = self.stochastic_rounding and self.seed is None
-        return None if draws_seed else fields_key(self)
+    @property
+    def is_repeatable(self) -> bool:
+        return not self.stochastic_rounding or self.seed is not None  # else each call draws one
 
     def encoding(self) -> tuple[Any, ...]:
         transform = (self.with_rht, self.with_random_sign_mask)

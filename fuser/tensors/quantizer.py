@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from fuser.cuda.launch import kernels_support
-from fuser.doors import PASSES
 from fuser.errors import InputError, KernelUnavailable
 from fuser.formats import Layout, NumberFormat, buffers_for_kernels, padded_shape
 from fuser.functional.amax import reduce_amaxes
@@ -74,8 +73,8 @@ class Quantizer:
             cls.accepts_lazy = False
         if "buffers_of" in cls.__dict__ and "reduces_scales" not in cls.__dict__:
             cls.reduces_scales = False
-        if "launch_key" not in cls.__dict__:
-            cls.launch_key = None  # type: ignore[assignment]
+        if "is_repeatable" not in cls.__dict__:
+            cls.is_repeatable = False  # type: ignore[assignment]
 
     def __call__(self, tensor: torch.Tensor | LazyTensor) -> QuantizedTensor:
         """Quantize ``tensor``, of any shape ``[..., K]``; fp32, fp16, bf16, or fp64 as fp32.
@@ -105,7 +104,7 @@ class Quantizer:
             quantized: QuantizedTensor = _Quantize.apply(tensor, self)  # type: ignore[no-untyped-call]
             return quantized
         source = tensor.dequantize() if isinstance(tensor, WrapperTensor) else tensor
-        if source.requires_grad and (_is_dynamo_compiling() or self.launch_key is None):
+        if source.requires_grad and (_is_dynamo_compiling() or not self.is_repeatable):
             source = source.detach()
         return self._made(self.buffers_of(self._checked_rows(source)), source)
 
@@ -131,15 +130,13 @@ class Quantizer:
         """
         raise NotImplementedError
 
-    @functools.cached_property
-    def launch_key(self) -> Hashable | None:
-        """The key of this quantizer in the launch cache; None if its launches cannot be cached.
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether each call makes new tensors, whose bytes depend on its values and fields alone.
 
-        The launches of :meth:`buffers_of` depend only on this key and the layouts of the
-        tensors. A quantizer with a key makes new tensors at every call, one set for each usage.
-        A subclass has :data:`key_of_fields`, a key of its own, or None.
+        Beside these they depend on :meth:`state_tensors`. A subclass says so itself.
         """
-        return None
+        return False
 
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         """The tensors that it reads or writes, other than the tensor to quantize."""
@@ -199,24 +196,11 @@ class Quantizer:
         """
         if self.multiple > 1:
             rows = whole_blocks(rows, self.multiple)
-        launch: Callable[[], dict[str, torch.Tensor | None]]
-        tensors: tuple[torch.Tensor | None, ...]
-        if isinstance(rows, LazyTensor):
-            values_key, tensors = rows.launch_key()
-            key = None if values_key is None else self.launch_key
-            if rows.buffers is not None:
-                values_key, tensors = (values_key, "into"), (*tensors, *rows.buffers.values())
-            launch = functools.partial(rows.written_by, self.from_kernel)
-        elif kernels_support(rows):
-            values_key, key, tensors = None, self.launch_key, (rows,)
-            launch = functools.partial(self.from_kernel, rows)
-        else:
+        is_lazy = isinstance(rows, LazyTensor)
+        if not (is_lazy or kernels_support(rows)):
             return self.from_reference(rows)
         try:
-            if key is None or _is_dynamo_compiling():  # dynamo traces the launches
-                return launch()
-            given = (*self.state_tensors(), *tensors)
-            return PASSES.guest.launches((key, values_key), given, launch)
+            return rows.written_by(self.from_kernel) if is_lazy else self.from_kernel(rows)
         except KernelUnavailable:
             return self.from_reference(materialize(rows).view(matrix_of(rows)))
 
@@ -308,17 +292,6 @@ class Quantizer:
     def without_state(self) -> Quantizer:
         """A quantizer of the same format that holds no tensors; itself if it holds none."""
         return self
-
-
-def fields_key(quantizer: Quantizer) -> Hashable | None:
-    """A key of all fields; None if the amaxes of one call were given."""
-    if quantizer.reduced_amaxes is not None:
-        return None
-    return type(quantizer), *(getattr(quantizer, f.name) for f in fields(quantizer) if f.compare)
-
-
-key_of_fields = functools.cached_property(fields_key)
-"""The ``launch_key`` of a quantizer whose launches depend on all of its fields."""
 
 
 class Part(NamedTuple):

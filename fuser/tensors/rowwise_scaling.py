@@ -13,7 +13,7 @@ from fuser.functional.lazy import LazyTensor, filled, matrix_of, rows_of, source
 from fuser.recipe import Float8RowwiseScaling, fp8_dtype, role_params
 from fuser.reference import rowwise_scaling as reference
 from fuser.tensors.base import BlockScaledTensor
-from fuser.tensors.quantizer import Quantizer, key_of_fields
+from fuser.tensors.quantizer import Quantizer
 
 
 class Float8RowwiseTensor(BlockScaledTensor, layout=FP8_ROWS):
@@ -61,7 +61,7 @@ class Float8RowwiseQuantizer(Quantizer):
     tensor_class = Float8RowwiseTensor
     recipe_class = Float8RowwiseScaling
     accepts_lazy = True
-    launch_key = key_of_fields
+    is_repeatable = True
     reduces_scales = True
 
     def __post_init__(self) -> None:

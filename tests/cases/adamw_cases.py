@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,11 +17,15 @@ from fuser.formats import ceil_div
 from fuser.functional.adamw import Step, adamw
 from fuser.functional.lazy import LazyTensor
 from fuser.reference import adamw as reference
+from fuser.te.pytorch import optimizers
+from fuser.te.pytorch.optimizers import FusedAdam
 from fuser.tensors import (
     Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
     Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    QuantizedTensor,
     Quantizer,
 )
 from fuser.tensors.stacks import Float8StackQuantizer, NVFP4StackQuantizer
@@ -109,10 +115,7 @@ def check_write(
     of_gradient: torch.dtype,
     offset: int = 0,
 ) -> None:
-    """A quantized tensor gets the bytes of the new weights in ``dtype``, in its own buffers.
-
-    Three steps, the last of which repeats recorded launches where the quantizer has any.
-    """
+    """A quantized tensor gets the bytes of the new weights in ``dtype``, in its own buffers."""
     quantizer: Quantizer = QUANTIZERS[name]
     if "stack" in name:
         shape = (ceil_div(shape[0], 128) * 128, ceil_div(shape[1], 16) * 16)
@@ -151,3 +154,98 @@ def of_device(quantizer: Quantizer, device: str) -> Quantizer:
     assert quantizer.amax is not None
     scale, amax = (one.clone().to(device) for one in (quantizer.scale, quantizer.amax))
     return replace(quantizer, scale=scale, amax=amax)
+
+
+# -- steps of all parameters together -----------------------------------------------
+
+
+def parameters(device: str) -> list[torch.nn.Parameter]:
+    """In 16 bits, also strided, and in formats with and without an amax of the whole tensor."""
+    generator = torch.Generator().manual_seed(0)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, BF16)
+
+    scales = torch.full((1,), 64.0, device=device), torch.zeros(1, device=device)
+    plain = [values(32, 64), values(7), values(64, 32).t()]
+    quantizers = (
+        Float8CurrentScalingQuantizer(),
+        MXFP8Quantizer(),
+        NVFP4Quantizer(),
+        Float8Quantizer(*scales, saturates=False),
+    )
+    quantized = [quantizer(values(64, 96)) for quantizer in quantizers]
+    for quantizer, tensor in zip(quantizers, quantized, strict=True):
+        tensor._quantizer = quantizer  # as that of a weight, which records amaxes
+    return [torch.nn.Parameter(tensor, requires_grad=True) for tensor in (*plain, *quantized)]
+
+
+def bytes_of(parameter: torch.Tensor) -> list[torch.Tensor | None]:
+    if isinstance(parameter, QuantizedTensor):
+        return list(parameter.buffers().values())
+    return [parameter.detach()]
+
+
+# What each step changes: the rate, which parameters have gradients, gradients' strides and dtype.
+STEPS: list[dict[str, Any]] = [
+    *({}, {}, {}, {"lr": 0.1}, {"lr": 0.01}),
+    *({"without": 0}, {"without": 0}, {"without": 0}, {}),
+    *({"is_strided": True}, {"is_strided": True}, {}),
+    *({"in_fp32": 3}, {"in_fp32": 3}, {"in_fp32": 3}),
+]
+
+
+def run_steps(optimizer: FusedAdam, before: Callable[[int], None]) -> list[list[Any]]:
+    """The bytes and states of all parameters after each step."""
+    trained = optimizer.param_groups[0]["params"]
+    found: list[list[Any]] = []
+    for number, change in enumerate(STEPS):
+        for place, parameter in enumerate(trained):
+            gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            gradient = gradient.to(parameter.device)
+            if change.get("is_strided") and gradient.dim() == 2:
+                gradient = gradient.t().contiguous().t()
+            is_left_out = place == change.get("without")
+            dtype = F32 if place == change.get("in_fp32") else parameter.dtype
+            parameter.decoupled_grad = None if is_left_out else gradient.to(dtype)
+        optimizer.param_groups[0]["lr"] = change.get("lr", 0.05)
+        versions = [parameter._version for parameter in trained]
+        before(number)
+        optimizer.step()
+        for place, (parameter, version) in enumerate(zip(trained, versions, strict=True)):
+            assert (parameter._version > version) == (place != change.get("without"))
+        tensors = [*map(bytes_of, trained), *(optimizer.state[p].values() for p in trained)]
+        found.append([t if t is None else t.clone() for t in itertools.chain(*tensors)])
+    return found
+
+
+def check_steps(
+    running: Callable[[], AbstractContextManager[Any]],
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    master_weights: bool,
+) -> None:
+    """Steps of all parameters are repeated, with the bits of the reference on a CPU."""
+    options: Any = {"weight_decay": 0.1, "master_weights": master_weights}
+    options["use_decoupled_grad"] = True
+    ours, theirs = (FusedAdam(parameters(where), **options) for where in (device, "cpu"))
+    one_by_one: set[int] = set()
+    now: list[int] = []
+    step_once = optimizers._step_once
+
+    def noted(*given: Any) -> None:
+        one_by_one.update(now[-1:])
+        step_once(*given)
+
+    monkeypatch.setattr(optimizers, "_step_once", noted)
+    expected = run_steps(theirs, lambda _: None)
+    with running():
+        found = run_steps(ours, now.append)
+    for number, (some, others) in enumerate(zip(found, expected, strict=True)):
+        for one, other in zip(some, others, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or other is None or torch.equal(one.cpu(), other), number
+    repeated = set(range(len(STEPS))) - one_by_one
+    assert repeated == {2, 3, 4, 7, 8, 9, 10, 11, 14}
+    assert pickle.loads(pickle.dumps(ours))._repeated == {}

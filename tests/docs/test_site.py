@@ -84,7 +84,7 @@ def test_the_reference_shows_what_users_call_and_no_internal_class(site: Path) -
     for name in (
         "BasicLinear.op_forward",
         "GroupedLinear.runs_at_once",
-        "Quantizer.launch_key",
+        "Quantizer.is_repeatable",
         "OperationContext.keeps_source",
         "BasicOperation.context_constants",
         "FusionPlan.gap_labels",

@@ -673,7 +673,7 @@ def test_a_kernel_leaves_only_sums_that_are_wanted(
     ids=str,
 )
 def test_sums_beside_are_those_of_later_calls_too(options: dict[str, bool]) -> None:
-    """Of the launch cache and of recorded passes; the same bits in every step."""
+    """Of recorded passes; the same bits in every step."""
     model = mlp(**options)
     with on_kernels():
         found = run(model, recipes.MXFP8BlockScaling(), steps=5)

@@ -11,7 +11,6 @@ from said import said
 import fuser
 from fuser.errors import InputError
 from fuser.formats import DType
-from fuser.functional.grouped import padded_groups
 from fuser.tensors import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -21,7 +20,6 @@ from fuser.tensors import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
-    groups_quantizer,
 )
 
 T, K = 300, 96
@@ -111,26 +109,6 @@ def test_one_copy(name: str, usage: str) -> None:
             if value is not None:
                 assert torch.equal(found.buffers()[buffer], value)
     assert torch.equal(made.dequantize(), both.dequantize())
-
-
-def test_launches_are_known_by_all_that_they_depend_on() -> None:
-    """A launch with the same key and layouts of tensors is repeated without a look."""
-
-    def keys(quantizer: Quantizer, splits: tuple[int, ...]) -> object:
-        groups = padded_groups(torch.tensor(splits), len(splits), T, torch.device("cpu"))
-        usages = {"rowwise": quantizer.rowwise, "columnwise": quantizer.columnwise}
-        return groups_quantizer([quantizer], groups, **usages).launch_key
-
-    for current in (
-        Float8CurrentScalingQuantizer(DType.kFloat8E5M2),
-        Float8CurrentScalingQuantizer(force_pow_2_scales=True),
-        Float8CurrentScalingQuantizer(amax_epsilon=0.5),
-        Float8CurrentScalingQuantizer(columnwise=False),
-    ):
-        assert keys(current, (1, 2)) != keys(Float8CurrentScalingQuantizer(), (1, 2))
-    for quantizer in (Float8CurrentScalingQuantizer(), NVFP4Quantizer()):
-        assert keys(quantizer, (1, 2)) == keys(quantizer, (2, 1))
-        assert keys(quantizer, (1, 2)) != keys(quantizer, (1, 2, 3))  # amaxes of each group
 
 
 def test_sizes_that_do_not_fit_end_at_the_last_row() -> None:

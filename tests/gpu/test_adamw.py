@@ -118,3 +118,10 @@ def test_a_step_reads_nothing_back(dtype: torch.dtype) -> None:
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_steps_of_all_parameters_are_repeated_with_the_bits_of_the_reference(
+    master_weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases.check_steps(running, "cuda", monkeypatch, master_weights=master_weights)

@@ -24,7 +24,7 @@ SHAPES = ((5, 40), (33, 64), (64, 33), (2, 3, 50), (7,), (1, 1), (1000, 1030), (
 def test_every_call_has_the_bytes_and_the_values_of_the_cpu(
     quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Launched, recorded and taken from the launch cache."""
+    """Launched, recorded and repeated."""
     x = oracles.random_tensor(shape, dtype, 1)
     expected = quantizer(x)
     for _ in range(5):

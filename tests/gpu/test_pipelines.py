@@ -233,8 +233,8 @@ def test_forward_and_backward_capture_into_a_graph(make: Any) -> None:
     again = model(x)
     again.sum().backward()
     eager = (again, x.grad, *(p.grad for p in model.parameters()))
-    for cached_launches, direct in zip(captured, eager, strict=True):
-        torch.testing.assert_close(cached_launches, direct, rtol=0, atol=0)
+    for replayed, direct in zip(captured, eager, strict=True):
+        torch.testing.assert_close(replayed, direct, rtol=0, atol=0)
 
 
 def test_forward_under_one_stream_and_backward_under_another() -> None:

@@ -112,3 +112,13 @@ def test_launchers_refuse_tensors_of_other_shapes() -> None:
         pytest.raises(InputError, match=said("checks-needs-contiguous-strides", None, "constants")),
     ):
         launchers.producer(step._replace(constants=step.constants[:3]), BF16)
+
+
+# -- steps of all parameters together -----------------------------------------------
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_steps_of_all_parameters_are_repeated_with_the_bits_of_the_reference(
+    master_weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases.check_steps(emulated, "cpu", monkeypatch, master_weights=master_weights)

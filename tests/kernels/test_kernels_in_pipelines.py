@@ -659,7 +659,7 @@ def test_the_extra_input_of_a_chain_gets_the_plain_gradient_where_the_main_one_i
 def test_shapes_that_no_block_divides_have_the_bits_of_a_plain_tensor_quantized(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On kernels, in calls that are launched, recorded and taken from the launch cache."""
+    """On kernels, in calls that are launched, recorded and repeated."""
     recipe, shape = RECIPES[name], (3, 7, 24)
     with on_kernels():
         model = layer(fuser.FUSIONS, 24)

@@ -16,7 +16,7 @@ from mutants.grouped_linears import GROUPED_LINEARS
 from mutants.groups import GROUPS
 from mutants.inspecting import INSPECTION
 from mutants.kernels import ARITHMETIC, BARRIERS, EDGES
-from mutants.launching import LAUNCH_CACHE, PASS_GRAPHS
+from mutants.launching import PASS_GRAPHS, SEQUENCES
 from mutants.mutant import Mutant
 from mutants.nodes import NODES
 from mutants.ops import BASIC_OPS, FUSED_OPS, SENTENCES
@@ -28,7 +28,7 @@ from mutants.tensors import MATRIX_PRODUCTS, NUMBER_FORMATS, QUANTIZED_TENSORS
 from mutants.training import DELAYED_SCALING, KEPT_WEIGHTS, RECOMPUTATION, STATE
 
 AREAS: dict[str, tuple[Mutant, ...]] = {
-    "launch cache": LAUNCH_CACHE,
+    "launch sequences": SEQUENCES,
     "graphs of passes": PASS_GRAPHS,
     "graphed callables": GRAPHS,
     "pipelines in torch.compile": COMPILING,

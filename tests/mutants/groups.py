@@ -99,14 +99,6 @@ GROUPS = (
         EMULATED + "test_tokens_by_index_are_the_rows_of_permute",
     ),
     Mutant(
-        "a launch for tokens with other numbers of experts is taken for the same",
-        PERMUTATION,
-        "_GatheredRows.launch_key",
-        'return ("gathered rows", self.inverse_map.shape[1]), (self.x, self.row_map)',
-        'return ("gathered rows",), (self.x, self.row_map)',
-        "test_launch_keys.py::test_calls_that_differ_in_one_field_get_their_own_launches",
-    ),
-    Mutant(
         "probabilities of dispatched experts get the gradient of one op alone",
         DISPATCHED,
         "DispatchedExperts.step_backward",
@@ -158,14 +150,6 @@ GROUPS = (
         "const int padded_start = group == 0 || !is_inside ? 0 : padded_ends[group - 1];",
         "const int padded_start = group == 0 || !is_inside ? 0 : padded_ends[group] - 128;",
         EMULATED + "test_rows_of_padded_groups",
-    ),
-    Mutant(
-        "a launch with other groups' tiles is taken for the same",
-        FORMATS,
-        "Float8GroupsQuantizer.launch_key",
-        'return ("groups", self.fp8_dtype, *copies, *how)',
-        'return ("groups", self.fp8_dtype, *copies)',
-        "test_grouped_tensor.py::test_launches_are_known_by_all_that_they_depend_on",
     ),
     Mutant(
         "a member's scales are those of the first tile",

@@ -363,7 +363,7 @@ ARITHMETIC = (
         "is_one_tile",
         "return 0 < rows <= TILE and 0 < columns <= TILE and columns % TILE_RUN == 0",
         "return 0 < rows <= 2 * TILE and 0 < columns <= TILE and columns % TILE_RUN == 0",
-        "test_launch_cache.py::test_cached_launches_of_a_quantizer_give_the_references_bytes "
+        "test_launch_sequences.py::test_repeated_launches_of_a_quantizer_give_the_references_bytes "
         "test_functional.py test_cuda_fp8_scaling.py",
         select="bytes or amax or tile",
     ),

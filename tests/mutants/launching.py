@@ -1,4 +1,4 @@
-"""Mistakes in the launch cache: what a noted launch is known by, and what is made again."""
+"""Mistakes in launch sequences: what a recorded launch is known by, and what is made again."""
 
 from mutants.mutant import Mutant
 
@@ -136,38 +136,31 @@ PASS_GRAPHS = (
     ),
 )
 
-LAUNCH_CACHE = (
+SEQUENCES = (
     Mutant(
-        "the alignment of a tensor is left out of a launch's key",
+        "a recomputation reads the scales of now",
+        "precision/delayed_scaling.py",
+        "DelayedScales.scales_of_forward",
+        "past = self._past_scales(recipe, again)",
+        "past = None",
+        "test_recorded.py::"
+        "test_recomputations_under_delayed_scaling_are_repeated_with_the_scales_of_their_forwards",
+    ),
+    Mutant(
+        "the alignment of a tensor is left out of a layout",
         "cuda/arguments.py",
         "layout_of",
         "address & 15",
         "",
-        "test_launch_cache.py::test_a_tensor_of_another_layout_is_recorded_anew",
+        "test_launch_sequences.py::test_a_layout_is_all_that_launches_depend_on_but_the_address",
     ),
     Mutant(
-        "the strides of a tensor are left out of a launch's key",
+        "the strides of a tensor are left out of a layout",
         "cuda/arguments.py",
         "layout_of",
         "tensor.stride(), tensor.",
         "tensor.",
-        "test_launch_cache.py::test_a_tensor_of_another_layout_is_recorded_anew",
-    ),
-    Mutant(
-        "an absent tensor leaves no place in a launch's key",
-        "cuda/launch_cache.py",
-        "cached_launches",
-        "key.append(None)",
-        "pass",
-        "test_launch_cache.py",
-    ),
-    Mutant(
-        "one tensor in two places is taken for two",
-        "cuda/launch_cache.py",
-        "cached_launches",
-        "if len(set(given)) < len(given):",
-        "if not given:",
-        "test_launch_cache.py::test_one_tensor_as_two_arguments_has_an_entry_of_its_own",
+        "test_launch_sequences.py::test_a_layout_is_all_that_launches_depend_on_but_the_address",
     ),
     Mutant(
         "what torch computes beside the launches is not made again",
@@ -175,8 +168,8 @@ LAUNCH_CACHE = (
         "_Recorder.dispatched",
         "elif not func.is_view:",
         "elif not func.is_view and func._schema.is_mutable:",
-        "test_launch_cache.py::test_a_function_that_does_more_is_called_every_time "
-        "test_launch_cache.py::test_a_stochastic_quantizer_draws_new_numbers_at_each_call",
+        "test_launch_sequences.py::test_a_function_that_does_more_is_not_repeated "
+        "test_launch_sequences.py::test_a_stochastic_quantizer_draws_new_numbers_at_each_call",
     ),
     Mutant(
         "memory that was zeroed is not zeroed again",
@@ -184,7 +177,7 @@ LAUNCH_CACHE = (
         "_Recorder.dispatched",
         "where = (made.device, func in _ZEROING)",
         "where = (made.device, False)",
-        "test_launch_cache.py",
+        "test_launch_sequences.py",
     ),
     Mutant(
         "on a GPU, memory that was zeroed is not zeroed again",
@@ -192,7 +185,7 @@ LAUNCH_CACHE = (
         "_DriverCode.begin",
         'f"memset(zeros_at, 0, {self.zeros}, stream)"',
         'f"memset(zeros_at, 0, 0, stream)"',
-        "test_launch_cache.py",
+        "test_launch_sequences.py",
     ),
     Mutant(
         "a change of an op's attribute does not count",
@@ -366,7 +359,7 @@ LAUNCH_CACHE = (
         "_Recorder.dispatched",
         "made.device in self.devices and made.is_contiguous():",
         "made.device in self.devices:",
-        "test_launch_cache.py::"
+        "test_launch_sequences.py::"
         "test_an_allocation_with_other_strides_is_repeated_with_them_or_not_at_all",
     ),
     Mutant(
@@ -474,61 +467,7 @@ LAUNCH_CACHE = (
         "_are_alike",
         "and (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())",
         "",
-        "test_launch_cache.py::test_a_cached_launch_returns_the_same_view_of_its_allocation",
-    ),
-    Mutant(
-        "the 2D flag is left out of MXFP8's key",
-        "tensors/quantizer.py",
-        "fields_key",
-        "for f in fields(quantizer) if f.compare)",
-        "for f in fields(quantizer) if f.compare and f.name != 'with_2d_quantization')",
-        "test_launch_keys.py",
-        select="MXFP8Quantizer.with_2d",
-    ),
-    Mutant(
-        "power-of-two scales are left out of current scaling's key",
-        "tensors/quantizer.py",
-        "fields_key",
-        "for f in fields(quantizer) if f.compare)",
-        "for f in fields(quantizer) if f.compare and f.name != 'force_pow_2_scales')",
-        "test_launch_keys.py",
-        select="CurrentScalingQuantizer.force_pow",
-    ),
-    Mutant(
-        "eps is left out of block scaling's key",
-        "tensors/quantizer.py",
-        "fields_key",
-        "for f in fields(quantizer) if f.compare)",
-        "for f in fields(quantizer) if f.compare and f.name != 'amax_epsilon')",
-        "test_launch_keys.py",
-        select="BlockQuantizer.amax_epsilon",
-    ),
-    Mutant(
-        "the copies are left out of delayed scaling's key",
-        "tensors/fp8.py",
-        "Float8Quantizer.launch_key",
-        'return "delayed", self.fp8_dtype, self.rowwise, self.columnwise, self.',
-        'return "delayed", self.fp8_dtype, self.',
-        "test_launch_keys.py",
-        select="Float8Quantizer.rowwise or Float8Quantizer.columnwise",
-    ),
-    Mutant(
-        "a norm's eps is left out of its key",
-        "functional/normalization.py",
-        "_Norm.launch_key",
-        'settings = ("norm", self.eps, self.dtype, self.zero_centered, count, is_measured)',
-        'settings = ("norm", self.dtype, self.zero_centered, count, is_measured)',
-        "test_launch_keys.py",
-        select="_Norm.eps",
-    ),
-    Mutant(
-        "a chain's saved stages are left out of its backward's key",
-        "functional/pointwise.py",
-        "BackwardChain.launch_key",
-        "return (self.stages, self.saved), (self.dy, self.x, *self.operands, *self.grads)",
-        "return self.stages, (self.dy, self.x, *self.operands, *self.grads)",
-        "test_launch_keys.py",
-        select="BackwardChain.saved",
+        "test_launch_sequences.py::test_a_repetition_returns_the_same_view_of_its_allocation",
     ),
     Mutant(
         "the margin is left out of the key of delayed scaling's update",
@@ -536,7 +475,7 @@ LAUNCH_CACHE = (
         "update_delayed",
         "(margin, algorithm, *map(id, newest)),",
         "(algorithm, *map(id, newest)),",
-        "test_launch_cache.py::test_cached_updates_of_delayed_scales_depend_on_margin_and_algorithm",
+        "test_launch_sequences.py::test_cached_updates_of_delayed_scales_depend_on_margin_and_algorithm",
     ),
     Mutant(
         "the key of delayed scaling's update does not say which states have amaxes of other ranks",
@@ -544,7 +483,7 @@ LAUNCH_CACHE = (
         "update_delayed",
         "(margin, algorithm, *map(id, newest)),",
         "(margin, algorithm),",
-        "test_launch_cache.py",
+        "test_launch_sequences.py",
         select="amaxes_of_other_ranks",
     ),
     Mutant(

@@ -283,9 +283,27 @@ TE_PROGRAMS = (
         "test_te_optimizers.py::test_each_group_has_its_options_and_its_count_of_steps",
     ),
     Mutant(
+        "a repeated step raises no version",
+        "te/pytorch/optimizers.py",
+        "FusedAdam._step_together",
+        "if repeated_launches(self._repeated, tuple(how), tensors, step_each):",
+        "if not repeated_launches(self._repeated, tuple(how), tensors, step_each):",
+        "test_cuda_adamw.py::"
+        "test_steps_of_all_parameters_are_repeated_with_the_bits_of_the_reference",
+    ),
+    Mutant(
+        "a repeated step is known by the layouts of its first tensor alone",
+        "cuda/repeated.py",
+        "repeated_launches",
+        "(what, layouts)",
+        "(what, layouts[0])",
+        "test_cuda_adamw.py::"
+        "test_steps_of_all_parameters_are_repeated_with_the_bits_of_the_reference",
+    ),
+    Mutant(
         "a step that kernels make does not raise the version of its parameter",
         OPTIMIZERS,
-        "FusedAdam._step_once",
+        "_note_write",
         "torch.autograd.graph.increment_version(parameter)",
         "pass",
         "test_te_optimizers.py::test_a_backward_after_a_step_is_refused",
@@ -301,7 +319,7 @@ TE_PROGRAMS = (
     Mutant(
         "a gradient of more bits is rounded to the parameter's",
         OPTIMIZERS,
-        "FusedAdam._step_once",
+        "FusedAdam._step",
         "if gradient.dtype is not parameter.dtype:\n    gradient = gradient.float()",
         "gradient = gradient.to(parameter.dtype)",
         "test_te_optimizers.py::test_gradients_are_read_from_where_the_optimizer_is_told",

@@ -88,12 +88,12 @@ QUANTIZED_TENSORS = (
         "test_a_bound_quantizer_reduces_its_amax_and_leaves_nothing_of_it_on_the_tensor",
     ),
     Mutant(
-        "a subclass of a quantizer counts as one that only launches",
+        "a subclass of a quantizer counts as repeatable",
         "tensors/quantizer.py",
         "Quantizer.__init_subclass__",
-        'if "launch_key" not in cls.__dict__:',
+        'if "is_repeatable" not in cls.__dict__:',
         "if False:",
-        "test_launch_cache.py::test_a_users_own_quantizer_is_called_every_time",
+        "test_launch_sequences.py::test_a_quantizer_that_draws_numbers_is_not_repeatable_and_others_are",
     ),
     Mutant(
         "a tensor that was written to through a view is said to come from its old values",

@@ -371,7 +371,7 @@ DELAYED_SCALING = (
     Mutant(
         "of two recipes in one step both are recomputed with the scales of one",
         "precision/delayed_scaling.py",
-        "DelayedScales.quantizer",
+        "DelayedScales._past_scales",
         "past = again.region.past_scales.get(self._identity, {}).get(recipe)",
         "past = next(iter(again.region.past_scales.get(self._identity, {}).values()), None)",
         "test_delayed_scaling.py::"

@@ -191,7 +191,7 @@ def test_fused_blocks_have_the_bits_of_the_ops_one_by_one(
 
 
 def test_repeated_steps_have_the_bits_of_the_ops_one_by_one() -> None:
-    """Later steps are recorded, and repeat cached launches."""
+    """Later steps are recorded and repeated."""
     expected = trained(two_blocks(fuser.LayerNorm, ()), BF16, steps=5)
     fusions = tuple(fusion for fusion in fuser.FUSIONS if "Norm" in fusion.__name__)
     found = trained(two_blocks(fuser.LayerNorm, fusions), BF16, steps=5)

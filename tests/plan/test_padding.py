@@ -127,7 +127,7 @@ def test_kernels_take_empty_tensors_one_row_and_one_dimension(quantizer: Any) ->
         x = oracles.random_tensor(shape, torch.bfloat16, 1)
         expected = quantizer(x)
         with on_kernels():
-            for _ in range(4):  # launched, noted and cached_launches
+            for _ in range(2):
                 made = quantizer(x)
                 back = made.dequantize()
         for name, buffer in expected.buffers().items():

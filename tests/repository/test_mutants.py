@@ -432,11 +432,14 @@ def test_a_test_that_does_not_end_has_failed(
 def test_only_chooses_by_area_mistake_and_file_and_list_runs_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for pattern, count in ((".", len(MUTANTS)), ("^launch cache$", len(AREAS["launch cache"]))):
+    for pattern, count in (
+        (".", len(MUTANTS)),
+        ("^launch sequences$", len(AREAS["launch sequences"])),
+    ):
         assert run.main(["--list", "--only", pattern]) == 0
         assert capsys.readouterr().out.endswith(f"{count} mutants.\n")
-    assert run.main(["--list", "--only", "launch_cache"]) == 0
-    assert "cuda/launch_cache.py" in capsys.readouterr().out
+    assert run.main(["--list", "--only", "cuda/sequence"]) == 0
+    assert "cuda/sequence.py" in capsys.readouterr().out
     assert run.main(["--list", "--only", "no such thing"]) == 2
     assert "matches 'no such thing'" in capsys.readouterr().err
 

@@ -517,6 +517,71 @@ def test_checkpointed_blocks_have_the_bits_of_plain_ones(name: str, use_reentran
         assert_equal(*results)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputations_under_delayed_scaling_are_repeated_with_the_scales_of_their_forwards(
+    use_reentrant: bool, played: list[Any]
+) -> None:
+    """Steps end between a forward and its recomputation, of two forwards the last one's first."""
+    recipe = RECIPES["delayed"]
+    model = models.residual_block(32, 32, dtype=BF16)
+    other = copy.deepcopy(model)
+
+    def results(run: Callable[[torch.Tensor], Any], inputs: list[torch.Tensor]) -> list[Any]:
+        outputs, leaves = [], [x.clone().requires_grad_() for x in inputs]
+        for leaf in leaves:
+            with under(recipe):
+                outputs.append(run(leaf))
+        plays.append(len(played))
+        for y in reversed(outputs):
+            y.backward(torch.ones_like(y))
+        plays.append(len(played))
+        owner = model if run is checkpointed else other
+        grads = [p.grad for p in owner.parameters()]
+        owner.zero_grad(set_to_none=True)
+        return [*(y.detach() for y in outputs), *(leaf.grad for leaf in leaves), *grads]
+
+    def checkpointed(x: torch.Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant)
+
+    for i in range(8):
+        plays: list[int] = []
+        inputs = [torch.randn(64, 32, dtype=BF16) * 2 ** (i + n) for n in range(2)]
+        assert_equal(results(checkpointed, inputs), results(other, inputs))
+    first, last, *_ = plays
+    assert last - first == 4, "two forwards and two backwards, in the backward of the checkpoints"
+
+
+@pytest.mark.parametrize("change", ["state loaded", "other recipe"])
+def test_a_recomputation_after_its_scales_were_replaced_has_those_of_its_forward(
+    change: str,
+) -> None:
+    recipe, shorter = RECIPES["delayed"], recipes.DelayedScaling(amax_history_len=2, margin=1)
+    model = models.residual_block(32, 32, dtype=BF16)
+    other = copy.deepcopy(model)
+
+    def checkpointed(x: torch.Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+
+    for i in range(7):
+        x, found = torch.randn(64, 32, dtype=BF16) * 2**i, []
+        for run, owner in ((checkpointed, model), (other, other)):
+            leaf = x.clone().requires_grad_()
+            with under(recipe):
+                y = run(leaf)
+            if i == 5 and change == "state loaded":
+                state = copy.deepcopy(owner.state_dict())
+                scales = {name: value for name, value in state.items() if "extra_state" in name}
+                assert scales
+                owner.load_state_dict(scales, strict=False)
+            elif i == 5:
+                with under(shorter):
+                    owner(x * 100)
+            y.backward(torch.ones_like(y))
+            found.append([y.detach(), leaf.grad, *(p.grad for p in owner.parameters())])
+            owner.zero_grad(set_to_none=True)
+        assert_equal(*found)
+
+
 def test_without_graphs_a_recorded_backward_frees_what_it_has_read(
     played: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

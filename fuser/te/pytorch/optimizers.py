@@ -9,6 +9,8 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from fuser.cuda.launch import kernels_support
+from fuser.cuda.repeated import Cache, repeated_launches
 from fuser.errors import InputError
 from fuser.functional.adamw import Step
 from fuser.functional.adamw import adamw as adamw_step
@@ -189,6 +191,25 @@ class _Fused(torch.optim.Optimizer):
         return counts.pop() if counts else None
 
 
+def _step_once(target: torch.Tensor, step: Step) -> None:
+    """Update a master weight and write the parameter, in one pass where kernels run."""
+    if isinstance(target, QuantizedTensor):
+        write_updated(target, adamw_step(step, target.dtype))
+    elif target.is_contiguous():
+        materialize(adamw_step(step, target.dtype, values=target))
+        _note_write(target)
+    else:
+        target.copy_(materialize(adamw_step(step, target.dtype)))
+
+
+def _note_write(parameter: torch.Tensor) -> None:
+    """After a kernel has written a parameter."""
+    if isinstance(parameter, QuantizedTensor):
+        parameter._was_written()
+    else:
+        torch.autograd.graph.increment_version(parameter)
+
+
 class FusedAdam(_Fused):
     """Adam (Kingma and Ba, 2014) or AdamW (Loshchilov and Hutter, 2017), fused.
 
@@ -270,6 +291,11 @@ class FusedAdam(_Fused):
         super().__init__(params, defaults)
         self.adam_w_mode, self.capturable = adam_w_mode, capturable
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
+        self._repeated: Cache = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._repeated = {}
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
         """Make the moments of ``param``, zeros, and its master weight."""
@@ -303,6 +329,7 @@ class FusedAdam(_Fused):
                 self._make_moments(parameter, value)
             constants: dict[torch.device, torch.Tensor] = {}
             of_torch = []
+            of_kernels: dict[torch.device, list[tuple[torch.Tensor, Step]]] = {}
             for parameter, value in zip(parameters, values, strict=True):
                 is_quantized = isinstance(parameter, QuantizedTensor)
                 is_fp32 = parameter.dtype is torch.float32 and not is_quantized
@@ -311,27 +338,48 @@ class FusedAdam(_Fused):
                     continue
                 if value.device not in constants:
                     constants[value.device] = self._constants(group, value.device)
-                self._step_once(parameter, value, constants[value.device])
+                step = self._step(parameter, value, constants[value.device])
+                of_kernels.setdefault(value.device, []).append((parameter, step))
+            for steps in of_kernels.values():
+                self._step_together(steps)
             self._step_by_torch(group, of_torch)
         return loss
 
-    def _step_once(
-        self, parameter: torch.Tensor, master: torch.Tensor, constants: torch.Tensor
-    ) -> None:
-        """Update a master weight and write the parameter, in one pass where kernels run."""
+    def _step(self, parameter: torch.Tensor, master: torch.Tensor, constants: torch.Tensor) -> Step:
+        """What a kernel reads and writes in the step of a parameter."""
         gradient, state = self._gradient(parameter), self.state[parameter]
         assert gradient is not None
         if gradient.dtype is not parameter.dtype:
             gradient = gradient.float()
         moments = state["exp_avg"], state["exp_avg_sq"]
-        step = Step(master, as_stored(gradient).contiguous(), *moments, constants)
-        if isinstance(parameter, QuantizedTensor):
-            write_updated(parameter, adamw_step(step, parameter.dtype))
-        elif parameter.is_contiguous():
-            materialize(adamw_step(step, parameter.dtype, values=parameter.detach()))
-            torch.autograd.graph.increment_version(parameter)
-        else:
-            parameter.detach().copy_(materialize(adamw_step(step, parameter.dtype)))
+        return Step(master, as_stored(gradient).contiguous(), *moments, constants)
+
+    def _step_together(self, steps: Sequence[tuple[torch.Tensor, Step]]) -> None:
+        """Take the steps of parameters on one device: launches that are recorded and repeated."""
+        written = [p if isinstance(p, QuantizedTensor) else p.detach() for p, _ in steps]
+
+        def step_each() -> None:
+            for target, (_, step) in zip(written, steps, strict=True):
+                _step_once(target, step)
+
+        if not kernels_support(steps[0][1].master):
+            return step_each()
+        how: list[Any] = []
+        tensors = [steps[0][1].constants]
+        for target, (_, step) in zip(written, steps, strict=True):
+            tensors += step[:-1]
+            if isinstance(target, QuantizedTensor):
+                quantizer = target._usage()
+                how.append(quantizer)
+                memory = (*target.buffers().values(), *quantizer.state_tensors())
+                tensors += [tensor for tensor in memory if tensor is not None]
+            else:
+                how.append(target.dtype)
+                tensors.append(target)
+        if repeated_launches(self._repeated, tuple(how), tensors, step_each):
+            for target in written:
+                _note_write(target)
+        return None
 
     def _constants(self, group: dict[str, Any], device: torch.device) -> torch.Tensor:
         lr, step = group["lr"], group["step"]
