@@ -132,12 +132,14 @@ class PassRunner:
         what: Hashable,
         tensors: Sequence[torch.Tensor],
         function: Callable[[], None],
-    ) -> None:
+    ) -> bool:
         """Call ``function``, which launches kernels over the same tensors at most calls.
 
-        ``cache`` is of the tensors' owner, and keeps what is known of earlier calls.
+        ``cache`` is of the tensors' owner, and keeps what is known of earlier calls. Returns
+        whether launches were repeated, and ``function`` was not called.
         """
         function()
+        return False
 
     @staticmethod
     def new_op(op: Any) -> None:
