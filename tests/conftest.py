@@ -115,11 +115,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: list[pytest.Item] = []
     for group in alike.values():
-        counts = [mark.kwargs.get("most") for mark in group[0].iter_markers("sampled")]
+        marks = [mark.kwargs for mark in group[0].iter_markers("sampled")]
+        counts = [options.get("most") for options in marks]
         if is_of_machines(group[0].path):
             counts.append(MOST_OF_MACHINES)
         most = min((count for count in counts if count), default=None)
-        if most and all(list(item.callspec.params) == ["seed"] for item in group):
+        if any(options.get("are_alike") for options in marks):
+            taken = set(range(0, len(group), -(-len(group) // max(filter(None, counts)))))
+        elif most and all(list(item.callspec.params) == ["seed"] for item in group):
             taken = set(range(most))  # one seed is as good as another
         else:
             taken = set(sample(rows_of(group), most))

@@ -148,6 +148,7 @@ def test_on_a_gpu_calls_are_replayed_as_a_graph_and_what_cannot_be_captured_runs
 # -- rows ---------------------------------------------------------------------
 
 
+@pytest.mark.sampled(most=12, are_alike=True)
 @pytest.mark.parametrize("case", [c for c in kernels.CASES if c.columns != 8192], ids=NAME)
 def test_a_row_of_the_table_launches_kernels(
     case: kernel_cases.Case, monkeypatch: pytest.MonkeyPatch

@@ -70,13 +70,16 @@ def test_a_run_has_the_sample_unless_all_or_one_is_asked_for(
         "@pytest.mark.parametrize('b', 'pq')\n"
         "@pytest.mark.parametrize('a', [None, MXFP8BlockScaling(), NVFP4BlockScaling()])\n"
         "def test_recipes(a, b):\n    pass\n"
+        "@pytest.mark.sampled(most=4, are_alike=True)\n"
+        "@pytest.mark.parametrize('row', 'abcdefgh')\n"
+        "def test_rows(row):\n    pass\n"
         "@pytest.mark.parametrize('number', range(examples(9)))\n"
         "def test_examples(number):\n    pass\n"
     )
     name = "test_a_run_has_the_sample_unless_all_or_one_is_asked_for.py"
     for options, passed in (
-        ((), 3 + 9 + 5 + 4 + 3 + 3 + 3),
-        (("--full",), 9 + 9 + 27 + 9 + 4 + 6 + 9),
+        ((), 3 + 9 + 5 + 4 + 3 + 3 + 4 + 3),
+        (("--full",), 9 + 9 + 27 + 9 + 4 + 6 + 8 + 9),
         ((f"{name}::test_x",), 9),
         (("-k", "test_x"), 9),
     ):
