@@ -221,15 +221,24 @@ def checked_norm(
     x: torch.Tensor,
     parameters: Sequence[tuple[str, torch.Tensor | None]],
     mean: torch.Tensor | None,
-    rstd: torch.Tensor,
+    rstd: torch.Tensor | None,
+    amax: torch.Tensor | None = None,
 ) -> str:
-    """Check a producer's parameters, gamma first, and statistics; return its norm's C++ name."""
+    """Check parameters, gamma first, statistics and an amax; return the norm's C++ name."""
     rows, columns = x.shape
     check_parameters(function, columns, parameters)
-    check_statistics(function, rows, mean, rstd)
-    if mean is not None and parameters[0][1] is None:
-        raise InputError(f"{function} got mean without gamma; a LayerNorm has both.")
-    return "RMSNorm" if mean is None else "LayerNorm"
+    check_statistics(function, rows, mean, rstd, amax)
+    (_, gamma), *others = parameters
+    of_layernorm = [name for name, t in (("mean", mean), *others) if t is not None]
+    for name, tensor in (("gamma", gamma), *others):
+        if of_layernorm and tensor is None:
+            raise lacks(function, of_layernorm[0], name)
+    return "LayerNorm" if of_layernorm else "RMSNorm"
+
+
+def lacks(function: str, there: str, missing: str) -> InputError:
+    """The refusal of a LayerNorm without one of its tensors."""
+    return InputError(f"{function} got {there} without {missing}; a LayerNorm has both.")
 
 
 def parameter_type(gamma: torch.Tensor | None) -> str:
@@ -254,7 +263,7 @@ def check_statistics(
     rows: int,
     mean: torch.Tensor | None,
     rstd: torch.Tensor | None,
-    amax: torch.Tensor | None = None,
+    amax: torch.Tensor | None,
 ) -> None:
     """Check statistics, one number a row each, and the amax, one number."""
     for name, tensor, count in (("mean", mean, rows), ("rstd", rstd, rows), ("amax", amax, 1)):
