@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct
 from fuser.cuda.checks import boolean
 from fuser.cuda.launch import Kernel, Launch, multiprocessors
 from fuser.cuda.norm_common import (
@@ -27,12 +27,12 @@ from fuser.cuda.norm_common import (
     checked_shape,
     fill_tiles,
     lacks,
-    launch_norm,
     norm_types,
     parameter_type,
     partners_of,
     power_of_two,
     row_strides,
+    sizes_of,
     tile_producer,
     vectors_of,
     whole_warps,
@@ -159,12 +159,8 @@ def norm_forward(
         *(norm, x.dtype, y_dtype, rows, columns, is_aligned, y is not None, extra_dtype),
         most_blocks,
     )
-    launch_norm(
-        *(kernel, launch, tensors, x, gamma, strides),
-        is_aligned=is_aligned,
-        zero_centered_gamma=zero_centered_gamma,
-        eps=eps,
-    )
+    flags = {"is_aligned": is_aligned, "zero_centered_gamma": zero_centered_gamma}
+    kernel(launch, Struct(tensors), sizes_of(x, gamma, strides, launch, **flags, eps=eps))
 
 
 def norm_producer(

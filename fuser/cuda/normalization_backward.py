@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer, int32
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32
 from fuser.cuda.checks import boolean
 from fuser.cuda.launch import Kernel, Launch, multiprocessors, shared_bytes
 from fuser.cuda.norm_common import (
@@ -28,12 +28,12 @@ from fuser.cuda.norm_common import (
     checked_shape,
     fill_tiles,
     lacks,
-    launch_norm,
     norm_types,
     parameter_type,
     partners_of,
     power_of_two,
     row_strides,
+    sizes_of,
     tile_producer,
     vectors_of,
     whole_warps,
@@ -204,12 +204,9 @@ def norm_backward(
             norm, *dtypes, *sizes, is_aligned, d_extra is not None, y is not None, *device
         )
         tensors = tensors._replace(d_extra=d_extra, workspace=partials)
-        launch_norm(
-            *(kernel, launch, tensors, x, gamma, strides),
-            is_aligned=is_aligned,
-            zero_centered_gamma=zero_centered_gamma,
-            prefetch_depth=depth,
-        )
+        flags = {"is_aligned": is_aligned, "zero_centered_gamma": zero_centered_gamma}
+        sizes_of_rows = sizes_of(x, gamma, strides, launch, **flags, prefetch_depth=depth)
+        kernel(launch, Struct(tensors), sizes_of_rows)
     if param_grads:
         kernel = _gradients_kernel(param_grads[0].dtype)
         launch = _gradients_launch(columns, len(grads), blocks)

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fuser.cuda import launch
@@ -89,9 +90,11 @@ class _Tiled(NamedTuple):
         """Whether the store is one of :data:`JOINABLE_STORES`."""
         return any(f" fuser::{store}<" in self.kernel.symbol for store in JOINABLE_STORES)
 
-    def run(self) -> None:
+    @property
+    def arguments(self) -> tuple[Launch, Struct, Struct, np.int64, np.int32]:
+        """What the kernel is called with."""
         m, k = self.producer.rows, self.producer.columns
-        self.kernel(tiles(m, k), self.producer.argument, self.store, int64(m), int32(k))
+        return tiles(m, k), self.producer.argument, self.store, int64(m), int32(k)
 
     def run_with(self, other: _Tiled) -> bool:
         """Both in one launch, if they go together."""
@@ -110,7 +113,7 @@ class _Tiled(NamedTuple):
     def run_late(self) -> None:
         """Run, after the caller has gone on, which therefore has no fallback for it any more."""
         try:
-            self.run()
+            self.kernel(*self.arguments)
         except KernelUnavailable as error:
             raise NotInOneLaunch(str(error)) from error
 
@@ -173,7 +176,7 @@ def launch_store(kernel: Kernel, producer: Producer, store: Struct) -> None:
             first.run_late()
             raise
         first.run_late()
-    own.run()
+    own.kernel(*own.arguments)
 
 
 def launch_decoder(
