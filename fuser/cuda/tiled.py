@@ -15,6 +15,7 @@ producer's dtype and quantizes them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -202,6 +203,22 @@ def decoder_kernel(
     if transposed:
         return store_kernel(source, producer, f"TransposedStore<{element}, {boolean(aligned)}>")
     return Kernel(source, f"fuser_tiled_rows<{producer}>")
+
+
+@functools.cache
+def block_decoder(source: str, element: str, of: str, aligned: bool, columnwise: bool) -> Kernel:
+    """The kernel of a source that decodes blocks along the columns of a stored matrix."""
+    producer = f"fuser::BlockProducer<{element}, {of}, {boolean(aligned)}>"
+    return decoder_kernel(source, producer, element, aligned, columnwise)
+
+
+def block_decoders(source: str) -> tuple[Kernel, ...]:
+    """Every :func:`block_decoder` of a source."""
+    return tuple(
+        block_decoder(source, *types, columnwise)
+        for types in decoder_types()
+        for columnwise in (False, True)
+    )
 
 
 def decoder_types() -> Iterable[tuple[str, str, bool]]:
