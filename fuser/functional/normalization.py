@@ -159,16 +159,6 @@ def l2norm_backward(dy: torch.Tensor, x: torch.Tensor, rnorm: torch.Tensor) -> R
 # -- arguments of kernels -------------------------------------------------------
 
 
-def takes_dtypes(x: torch.dtype, y: torch.dtype) -> bool:
-    """Whether there are kernels for an input and output of these dtypes."""
-    return takes(x, y)
-
-
-def takes_sum_dtypes(x: torch.dtype, extra: torch.dtype, y: torch.dtype) -> bool:
-    """Whether there are kernels that add tensors of two dtypes and normalize the sum."""
-    return takes_addend(x, extra, y)
-
-
 def _takes_sum(y: torch.dtype, x: torch.Tensor, extra: Wanted) -> bool:
     """Whether kernels make an output of dtype ``y`` from ``x + extra``."""
     if extra is None or extra.dtype is x.dtype:
