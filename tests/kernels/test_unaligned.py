@@ -165,7 +165,7 @@ def of_norm_backward(t: Tensors) -> None:
     tensors |= {name: tensor for name, tensor in t.items() if name not in grads}
     normalization_backward.norm_backward(
         normalization_backward.Backward(**tensors),
-        **grads,  # type: ignore[arg-type]
+        **grads,
     )
 
 
