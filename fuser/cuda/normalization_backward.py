@@ -148,41 +148,14 @@ def norm_backward(
     InputError
         If a dtype, shape or layout is wrong.
     """
-    dy, x, gamma, beta, mean, rstd, d_extra, dx, rounded_dx, y, workspace, means, amax = tensors
+    dy, x, gamma, beta, mean, _, d_extra, dx, rounded_dx, y, workspace, means, amax = tensors
     norm = "RMSNorm" if mean is None else "LayerNorm"
     function = "l2norm_backward" if gamma is None else f"{norm.lower()}_backward"
     grads = (dgamma,) if mean is None else (dgamma, dbeta)
-    if mean is not None and gamma is None:
-        raise lacks(function, "mean", "gamma")
     if dbeta is not None and mean is None:
         raise lacks(function, "dbeta", "mean")
-    rows, columns = checked_shape(function, x)
-    check_tensor(function, "dy", dy, partners_of(x.dtype), x.shape, is_spaced=True)
-    check_tensor(function, "d_extra", d_extra, (x.dtype,), x.shape, is_spaced=True)
-    check_tensor(function, "dx", dx, (x.dtype,), x.shape)
-    check_tensor(function, "rounded_dx", rounded_dx, (dy.dtype,), x.shape)
-    if rounded_dx is not None and (dx is None or dy.dtype is x.dtype):
-        said = [str(dtype).removeprefix("torch.") for dtype in (x.dtype, dy.dtype)]
-        had = "no dx" if dx is None else f"dx in {said[0]} and dy in {said[1]}"
-        raise InputError(
-            f"{function} writes rounded_dx beside a dx of more bits than dy has; it got {had}."
-        )
-    check_tensor(function, "y", y, (dy.dtype,), x.shape)
-    if y is not None:
-        if dx is None or gamma is None or (norm == "LayerNorm") is not (beta is not None):
-            has = [
-                name for name, t in (("dx", dx), ("gamma", gamma), ("beta", beta)) if t is not None
-            ]
-            raise InputError(
-                f"{function} writes y beside dx, from gamma and, of a LayerNorm, beta; of these it "
-                f"got {', '.join(has) or 'none'}."
-            )
-        if not writes_output(dy, x, gamma, beta, d_extra):
-            raise InputError(f"{function} cannot write y too, for rows of {columns} {x.dtype}.")
-    check_parameters(function, columns, (("gamma", gamma), ("beta", beta)))
+    rows, columns = _checked(function, tensors)
     check_parameters(function, columns, tuple(zip(("dgamma", "dbeta"), grads, strict=False)))
-    check_statistics(function, rows, mean, rstd, amax)
-    check_tensor(function, "means", means, (torch.float32,), (rows, 1 + (norm == "LayerNorm")))
     device = (shared_bytes(x.device), multiprocessors(x.device))
     blocks = _backward_blocks(rows, columns, x.element_size(), *device)
     param_grads = [grad for grad in grads if grad is not None]
@@ -219,6 +192,40 @@ def norm_backward(
             for grad, part in zip(grads, partials, strict=True):
                 if grad is not None:
                     grad.copy_(part.sum(0))
+
+
+def _checked(function: str, tensors: Backward) -> tuple[int, int]:
+    """Check the tensors but the workspace, and return the rows and columns of x."""
+    dy, x, gamma, beta, mean, rstd, d_extra, dx, rounded_dx, y, _, means, amax = tensors
+    if mean is not None and gamma is None:
+        raise lacks(function, "mean", "gamma")
+    rows, columns = checked_shape(function, x)
+    check_tensor(function, "dy", dy, partners_of(x.dtype), x.shape, is_spaced=True)
+    check_tensor(function, "d_extra", d_extra, (x.dtype,), x.shape, is_spaced=True)
+    check_tensor(function, "dx", dx, (x.dtype,), x.shape)
+    check_tensor(function, "rounded_dx", rounded_dx, (dy.dtype,), x.shape)
+    if rounded_dx is not None and (dx is None or dy.dtype is x.dtype):
+        said = [str(dtype).removeprefix("torch.") for dtype in (x.dtype, dy.dtype)]
+        had = "no dx" if dx is None else f"dx in {said[0]} and dy in {said[1]}"
+        raise InputError(
+            f"{function} writes rounded_dx beside a dx of more bits than dy has; it got {had}."
+        )
+    check_tensor(function, "y", y, (dy.dtype,), x.shape)
+    if y is not None:
+        if dx is None or gamma is None or (mean is None) is not (beta is None):
+            has = [
+                name for name, t in (("dx", dx), ("gamma", gamma), ("beta", beta)) if t is not None
+            ]
+            raise InputError(
+                f"{function} writes y beside dx, from gamma and, of a LayerNorm, beta; of these it "
+                f"got {', '.join(has) or 'none'}."
+            )
+        if not writes_output(dy, x, gamma, beta, d_extra):
+            raise InputError(f"{function} cannot write y too, for rows of {columns} {x.dtype}.")
+    check_parameters(function, columns, (("gamma", gamma), ("beta", beta)))
+    check_statistics(function, rows, mean, rstd, amax)
+    check_tensor(function, "means", means, (torch.float32,), (rows, 1 + (mean is not None)))
+    return rows, columns
 
 
 def norm_backward_producer(tensors: Backward, *, zero_centered_gamma: bool = False) -> Producer:
