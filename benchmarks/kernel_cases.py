@@ -389,9 +389,10 @@ def norm_workspace(x: torch.Tensor, *, has_beta: bool) -> torch.Tensor | None:
 def rmsnorm(inputs: Inputs) -> Calls:
     x, gamma, y = inputs.normal(), inputs.normal(inputs.K), inputs.empty()
     rstd, gain = inputs.empty(inputs.M, dtype=torch.float32), gamma.float()
+    tensors = normalization.Forward(x, gamma=gamma, y=y, rstd=rstd)
     return {
         "fuser": inputs.kernel(
-            lambda: normalization.rmsnorm(x, gamma, y, rstd, eps=EPS),
+            lambda: normalization.norm_forward(tensors, eps=EPS),
             lambda: norms.rmsnorm(x, gain, EPS, x.dtype),
         ),
         **in_torch(plain.rmsnorm, x, gamma),
@@ -411,9 +412,10 @@ def layernorm(inputs: Inputs) -> Calls:
     x, gamma, beta = inputs.normal(), inputs.normal(inputs.K), inputs.normal(inputs.K)
     y, (mean, rstd) = inputs.empty(), inputs.empty(2, inputs.M, dtype=torch.float32)
     gain = gamma.float()
+    tensors = normalization.Forward(x, gamma=gamma, beta=beta, y=y, mean=mean, rstd=rstd)
     return {
         "fuser": inputs.kernel(
-            lambda: normalization.layernorm(x, gamma, beta, y, mean, rstd, eps=EPS),
+            lambda: normalization.norm_forward(tensors, eps=EPS),
             lambda: norms.layernorm(x, gain, beta, EPS, x.dtype),
         ),
         **in_torch(plain.layernorm, x, gamma, beta),
@@ -432,9 +434,10 @@ def add_rmsnorm(inputs: Inputs) -> Calls:
     x, extra, gamma = inputs.normal(), inputs.normal(), inputs.normal(inputs.K)
     y, z, rstd = inputs.empty(), inputs.empty(), inputs.empty(inputs.M, dtype=torch.float32)
     gain = gamma.float()
+    tensors = normalization.Forward(x, extra, gamma, y=y, z=z, rstd=rstd)
     return {
         "fuser": inputs.kernel(
-            lambda: normalization.rmsnorm(x, gamma, y, rstd, eps=EPS, extra=extra, z=z),
+            lambda: normalization.norm_forward(tensors, eps=EPS),
             lambda: norms.rmsnorm(x + extra, gain, EPS, x.dtype),
         ),
         **in_torch(plain.add_rmsnorm, x, extra, gamma),
@@ -450,12 +453,14 @@ def rmsnorm_backward(inputs: Inputs, *, adds: bool) -> Calls:
     extra = inputs.normal() if adds else None
     rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
     dx, dgamma, gain = inputs.empty(), inputs.empty(inputs.K), gamma.float()
-    workspace = norm_workspace(x, has_beta=False)
+    tensors = normalization_backward.Backward(
+        *(dy, x, gamma, None, None, rstd, extra),
+        dx=dx,
+        workspace=norm_workspace(x, has_beta=False),
+    )
 
     def launch() -> None:
-        normalization_backward.rmsnorm_backward(
-            dy, x, gamma, rstd, dx, dgamma, workspace, d_extra=extra
-        )
+        normalization_backward.norm_backward(tensors, dgamma=dgamma)
 
     calls: Calls = {
         "fuser": inputs.kernel(launch, lambda: norms.rmsnorm_backward(dy, x, gain, rstd))
@@ -489,12 +494,12 @@ def layernorm_backward(inputs: Inputs) -> Calls:
     rstd = torch.rsqrt(x32.var(-1, unbiased=False, keepdim=True) + EPS)
     del x32
     dx, (dgamma, dbeta), gain = inputs.empty(), inputs.empty(2, inputs.K), gamma.float()
-    workspace = norm_workspace(x, has_beta=True)
+    tensors = normalization_backward.Backward(
+        *(dy, x, gamma, None, mean, rstd), dx=dx, workspace=norm_workspace(x, has_beta=True)
+    )
 
     def launch() -> None:
-        normalization_backward.layernorm_backward(
-            dy, x, gamma, mean, rstd, dx, dgamma, dbeta, workspace
-        )
+        normalization_backward.norm_backward(tensors, dgamma=dgamma, dbeta=dbeta)
 
     return {
         "fuser": inputs.kernel(launch, lambda: norms.layernorm_backward(dy, x, gain, mean, rstd)),

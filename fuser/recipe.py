@@ -107,6 +107,18 @@ def _check_values(settings: Any, accepted: Mapping[str, tuple[Any, ...]]) -> Non
             )
 
 
+def _changes(settings: Any) -> str:
+    """The class, and the fields that differ from their defaults or do not follow from others."""
+    changed = [
+        f"{f.name}={getattr(value, 'name', repr(value))}"
+        for f in fields(settings)
+        if f.repr
+        and (value := getattr(settings, f.name)) != (None if f.default is MISSING else f.default)
+        and not getattr(value, "follows_recipe", False)
+    ]
+    return f"{type(settings).__name__}({', '.join(changed)})"
+
+
 @dataclass(frozen=True)
 class MMParams(_MadeInGraphs):
     """Options of one GEMM."""
@@ -148,16 +160,14 @@ class QParams(_MadeInGraphs):
             )
 
     def __repr__(self) -> str:
-        changed = [
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in fields(self)
-            if f.repr and getattr(self, f.name) != f.default
-        ]
-        return f"QParams({', '.join(changed)})"
+        return _changes(self)
 
 
 FP8_PARAMS = ("power_2_scale", "amax_epsilon")
+FP8_ROLES = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 NVFP4_PARAMS = ("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization")
+_BY_RECIPE: Any = None
+"""The default of parameters that follow from other fields of the recipe, which fills them in."""
 
 
 def _backward_override_from_environment() -> BackwardOverride | None:
@@ -293,13 +303,7 @@ class Recipe(_MadeInGraphs):
 
     def __str__(self) -> str:
         """The class, and the fields that differ from a recipe without arguments."""
-        changed = [
-            f"{f.name}={getattr(value, 'name', repr(value))}"
-            for f in fields(self)
-            if (value := getattr(self, f.name)) != (None if f.default is MISSING else f.default)
-            and not getattr(value, "follows_recipe", False)
-        ]
-        return f"{type(self).__name__}({', '.join(changed)})"
+        return _changes(self)
 
     @property
     def split_accumulators(self) -> tuple[bool, bool, bool]:
@@ -413,16 +417,15 @@ class Float8CurrentScaling(Recipe):
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
-    fp8_quant_fwd_inp: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
-    fp8_quant_fwd_weight: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
-    fp8_quant_bwd_grad: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
+    fp8_quant_fwd_inp: QParams = field(default=_BY_RECIPE, kw_only=True)
+    fp8_quant_fwd_weight: QParams = field(default=_BY_RECIPE, kw_only=True)
+    fp8_quant_bwd_grad: QParams = field(default=_BY_RECIPE, kw_only=True)
 
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {"fp8_format": FP8_FORMATS}
     taken_params: ClassVar[tuple[str, ...]] = FP8_PARAMS
 
     def default_params(self) -> dict[str, QParams]:
-        names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-        return {name: QParams(power_2_scale=self.use_power_2_scales) for name in names}
+        return dict.fromkeys(FP8_ROLES, QParams(power_2_scale=self.use_power_2_scales))
 
 
 @dataclass(frozen=True)
@@ -441,16 +444,15 @@ class Float8RowwiseScaling(Recipe):
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
-    fp8_quant_fwd_inp: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
-    fp8_quant_fwd_weight: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
-    fp8_quant_bwd_grad: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
+    fp8_quant_fwd_inp: QParams = field(default=_BY_RECIPE, kw_only=True)
+    fp8_quant_fwd_weight: QParams = field(default=_BY_RECIPE, kw_only=True)
+    fp8_quant_bwd_grad: QParams = field(default=_BY_RECIPE, kw_only=True)
 
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {"fp8_format": FP8_FORMATS}
     taken_params: ClassVar[tuple[str, ...]] = FP8_PARAMS
 
     def default_params(self) -> dict[str, QParams]:
-        names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-        return {name: QParams(power_2_scale=self.use_power_2_scales) for name in names}
+        return dict.fromkeys(FP8_ROLES, QParams(power_2_scale=self.use_power_2_scales))
 
 
 @dataclass(frozen=True)
@@ -484,9 +486,9 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_fprop: MMParams = MMParams()
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
-    fp8_quant_fwd_inp: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
-    fp8_quant_fwd_weight: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
-    fp8_quant_bwd_grad: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
+    fp8_quant_fwd_inp: QParams = field(default=_BY_RECIPE, kw_only=True)
+    fp8_quant_fwd_weight: QParams = field(default=_BY_RECIPE, kw_only=True)
+    fp8_quant_bwd_grad: QParams = field(default=_BY_RECIPE, kw_only=True)
 
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
         "fp8_format": FP8_FORMATS,
@@ -497,8 +499,7 @@ class Float8BlockScaling(Recipe):
     taken_params: ClassVar[tuple[str, ...]] = FP8_PARAMS
 
     def default_params(self) -> dict[str, QParams]:
-        names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-        return {name: QParams(power_2_scale=not self.use_f32_scales) for name in names}
+        return dict.fromkeys(FP8_ROLES, QParams(power_2_scale=not self.use_f32_scales))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -536,9 +537,9 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6_err_mode: FourOverSixError = field(default="MAE", kw_only=True)
     fp4_format: Format = field(default=Format.E2M1, kw_only=True, repr=False, compare=False)
     fp8_format: Format = field(default=Format.E4M3, kw_only=True, repr=False, compare=False)
-    fp4_quant_fwd_inp: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
-    fp4_quant_fwd_weight: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
-    fp4_quant_bwd_grad: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
+    fp4_quant_fwd_inp: QParams = field(default=_BY_RECIPE, kw_only=True)
+    fp4_quant_fwd_weight: QParams = field(default=_BY_RECIPE, kw_only=True)
+    fp4_quant_bwd_grad: QParams = field(default=_BY_RECIPE, kw_only=True)
 
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
         "nvfp4_4over6": get_args(FourOverSixScope),
@@ -712,6 +713,16 @@ def fp8_dtype(recipe_format: Format, role: str) -> DType:
     if recipe_format is Format.HYBRID:
         return DType.kFloat8E5M2 if role == "grad_output" else DType.kFloat8E4M3
     return {Format.E4M3: DType.kFloat8E4M3, Format.E5M2: DType.kFloat8E5M2}[recipe_format]
+
+
+def fp8_options(recipe: Any, role: str) -> dict[str, Any]:
+    """The options of the quantizer of that role that all FP8 recipes with parameters have."""
+    params = role_params(recipe, role)
+    return {
+        "fp8_dtype": fp8_dtype(recipe.fp8_format, role),
+        "force_pow_2_scales": params.power_2_scale,
+        "amax_epsilon": params.amax_epsilon,
+    }
 
 
 def role_params(recipe: Recipe, role: str, prefix: str = "fp8") -> QParams:

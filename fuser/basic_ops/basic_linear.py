@@ -310,24 +310,6 @@ class BasicLinear(LinearWeight):
         ``scale * (x @ weight.T) (+ bias) (+ addend)``. A parallel linear gathers
         its input first, or adds the products of all ranks, and then takes no bias and no addend.
         """
-        y = self._own_matmul(ctx, input_, bias, addend, scale, is_first_microbatch)
-        if self._parallel is None or self._parallel.mode == "column":
-            return y
-        assert bias is None  # linear_epilogues.py refuses it
-        assert addend is None
-        added: torch.Tensor = self._parallel.added(self, y)
-        return added
-
-    def _own_matmul(
-        self,
-        ctx: OperationContext,
-        input_: torch.Tensor,
-        bias: torch.Tensor | None,
-        addend: torch.Tensor | None,
-        scale: float,
-        is_first_microbatch: bool | None,
-    ) -> torch.Tensor:
-        """:meth:`matmul` without the sum over ranks."""
         if ctx.has_recipe:
             qx, qw = self._quantized_operands(ctx, input_, is_first_microbatch)
             dtype = ctx.compute_dtype
@@ -341,13 +323,20 @@ class BasicLinear(LinearWeight):
                 for operand, kept in zip((qx, qw), ctx.to_save, strict=False):
                     if operand is kept:
                         operand.release("rowwise")
+        else:
+            x, weight = self.operands(ctx, input_)
+            if addend is not None:
+                y = gemm.linear_add(x, weight, addend, scale=scale, bias=bias)
+            elif scale != 1.0:
+                y = gemm.scaled_linear(x, weight, scale, bias)
+            else:
+                y = gemm.linear(x, weight, bias)
+        if self._parallel is None or self._parallel.mode == "column":
             return y
-        x, weight = self.operands(ctx, input_)
-        if addend is None:
-            if scale != 1.0:
-                return gemm.scaled_linear(x, weight, scale, bias)
-            return gemm.linear(x, weight, bias)
-        return gemm.linear_add(x, weight, addend, scale=scale, bias=bias)
+        assert bias is None  # linear_epilogues.py refuses it
+        assert addend is None
+        added: torch.Tensor = self._parallel.added(self, y)
+        return added
 
     # -- quantized ------------------------------------------------------------
 

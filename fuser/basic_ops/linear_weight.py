@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fuser.basic_ops.kept_weight import KeepsWeights
-from fuser.basic_ops.linear_operands import bind, quantized
+from fuser.basic_ops.linear_operands import bind
 from fuser.communication import (
     Agreement,
     GroupArgument,
@@ -22,7 +22,7 @@ from fuser.communication import (
 )
 from fuser.doors import PARAMETERS
 from fuser.errors import InputError
-from fuser.op import ParallelMode, check_parallel_mode, default_device, default_dtype
+from fuser.op import ParallelMode, cast, check_parallel_mode, default_device, default_dtype
 from fuser.precision.contexts import (
     ParameterInit,
     current_parameter_init,
@@ -211,13 +211,13 @@ class LinearWeight(KeepsWeights):
                 bind(weight, state, 1)
             return weight
         if is_first_microbatch is None:
-            return quantized(weight, dtype, quantizer)
+            return quantizer(cast(weight, dtype))
         return self.kept_weights(
             [weight],
             dtype,
             [quantizer],
             is_first_microbatch,
-            lambda: quantized(weight, dtype, quantizer),
+            lambda: quantizer(cast(weight, dtype)),
             lambda kept: kept._has("columnwise") or not quantizer.columnwise,
         )
 

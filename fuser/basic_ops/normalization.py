@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from fuser.cuda.norm_common import takes, takes_addend
 from fuser.errors import InputError
 from fuser.functional import normalization as functional
 from fuser.functional.lazy import LazyTensor, materialize
@@ -239,7 +240,7 @@ class _Normalization(BasicOperation):
         y = key.autocast_dtype or dtype
         return (
             key.no_kernels is None
-            and functional.takes_dtypes(op_key.input_dtype, y)
+            and takes(op_key.input_dtype, y)
             and all(other is dtype for other in others)
         )
 
@@ -249,7 +250,7 @@ class _Normalization(BasicOperation):
         ``key`` is the norm's, whose input is the sum. Without kernels there is no reason either.
         """
         y = key.autocast_dtype or key.ops[0].params[0].dtype
-        if x is extra or key.no_kernels is not None or functional.takes_sum_dtypes(x, extra, y):
+        if x is extra or key.no_kernels is not None or takes_addend(x, extra, y):
             return None
         return f"no kernel adds {extra} to {x} and normalizes the sum to {y}."
 

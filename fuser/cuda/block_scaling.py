@@ -28,8 +28,8 @@ from fuser.cuda.checks import (
 from fuser.cuda.launch import Kernel
 from fuser.cuda.tiled import (
     as_producer,
-    decoder_kernel,
-    decoder_types,
+    block_decoder,
+    block_decoders,
     launch_decoder,
     launch_store,
     quantizing_kernels,
@@ -121,7 +121,7 @@ def dequantize(
     strides = (int64(1), padded) if block_dim == 1 else (padded, int64(1))
     row_shift = int32(0 if block_dim == 1 else FP8_BLOCK.bit_length() - 1)
     producer = Struct((data, scale_inv, int32(columns), row_shift, *strides))
-    kernel = _dequantize(element, of, columnwise, aligned)
+    kernel = block_decoder("block_scaling", element, of, aligned, columnwise)
     launch_decoder(kernel, producer, out, rows, columns, columnwise)
 
 
@@ -134,12 +134,6 @@ def _quantize(producer: str, to: str, block_dim: int, aligned: bool) -> Kernel:
     return store_kernel("block_scaling", producer, store)
 
 
-@functools.cache
-def _dequantize(element: str, of: str, columnwise: bool, aligned: bool) -> Kernel:
-    producer = f"fuser::BlockProducer<{element}, {of}, {boolean(aligned)}>"
-    return decoder_kernel("block_scaling", producer, element, aligned, columnwise)
-
-
 def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
     """The kernels of a producer with each store of FP8 blocks."""
     return tuple(_quantize(producer, FLOAT8[to], block_dim, aligned) for block_dim in (1, 2))
@@ -147,9 +141,4 @@ def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
 
 def instantiations() -> tuple[Kernel, ...]:
     """Every kernel whose input is a matrix."""
-    dequantizing = tuple(
-        _dequantize(element, of, columnwise, aligned)
-        for element, of, aligned in decoder_types()
-        for columnwise in (False, True)
-    )
-    return dequantizing + quantizing_kernels(stores)
+    return block_decoders("block_scaling") + quantizing_kernels(stores)

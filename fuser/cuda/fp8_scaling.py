@@ -29,7 +29,8 @@ from fuser.cuda.checks import (
 from fuser.cuda.launch import TILE, Kernel, Launch, tiles
 from fuser.cuda.tiled import (
     as_producer,
-    decoder_kernel,
+    block_decoder,
+    block_decoders,
     decoder_types,
     launch_decoder,
     launch_store,
@@ -254,7 +255,7 @@ def dequantize_groups(
     strides = (int32(0), int64(0), int64(1)) if columnwise else (int32(7), int64(1), int64(0))
     producer = Struct((data, scale_inv, int32(columns), *strides))
     element, of = check_element(what, out), check_float8(what, dtype)
-    kernel = _dequantize_groups(element, of, columnwise, aligned)
+    kernel = block_decoder("grouped_fp8", element, of, aligned, columnwise)
     launch_decoder(kernel, producer, out, rows, columns, columnwise)
 
 
@@ -368,12 +369,6 @@ def _grouped(producer: str, to: str, aligned: bool) -> Kernel:
 
 
 @functools.cache
-def _dequantize_groups(element: str, of: str, columnwise: bool, aligned: bool) -> Kernel:
-    producer = f"fuser::BlockProducer<{element}, {of}, {boolean(aligned)}>"
-    return decoder_kernel("grouped_fp8", producer, element, aligned, columnwise)
-
-
-@functools.cache
 def _dequantize(element: str, of: str, aligned: bool) -> Kernel:
     return Kernel("fp8_scaling", f"fuser_fp8_dequantize<{element}, {of}, {boolean(aligned)}>")
 
@@ -398,14 +393,9 @@ def instantiations() -> tuple[Kernel, ...]:
     """Every kernel whose input is a matrix."""
     by_element = [_amax(e, a) for e in ELEMENTS.values() for a in (False, True)]
     by_both = [kernel(*types) for kernel in (_cast, _dequantize) for types in decoder_types()]
-    of_groups = [
-        _dequantize_groups(element, of, columnwise, aligned)
-        for element, of, aligned in decoder_types()
-        for columnwise in (False, True)
-    ]
     others = [_transpose(False), _transpose(True), *map(_update, UPDATE_SIZES)]
     grouped = quantizing_kernels(
         lambda producer, to, aligned: stores(f"fuser::GroupedProducer<{producer}>", to, aligned)
     )
     stored = (*quantizing_kernels(stores), *grouped)
-    return (*by_element, *by_both, *of_groups, *stored, *others)
+    return (*by_element, *by_both, *block_decoders("grouped_fp8"), *stored, *others)

@@ -12,7 +12,7 @@ import torch
 
 from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, float32, int32, int64
 from fuser.cuda.checks import boolean
-from fuser.cuda.launch import Kernel, Launch
+from fuser.cuda.launch import Launch
 from fuser.errors import InputError
 
 PARAMETER_TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -62,33 +62,45 @@ def partners_of(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 # -- sizes --------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=1024)
 def sizes_of(
-    x_stride: int,
-    extra_stride: int,
-    dy_stride: int,
+    x: torch.Tensor,
+    gamma: torch.Tensor | None,
+    strides: tuple[int, int, int],
+    launch: Launch,
+    *,
+    is_aligned: bool,
+    zero_centered_gamma: bool,
+    eps: float = 0.0,
+    prefetch_depth: int = 0,
+) -> Struct:
+    """The struct ``Sizes``. No gamma means L2 normalization: a sum, and a gain of 1."""
+    parameter = None if gamma is None else gamma.dtype
+    flags = (is_aligned, zero_centered_gamma)
+    return _sizes(
+        strides, *x.shape, x.dtype, parameter, launch.block[0], *flags, eps, prefetch_depth
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(
+    strides: tuple[int, int, int],
     rows: int,
     columns: int,
-    lanes: int,
-    prefetch_depth: int,
     x: torch.dtype,
     parameter: torch.dtype | None,
+    lanes: int,
     is_aligned: bool,
     zero_centered_gamma: bool,
     eps: float,
+    prefetch_depth: int,
 ) -> Struct:
-    """The struct ``Sizes``. No parameters means L2 normalization: a sum, and a gain of 1."""
     has_parameters = parameter is not None
+    vectors = vectors_of(columns, x.itemsize, lanes)
+    integers = (rows, columns, vectors, prefetch_depth, PARAMETER_TYPES[parameter], is_aligned)
     return Struct(
         (
-            *(int64(x_stride), int64(extra_stride), int64(dy_stride)),
-            *(
-                int32(rows),
-                int32(columns),
-                int32(vectors_of(columns, x.itemsize, lanes)),
-                int32(prefetch_depth),
-            ),
-            *(int32(PARAMETER_TYPES[parameter]), int32(is_aligned)),
+            *map(int64, strides),
+            *map(int32, integers),
             float32(1.0 if zero_centered_gamma or not has_parameters else 0.0),
             float32(1.0 / columns if has_parameters else 1.0),
             float32(eps),
@@ -144,35 +156,12 @@ def fill_tiles(columns: int, strides: tuple[int, ...], *tensors: torch.Tensor | 
     )
 
 
-# -- launches and producers ---------------------------------------------------
+# -- kernels and producers ----------------------------------------------------
 
 
 def norm_types(norm: str, x: torch.dtype, other: torch.dtype) -> str:
     """The first template arguments of every norm's kernel: the norm, the dtype of x and of y."""
     return f"fuser::{norm}, {ELEMENTS[x]}, {ELEMENTS[other]}"
-
-
-def launch_norm(
-    kernel: Kernel,
-    launch: Launch,
-    tensors: tuple[torch.Tensor | None, ...],
-    x: torch.Tensor,
-    gamma: torch.Tensor | None,
-    strides: tuple[int, int, int],
-    *,
-    is_aligned: bool,
-    zero_centered_gamma: bool,
-    eps: float = 0.0,
-    prefetch_depth: int = 0,
-) -> None:
-    """Launch a kernel that takes a struct of ``tensors`` and the kernels' ``Sizes``."""
-    dtype = None if gamma is None else gamma.dtype
-    rows, columns = x.shape
-    sizes = sizes_of(
-        *(*strides, rows, columns, launch.block[0], prefetch_depth, x.dtype, dtype),
-        *(is_aligned, zero_centered_gamma, eps),
-    )
-    kernel(launch, Struct(tensors), sizes)
 
 
 def tile_producer(
@@ -221,15 +210,24 @@ def checked_norm(
     x: torch.Tensor,
     parameters: Sequence[tuple[str, torch.Tensor | None]],
     mean: torch.Tensor | None,
-    rstd: torch.Tensor,
+    rstd: torch.Tensor | None,
+    amax: torch.Tensor | None = None,
 ) -> str:
-    """Check a producer's parameters, gamma first, and statistics; return its norm's C++ name."""
+    """Check parameters, gamma first, statistics and an amax; return the norm's C++ name."""
     rows, columns = x.shape
     check_parameters(function, columns, parameters)
-    check_statistics(function, rows, mean, rstd)
-    if mean is not None and parameters[0][1] is None:
-        raise InputError(f"{function} got mean without gamma; a LayerNorm has both.")
-    return "RMSNorm" if mean is None else "LayerNorm"
+    check_statistics(function, rows, mean, rstd, amax)
+    (_, gamma), *others = parameters
+    of_layernorm = [name for name, t in (("mean", mean), *others) if t is not None]
+    for name, tensor in (("gamma", gamma), *others):
+        if of_layernorm and tensor is None:
+            raise lacks(function, of_layernorm[0], name)
+    return "LayerNorm" if of_layernorm else "RMSNorm"
+
+
+def lacks(function: str, there: str, missing: str) -> InputError:
+    """The refusal of a LayerNorm without one of its tensors."""
+    return InputError(f"{function} got {there} without {missing}; a LayerNorm has both.")
 
 
 def parameter_type(gamma: torch.Tensor | None) -> str:
@@ -254,7 +252,7 @@ def check_statistics(
     rows: int,
     mean: torch.Tensor | None,
     rstd: torch.Tensor | None,
-    amax: torch.Tensor | None = None,
+    amax: torch.Tensor | None,
 ) -> None:
     """Check statistics, one number a row each, and the amax, one number."""
     for name, tensor, count in (("mean", mean, rows), ("rstd", rstd, rows), ("amax", amax, 1)):

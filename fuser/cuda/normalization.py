@@ -14,26 +14,25 @@ from typing import NamedTuple
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct
 from fuser.cuda.checks import boolean
 from fuser.cuda.launch import Kernel, Launch, multiprocessors
 from fuser.cuda.norm_common import (
     DTYPE_PAIRS,
     MAX_SIZE,
     are_aligned,
-    check_parameters,
-    check_statistics,
     check_tensor,
     check_y_dtype,
     checked_norm,
     checked_shape,
     fill_tiles,
-    launch_norm,
+    lacks,
     norm_types,
     parameter_type,
     partners_of,
     power_of_two,
     row_strides,
+    sizes_of,
     tile_producer,
     vectors_of,
     whole_warps,
@@ -53,20 +52,60 @@ MEASURING_BLOCKS_PER_MULTIPROCESSOR = 16
 # -- launchers ----------------------------------------------------------------
 
 
-def rmsnorm(
-    x: torch.Tensor,
-    gamma: torch.Tensor,
-    y: torch.Tensor | None,
-    rstd: torch.Tensor | None,
+class Forward(NamedTuple):
+    """The tensors of a forward, ``struct Forward`` of the kernels; None for those not there.
+
+    An RMSNorm has ``gamma``, a LayerNorm also ``beta`` and a mean, an L2 normalization no
+    parameters.
+
+    Parameters
+    ----------
+    x
+        Read; [rows, columns], fp32, fp16 or bf16. Rows may be at any distance; the elements of a
+        row are adjacent.
+    extra
+        Read; like ``x``, or, if x is fp32, in the dtype of y, as under autocast. None adds nothing.
+    gamma
+        Read; [columns], contiguous, fp32, fp16 or bf16.
+    beta
+        Read; like ``gamma``, in its dtype.
+    y
+        Written; like ``x``, contiguous, in a dtype that kernels support for x
+        (:func:`~fuser.cuda.norm_common.takes`). None does not write it, see
+        :func:`norm_producer`.
+    z
+        Written, only together with ``extra``; like ``x``, contiguous. None does not write it.
+    mean, rstd
+        Written; fp32, one number a row. None does not write it.
+    amax
+        Read and written: one fp32, not negative, raised to ``max |y|``, also if y is None. NaN
+        counts as larger than infinity. None measures nothing.
+    """
+
+    x: torch.Tensor
+    extra: torch.Tensor | None = None
+    gamma: torch.Tensor | None = None
+    beta: torch.Tensor | None = None
+    y: torch.Tensor | None = None
+    z: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    rstd: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+
+
+def norm_forward(
+    tensors: Forward,
     *,
     eps: float,
     zero_centered_gamma: bool = False,
-    extra: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
     y_dtype: torch.dtype | None = None,
 ) -> None:
-    """``z = x + extra; rstd = rsqrt(mean(z^2) + eps); y = z * rstd * gamma``, for each row.
+    """The norm of ``z = x + extra``, for each row.
+
+    RMSNorm: ``rstd = rsqrt(mean(z^2) + eps); y = z * rstd * gamma``. LayerNorm: ``rstd =
+    rsqrt(var + eps); y = (z - mean) * rstd * gamma + beta``; the kernel computes the mean first,
+    then the variance from the differences to it. L2 normalization: ``rstd = rsqrt(sum(z^2) + eps);
+    y = z * rstd``.
 
     Computes in fp32 from z, rounded to its dtype. Reads x and extra once and writes z and y once:
     for elements of 16 bits that is 2 bytes read and 2 written, with ``extra`` 4 and 4, and without
@@ -76,28 +115,12 @@ def rmsnorm(
 
     Parameters
     ----------
-    x
-        Read; [rows, columns], fp32, fp16 or bf16. Rows may be at any distance; the elements of a
-        row are adjacent.
-    gamma
-        Read; [columns], contiguous, fp32, fp16 or bf16.
-    y
-        Written; like ``x``, contiguous, in a dtype that kernels support for x
-        (:func:`~fuser.cuda.norm_common.takes`). None does not write it, see
-        :func:`norm_producer`.
-    rstd
-        Written; fp32, one number a row. None does not write it.
+    tensors
+        What is read and written.
     eps
-        Added to the mean of the squares.
+        Added to the mean, or for L2 the sum, of the squares.
     zero_centered_gamma
         Whether the gain is ``1 + gamma``.
-    extra
-        Read; like ``x``, or, if x is fp32, in the dtype of y, as under autocast. None adds nothing.
-    z
-        Written, only together with ``extra``; like ``x``, contiguous. None does not write it.
-    amax
-        Read and written: one fp32, not negative, raised to ``max |y|``, also if y is None. NaN
-        counts as larger than infinity. None measures nothing.
     y_dtype
         The dtype of y if y is None; None is the dtype of ``x``.
 
@@ -106,100 +129,55 @@ def rmsnorm(
     InputError
         If a dtype, shape or layout is wrong, or nothing would be written.
     """
-    tensors = _Forward(x, extra, gamma, y=y, z=z, rstd=rstd, amax=amax)
-    _forward("rmsnorm", "RMSNorm", tensors, y_dtype, eps, zero_centered_gamma)
+    x, extra, gamma, beta, y, z, mean, rstd, amax = tensors
+    function = "l2norm" if gamma is None else "rmsnorm" if beta is None else "layernorm"
+    rows, columns = checked_shape(function, x)
+    if y_dtype is None:
+        check_tensor(function, "y", y, partners_of(x.dtype), x.shape)
+        y_dtype = x.dtype if y is None else y.dtype
+    else:
+        check_y_dtype(function, x.dtype, y_dtype)
+        check_tensor(function, "y", y, (y_dtype,), x.shape)
+    addends = tuple(dict.fromkeys((x.dtype, y_dtype)))
+    check_tensor(function, "extra", extra, addends, x.shape, is_spaced=True)
+    check_tensor(function, "z", z, (x.dtype,), x.shape)
+    norm = checked_norm(function, x, (("gamma", gamma), ("beta", beta)), mean, rstd, amax)
+    if z is not None and extra is None:
+        raise InputError(f"{function} writes z where it adds an extra; it got none.")
+    if all(output is None for output in (y, z, mean, rstd, amax)):
+        raise InputError(f"{function} got nothing to write: no y, z, mean, rstd or amax.")
+    if rows == 0:
+        return
 
-
-def layernorm(
-    x: torch.Tensor,
-    gamma: torch.Tensor,
-    beta: torch.Tensor,
-    y: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor | None,
-    *,
-    eps: float,
-    zero_centered_gamma: bool = False,
-    extra: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
-    y_dtype: torch.dtype | None = None,
-) -> None:
-    """``z = x + extra; y = (z - mean) * rstd * gamma + beta``, ``rstd = rsqrt(var + eps)``.
-
-    The kernel computes the mean first, then the variance from the differences to it. Otherwise as
-    :func:`rmsnorm`.
-
-    Parameters
-    ----------
-    x, gamma, y, rstd, eps, zero_centered_gamma, extra, z, amax, y_dtype
-        As in :func:`rmsnorm`.
-    beta
-        Read; like ``gamma``, in its dtype.
-    mean
-        Written; fp32, one number a row. None does not write it.
-
-    Raises
-    ------
-    InputError
-        If a dtype, shape or layout is wrong, or nothing would be written.
-    """
-    tensors = _Forward(x, extra, gamma, beta, y=y, z=z, mean=mean, rstd=rstd, amax=amax)
-    _forward("layernorm", "LayerNorm", tensors, y_dtype, eps, zero_centered_gamma)
-
-
-def l2norm(
-    x: torch.Tensor,
-    y: torch.Tensor | None,
-    rnorm: torch.Tensor | None,
-    *,
-    eps: float,
-    amax: torch.Tensor | None = None,
-    y_dtype: torch.dtype | None = None,
-) -> None:
-    """``rnorm = rsqrt(sum(x^2) + eps); y = x * rnorm``, for each row; as :func:`rmsnorm` otherwise.
-
-    Parameters
-    ----------
-    x, y, amax, y_dtype
-        As in :func:`rmsnorm`.
-    rnorm
-        Written; fp32, one number a row. None does not write it.
-    eps
-        Added to the sum of the squares.
-
-    Raises
-    ------
-    InputError
-        If a dtype, shape or layout is wrong, or nothing would be written.
-    """
-    _forward("l2norm", "RMSNorm", _Forward(x, y=y, rstd=rnorm, amax=amax), y_dtype, eps)
+    strides = row_strides(x, extra, None)
+    is_aligned = are_aligned(columns, x, strides, extra, gamma, beta, y, z)
+    most_blocks = MAX_SIZE
+    if y is None and amax is not None:
+        most_blocks = MEASURING_BLOCKS_PER_MULTIPROCESSOR * multiprocessors(x.device)
+    extra_dtype = x.dtype if extra is None else extra.dtype
+    kernel, launch = _forward_choice(
+        *(norm, x.dtype, y_dtype, rows, columns, is_aligned, y is not None, extra_dtype),
+        most_blocks,
+    )
+    flags = {"is_aligned": is_aligned, "zero_centered_gamma": zero_centered_gamma}
+    kernel(launch, Struct(tensors), sizes_of(x, gamma, strides, launch, **flags, eps=eps))
 
 
 def norm_producer(
-    x: torch.Tensor,
-    rstd: torch.Tensor,
-    y_dtype: torch.dtype,
-    *,
-    gamma: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
-    mean: torch.Tensor | None = None,
-    zero_centered_gamma: bool = False,
+    tensors: Forward, y_dtype: torch.dtype, *, zero_centered_gamma: bool = False
 ) -> Producer:
     """The producer of y in ``y_dtype``, with the bits that the forward writes.
 
-    With a ``mean`` y is that of :func:`layernorm`, without ``gamma`` of :func:`l2norm`, and
-    otherwise of :func:`rmsnorm`. Reads x once: 2 bytes an element of 16 bits.
+    Reads x once: 2 bytes an element of 16 bits.
 
     Parameters
     ----------
-    x
-        Read; as in :func:`rmsnorm`, or its z.
-    rstd, mean
-        Read; as the forward wrote them.
+    tensors
+        Read: x, which is the z of a forward that added, the parameters, and the statistics that
+        the forward wrote.
     y_dtype
         A dtype that kernels support for ``x`` (:func:`~fuser.cuda.norm_common.takes`).
-    gamma, beta, zero_centered_gamma
+    zero_centered_gamma
         As in the forward.
 
     Raises
@@ -208,12 +186,12 @@ def norm_producer(
         If a dtype, shape or layout is wrong, or one of mean, beta and gamma is missing.
     """
     name = "norm_producer"
+    x, _, gamma, beta, _, _, mean, rstd, _ = tensors
     _, columns = checked_shape(name, x)
     check_y_dtype(name, x.dtype, y_dtype)
     norm = checked_norm(name, x, (("gamma", gamma), ("beta", beta)), mean, rstd)
-    if (mean is None) != (beta is None):
-        there, missing = ("beta", "mean") if mean is None else ("mean", "beta")
-        raise InputError(f"{name} got {there} without {missing}; a LayerNorm has both.")
+    if mean is None and beta is not None:
+        raise lacks(name, "beta", "mean")
     aligned = fill_tiles(columns, (x.stride(0),), x, gamma, beta)
     return tile_producer(
         "NormProducer",
@@ -304,63 +282,3 @@ def _forward_choice(
     kernel = _forward_kernel(norm, x, y, is_aligned and plan.fits_registers, writes, extra)
     blocks = min(-(-rows // plan.rows), most_blocks)
     return kernel, Launch((blocks,), (plan.lanes, plan.rows))
-
-
-class _Forward(NamedTuple):
-    """``struct Forward`` of the kernels: the tensors in its order, None for those not there."""
-
-    x: torch.Tensor
-    extra: torch.Tensor | None = None
-    gamma: torch.Tensor | None = None
-    beta: torch.Tensor | None = None
-    y: torch.Tensor | None = None
-    z: torch.Tensor | None = None
-    mean: torch.Tensor | None = None
-    rstd: torch.Tensor | None = None
-    amax: torch.Tensor | None = None
-
-
-def _forward(
-    function: str,
-    norm: str,
-    tensors: _Forward,
-    y_dtype: torch.dtype | None,
-    eps: float,
-    zero_centered_gamma: bool = False,
-) -> None:
-    x, extra, gamma, beta, y, z, mean, rstd, amax = tensors
-    rows, columns = checked_shape(function, x)
-    if y_dtype is None:
-        check_tensor(function, "y", y, partners_of(x.dtype), x.shape)
-        y_dtype = x.dtype if y is None else y.dtype
-    else:
-        check_y_dtype(function, x.dtype, y_dtype)
-        check_tensor(function, "y", y, (y_dtype,), x.shape)
-    addends = tuple(dict.fromkeys((x.dtype, y_dtype)))
-    check_tensor(function, "extra", extra, addends, x.shape, is_spaced=True)
-    check_tensor(function, "z", z, (x.dtype,), x.shape)
-    check_parameters(function, columns, (("gamma", gamma), ("beta", beta)))
-    check_statistics(function, rows, mean, rstd, amax)
-    if z is not None and extra is None:
-        raise InputError(f"{function} writes z where it adds an extra; it got none.")
-    if all(output is None for output in (y, z, mean, rstd, amax)):
-        raise InputError(f"{function} got nothing to write: no y, z, mean, rstd or amax.")
-    if rows == 0:
-        return
-
-    strides = row_strides(x, extra, None)
-    is_aligned = are_aligned(columns, x, strides, extra, gamma, beta, y, z)
-    most_blocks = MAX_SIZE
-    if y is None and amax is not None:
-        most_blocks = MEASURING_BLOCKS_PER_MULTIPROCESSOR * multiprocessors(x.device)
-    extra_dtype = x.dtype if extra is None else extra.dtype
-    kernel, launch = _forward_choice(
-        *(norm, x.dtype, y_dtype, rows, columns, is_aligned, y is not None, extra_dtype),
-        most_blocks,
-    )
-    launch_norm(
-        *(kernel, launch, tensors, x, gamma, strides),
-        is_aligned=is_aligned,
-        zero_centered_gamma=zero_centered_gamma,
-        eps=eps,
-    )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer, int32
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32
 from fuser.cuda.checks import boolean
 from fuser.cuda.launch import Kernel, Launch, multiprocessors, shared_bytes
 from fuser.cuda.norm_common import (
@@ -27,12 +27,13 @@ from fuser.cuda.norm_common import (
     checked_norm,
     checked_shape,
     fill_tiles,
-    launch_norm,
+    lacks,
     norm_types,
     parameter_type,
     partners_of,
     power_of_two,
     row_strides,
+    sizes_of,
     tile_producer,
     vectors_of,
     whole_warps,
@@ -53,33 +54,10 @@ RESERVED_SHARED_BYTES = 1024
 # -- launchers ----------------------------------------------------------------
 
 
-def rmsnorm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    gamma: torch.Tensor,
-    rstd: torch.Tensor,
-    dx: torch.Tensor | None,
-    dgamma: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    *,
-    zero_centered_gamma: bool = False,
-    d_extra: torch.Tensor | None = None,
-    means: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
-    rounded_dx: torch.Tensor | None = None,
-    y: torch.Tensor | None = None,
-) -> None:
-    """The gradients of ``rmsnorm``: with ``x_hat = x * rstd`` and ``d_hat = dy * gamma``,
+class Backward(NamedTuple):
+    """The tensors of a backward, ``struct Backward`` of the kernels; None for those not there.
 
-    ``dx = (d_hat - x_hat * mean(d_hat * x_hat)) * rstd + d_extra`` and ``dgamma = sum(dy * x_hat)``
-    over the rows. The kernel adds ``d_extra`` in fp32 and rounds the sum to the dtype of dx: one
-    rounding, where a separate addition would round twice. It sums dgamma in fp32, in an order that
-    depends only on the shape and the number of multiprocessors.
-
-    Reads dy, x and d_extra once and writes dx once: 6 bytes an element of 16 bits, with ``d_extra``
-    8. It also writes and reads the workspace. Without dx it moves 2 bytes less, and with neither dx
-    nor amax it does not read d_extra, another 2 bytes less. The kernel reads rows twice if they
-    have more than 16384 elements of 16 bits or 8192 of 32, or are not aligned to 16 bytes.
+    An RMSNorm has ``gamma``, a LayerNorm also ``mean``, an L2 normalization neither.
 
     Parameters
     ----------
@@ -90,142 +68,177 @@ def rmsnorm_backward(
         Read; the forward's x, or its z; rows as in ``dy``.
     gamma
         Read; as in the forward.
-    rstd
-        Read; as the forward wrote it.
+    beta
+        Read with ``y``, of a LayerNorm; as in the forward.
+    mean, rstd
+        Read; as the forward wrote them.
+    d_extra
+        Read; like ``x``. None adds nothing.
     dx
         Written; like ``x``, contiguous. None does not write it, see
         :func:`norm_backward_producer`.
-    dgamma
-        Written; [columns], contiguous, fp32, fp16 or bf16. None does not write it.
-    workspace
-        Written and read; fp32, contiguous, of :func:`workspace_shape`; None without dgamma.
-    zero_centered_gamma
-        Whether the gain is ``1 + gamma``.
-    d_extra
-        Read; like ``x``. None adds nothing.
-    means
-        Written; fp32 ``[rows, 1]``, contiguous: ``mean(d_hat * x_hat)``. None does not write it.
-    amax
-        Read and written: one fp32, not negative, raised to ``max |dx|``, also if dx is None. NaN
-        counts as larger than infinity. None measures nothing.
     rounded_dx
         Written, only together with ``dx``: like it, rounded to the dtype of ``dy``, which has 16
         bits where x is fp32. 2 bytes an element. None does not write it.
     y
-        Written, only together with ``dx`` and if :func:`writes_output`: the output of ``rmsnorm``
-        with the bits that this writes, contiguous, in the dtype of ``dy``, whose memory it may
+        Written, only together with ``dx`` and if :func:`writes_output`: the output of the forward
+        with the bits that it writes, contiguous, in the dtype of ``dy``, whose memory it may
         have. 2 bytes an element of 16 bits. None does not write it.
-
-    Raises
-    ------
-    InputError
-        If a dtype, shape or layout is wrong.
+    workspace
+        Written and read; fp32, contiguous, of :func:`workspace_shape`; None without gradients of
+        parameters.
+    means
+        Written; fp32 ``[rows, 1]``, contiguous: ``mean(d_hat * x_hat)``; of a LayerNorm ``[rows,
+        2]``, with ``mean(d_hat)``; of an L2 normalization the sum. None does not write them.
+    amax
+        Read and written: one fp32, not negative, raised to ``max |dx|``, also if dx is None. NaN
+        counts as larger than infinity. None measures nothing.
     """
-    tensors = _Backward(dy, x, gamma, rstd=rstd, d_extra=d_extra, partials=workspace)
-    tensors = tensors._replace(dx=dx, rounded_dx=rounded_dx, y=y, means=means, amax=amax)
-    _backward("rmsnorm_backward", "RMSNorm", tensors, (dgamma,), zero_centered_gamma)
+
+    dy: torch.Tensor
+    x: torch.Tensor
+    gamma: torch.Tensor | None
+    beta: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+    d_extra: torch.Tensor | None = None
+    dx: torch.Tensor | None = None
+    rounded_dx: torch.Tensor | None = None
+    y: torch.Tensor | None = None
+    workspace: torch.Tensor | None = None
+    means: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
 
 
-def layernorm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    gamma: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    dx: torch.Tensor | None,
-    dgamma: torch.Tensor | None,
-    dbeta: torch.Tensor | None,
-    workspace: torch.Tensor | None,
+def norm_backward(
+    tensors: Backward,
     *,
+    dgamma: torch.Tensor | None = None,
+    dbeta: torch.Tensor | None = None,
     zero_centered_gamma: bool = False,
-    d_extra: torch.Tensor | None = None,
-    means: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
-    rounded_dx: torch.Tensor | None = None,
-    y: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
 ) -> None:
-    """The gradients of ``layernorm``: ``x_hat = (x - mean) * rstd``, ``d_hat = dy * gamma``,
+    """The gradients of :func:`~fuser.cuda.normalization.norm_forward`.
 
-    ``dx = (d_hat - mean(d_hat) - x_hat * mean(d_hat * x_hat)) * rstd + d_extra``, ``dgamma =
-    sum(dy * x_hat)`` and ``dbeta = sum(dy)``; otherwise as :func:`rmsnorm_backward`.
+    With ``x_hat = (x - mean) * rstd`` and ``d_hat = dy * gamma`` the gradient of a LayerNorm is
+    ``dx = (d_hat - mean(d_hat) - x_hat * mean(d_hat * x_hat)) * rstd + d_extra``. Of an RMSNorm the
+    means of x and of d_hat are 0. An L2 normalization has no gamma either, and the sum of
+    ``d_hat * x_hat``. Over the rows, ``dgamma = sum(dy * x_hat)`` and ``dbeta = sum(dy)``.
+
+    The kernel adds ``d_extra`` in fp32 and rounds the sum to the dtype of dx: one rounding, where a
+    separate addition would round twice. It sums dgamma and dbeta in fp32, in an order that depends
+    only on the shape and the number of multiprocessors.
+
+    Reads dy, x and d_extra once and writes dx once: 6 bytes an element of 16 bits, with ``d_extra``
+    8. It also writes and reads the workspace. Without dx it moves 2 bytes less, and with neither dx
+    nor amax it does not read d_extra, another 2 bytes less. The kernel reads rows twice if they
+    have more than 16384 elements of 16 bits or 8192 of 32, or are not aligned to 16 bytes.
 
     Parameters
     ----------
-    dy, x, gamma, rstd, dx, dgamma, workspace, zero_centered_gamma, d_extra, amax, rounded_dx, y
-        As in :func:`rmsnorm_backward`.
-    mean
-        Read; as the forward wrote it.
-    dbeta
-        Written; like ``dgamma``, in its dtype. None does not write it.
-    means
-        Written; fp32 ``[rows, 2]``, contiguous: ``mean(d_hat * x_hat)`` and ``mean(d_hat)``. None
-        does not write them.
-    beta
-        Read with ``y``; as in the forward.
+    tensors
+        What is read and written, gradients of parameters apart.
+    dgamma, dbeta
+        Written; [columns], contiguous, fp32, fp16 or bf16, both in one dtype. None does not write
+        it.
+    zero_centered_gamma
+        Whether the gain is ``1 + gamma``.
 
     Raises
     ------
     InputError
         If a dtype, shape or layout is wrong.
     """
-    tensors = _Backward(dy, x, gamma, beta, mean, rstd, d_extra, partials=workspace)
-    tensors = tensors._replace(dx=dx, rounded_dx=rounded_dx, y=y, means=means, amax=amax)
-    _backward("layernorm_backward", "LayerNorm", tensors, (dgamma, dbeta), zero_centered_gamma)
+    dy, x, gamma, beta, mean, _, d_extra, dx, rounded_dx, y, workspace, means, amax = tensors
+    norm = "RMSNorm" if mean is None else "LayerNorm"
+    function = "l2norm_backward" if gamma is None else f"{norm.lower()}_backward"
+    grads = (dgamma,) if mean is None else (dgamma, dbeta)
+    if dbeta is not None and mean is None:
+        raise lacks(function, "dbeta", "mean")
+    rows, columns = _checked(function, tensors)
+    check_parameters(function, columns, tuple(zip(("dgamma", "dbeta"), grads, strict=False)))
+    device = (shared_bytes(x.device), multiprocessors(x.device))
+    blocks = _backward_blocks(rows, columns, x.element_size(), *device)
+    param_grads = [grad for grad in grads if grad is not None]
+    partials = workspace if param_grads else None
+    if param_grads:
+        if workspace is None:
+            raise InputError(f"{function} sums parameters' gradients in a workspace; it got none.")
+        shape = (len(grads), blocks, columns)
+        check_tensor(function, "workspace", workspace, (torch.float32,), shape)
+
+    if dx is None and amax is None:
+        d_extra = None
+    if rows > 0 and (param_grads or any(output is not None for output in (dx, means, amax))):
+        strides = row_strides(x, d_extra, dy)
+        written = (dx, rounded_dx, y)
+        is_aligned = are_aligned(columns, x, strides, dy, gamma, beta, d_extra, *written)
+        dtypes, sizes = (x.dtype, dy.dtype), (rows, columns)
+        kernel, launch, depth = _backward_choice(
+            norm, *dtypes, *sizes, is_aligned, d_extra is not None, y is not None, *device
+        )
+        tensors = tensors._replace(d_extra=d_extra, workspace=partials)
+        flags = {"is_aligned": is_aligned, "zero_centered_gamma": zero_centered_gamma}
+        sizes_of_rows = sizes_of(x, gamma, strides, launch, **flags, prefetch_depth=depth)
+        kernel(launch, Struct(tensors), sizes_of_rows)
+    if param_grads:
+        kernel = _gradients_kernel(param_grads[0].dtype)
+        launch = _gradients_launch(columns, len(grads), blocks)
+        try:
+            kernel(launch, partials, dgamma, dbeta, int32(blocks), int32(columns))
+        except KernelUnavailable:
+            if y is None or partials is None:
+                raise
+            # A caller cannot begin again with torch: y may have overwritten dy.
+            for grad, part in zip(grads, partials, strict=True):
+                if grad is not None:
+                    grad.copy_(part.sum(0))
 
 
-def l2norm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    rnorm: torch.Tensor,
-    dx: torch.Tensor | None,
-    *,
-    means: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
-) -> None:
-    """``dx = (dy - x_hat * sum(dy * x_hat)) * rnorm`` with ``x_hat = x * rnorm``.
+def _checked(function: str, tensors: Backward) -> tuple[int, int]:
+    """Check the tensors but the workspace, and return the rows and columns of x."""
+    dy, x, gamma, beta, mean, rstd, d_extra, dx, rounded_dx, y, _, means, amax = tensors
+    if mean is not None and gamma is None:
+        raise lacks(function, "mean", "gamma")
+    rows, columns = checked_shape(function, x)
+    check_tensor(function, "dy", dy, partners_of(x.dtype), x.shape, is_spaced=True)
+    check_tensor(function, "d_extra", d_extra, (x.dtype,), x.shape, is_spaced=True)
+    check_tensor(function, "dx", dx, (x.dtype,), x.shape)
+    check_tensor(function, "rounded_dx", rounded_dx, (dy.dtype,), x.shape)
+    if rounded_dx is not None and (dx is None or dy.dtype is x.dtype):
+        said = [str(dtype).removeprefix("torch.") for dtype in (x.dtype, dy.dtype)]
+        had = "no dx" if dx is None else f"dx in {said[0]} and dy in {said[1]}"
+        raise InputError(
+            f"{function} writes rounded_dx beside a dx of more bits than dy has; it got {had}."
+        )
+    check_tensor(function, "y", y, (dy.dtype,), x.shape)
+    if y is not None:
+        if dx is None or gamma is None or (mean is None) is not (beta is None):
+            has = [
+                name for name, t in (("dx", dx), ("gamma", gamma), ("beta", beta)) if t is not None
+            ]
+            raise InputError(
+                f"{function} writes y beside dx, from gamma and, of a LayerNorm, beta; of these it "
+                f"got {', '.join(has) or 'none'}."
+            )
+        if not writes_output(dy, x, gamma, beta, d_extra):
+            raise InputError(f"{function} cannot write y too, for rows of {columns} {x.dtype}.")
+    check_parameters(function, columns, (("gamma", gamma), ("beta", beta)))
+    check_statistics(function, rows, mean, rstd, amax)
+    check_tensor(function, "means", means, (torch.float32,), (rows, 1 + (mean is not None)))
+    return rows, columns
 
-    Parameters
-    ----------
-    dy, x, dx, amax
-        As in :func:`rmsnorm_backward`.
-    rnorm
-        Read; as the forward wrote it.
-    means
-        Written; fp32 ``[rows, 1]``, contiguous: ``sum(dy * x_hat)``. None does not write it.
 
-    Raises
-    ------
-    InputError
-        If a dtype, shape or layout is wrong.
-    """
-    tensors = _Backward(dy, x, rstd=rnorm, dx=dx, means=means, amax=amax)
-    _backward("l2norm_backward", "RMSNorm", tensors, ())
-
-
-def norm_backward_producer(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    rstd: torch.Tensor,
-    means: torch.Tensor,
-    *,
-    gamma: torch.Tensor | None = None,
-    mean: torch.Tensor | None = None,
-    d_extra: torch.Tensor | None = None,
-    zero_centered_gamma: bool = False,
-) -> Producer:
+def norm_backward_producer(tensors: Backward, *, zero_centered_gamma: bool = False) -> Producer:
     """The producer of dx in the dtype of x, with the bits that the backward writes.
 
-    With a ``mean`` dx is that of :func:`layernorm_backward`, without ``gamma`` of
-    :func:`l2norm_backward`, and otherwise of :func:`rmsnorm_backward`. Reads dy, x and d_extra
-    once: 4 bytes an element of 16 bits, with ``d_extra`` 6.
+    Reads dy, x and d_extra once: 4 bytes an element of 16 bits, with ``d_extra`` 6.
 
     Parameters
     ----------
-    dy, x, gamma, mean, rstd, d_extra, zero_centered_gamma
+    tensors
+        Read: what the backward reads, beta apart, and the means that it wrote.
+    zero_centered_gamma
         As in the backward.
-    means
-        Read; as the backward wrote them.
 
     Raises
     ------
@@ -233,6 +246,7 @@ def norm_backward_producer(
         If a dtype, shape or layout is wrong, or a mean comes without gamma.
     """
     name = "norm_backward_producer"
+    dy, x, gamma, _, mean, rstd, d_extra, *_, means, _ = tensors
     rows, columns = checked_shape(name, x)
     check_tensor(name, "dy", dy, partners_of(x.dtype), x.shape, is_spaced=True)
     check_tensor(name, "d_extra", d_extra, (x.dtype,), x.shape, is_spaced=True)
@@ -428,98 +442,3 @@ def _backward_blocks(
 @functools.lru_cache(maxsize=256)
 def _gradients_launch(columns: int, kinds: int, partials: int) -> Launch:
     return Launch((-(-columns // 32), kinds), (32, min(max(partials, 1), 16)))
-
-
-class _Backward(NamedTuple):
-    """``struct Backward`` of the kernels: the tensors in its order, None for those not there."""
-
-    dy: torch.Tensor
-    x: torch.Tensor
-    gamma: torch.Tensor | None = None
-    beta: torch.Tensor | None = None
-    mean: torch.Tensor | None = None
-    rstd: torch.Tensor | None = None
-    d_extra: torch.Tensor | None = None
-    dx: torch.Tensor | None = None
-    rounded_dx: torch.Tensor | None = None
-    y: torch.Tensor | None = None
-    partials: torch.Tensor | None = None
-    means: torch.Tensor | None = None
-    amax: torch.Tensor | None = None
-
-
-def _backward(
-    function: str,
-    norm: str,
-    tensors: _Backward,
-    grads: tuple[torch.Tensor | None, ...],
-    zero_centered_gamma: bool = False,
-) -> None:
-    dy, x, gamma, beta, mean, rstd, d_extra, dx, rounded_dx, y, workspace, means, amax = tensors
-    rows, columns = checked_shape(function, x)
-    check_tensor(function, "dy", dy, partners_of(x.dtype), x.shape, is_spaced=True)
-    check_tensor(function, "d_extra", d_extra, (x.dtype,), x.shape, is_spaced=True)
-    check_tensor(function, "dx", dx, (x.dtype,), x.shape)
-    check_tensor(function, "rounded_dx", rounded_dx, (dy.dtype,), x.shape)
-    if rounded_dx is not None and (dx is None or dy.dtype is x.dtype):
-        said = [str(dtype).removeprefix("torch.") for dtype in (x.dtype, dy.dtype)]
-        had = "no dx" if dx is None else f"dx in {said[0]} and dy in {said[1]}"
-        raise InputError(
-            f"{function} writes rounded_dx beside a dx of more bits than dy has; it got {had}."
-        )
-    check_tensor(function, "y", y, (dy.dtype,), x.shape)
-    if y is not None:
-        if dx is None or gamma is None or (norm == "LayerNorm") is not (beta is not None):
-            has = [
-                name for name, t in (("dx", dx), ("gamma", gamma), ("beta", beta)) if t is not None
-            ]
-            raise InputError(
-                f"{function} writes y beside dx, from gamma and, of a LayerNorm, beta; of these it "
-                f"got {', '.join(has) or 'none'}."
-            )
-        if not writes_output(dy, x, gamma, beta, d_extra):
-            raise InputError(f"{function} cannot write y too, for rows of {columns} {x.dtype}.")
-    check_parameters(function, columns, (("gamma", gamma), ("beta", beta)))
-    check_parameters(function, columns, tuple(zip(("dgamma", "dbeta"), grads, strict=False)))
-    check_statistics(function, rows, mean, rstd, amax)
-    check_tensor(function, "means", means, (torch.float32,), (rows, 1 + (norm == "LayerNorm")))
-    device = (shared_bytes(x.device), multiprocessors(x.device))
-    blocks = _backward_blocks(rows, columns, x.element_size(), *device)
-    param_grads = [grad for grad in grads if grad is not None]
-    partials = workspace if param_grads else None
-    if param_grads:
-        if workspace is None:
-            raise InputError(f"{function} sums parameters' gradients in a workspace; it got none.")
-        shape = (len(grads), blocks, columns)
-        check_tensor(function, "workspace", workspace, (torch.float32,), shape)
-
-    if dx is None and amax is None:
-        d_extra = None
-    if rows > 0 and (param_grads or any(output is not None for output in (dx, means, amax))):
-        strides = row_strides(x, d_extra, dy)
-        written = (dx, rounded_dx, y)
-        is_aligned = are_aligned(columns, x, strides, dy, gamma, beta, d_extra, *written)
-        dtypes, sizes = (x.dtype, dy.dtype), (rows, columns)
-        kernel, launch, depth = _backward_choice(
-            norm, *dtypes, *sizes, is_aligned, d_extra is not None, y is not None, *device
-        )
-        tensors = tensors._replace(d_extra=d_extra, partials=partials)
-        launch_norm(
-            *(kernel, launch, tensors, x, gamma, strides),
-            is_aligned=is_aligned,
-            zero_centered_gamma=zero_centered_gamma,
-            prefetch_depth=depth,
-        )
-    if param_grads:
-        dgamma, dbeta = (*grads, None)[:2]
-        kernel = _gradients_kernel(param_grads[0].dtype)
-        launch = _gradients_launch(columns, len(grads), blocks)
-        try:
-            kernel(launch, partials, dgamma, dbeta, int32(blocks), int32(columns))
-        except KernelUnavailable:
-            if y is None or partials is None:
-                raise
-            # A caller cannot begin again with torch: y may have overwritten dy.
-            for grad, part in zip(grads, partials, strict=True):
-                if grad is not None:
-                    grad.copy_(part.sum(0))

@@ -27,8 +27,8 @@ from fuser.cuda.checks import (
 from fuser.cuda.launch import TILE, TILE_THREADS, Kernel, Launch
 from fuser.cuda.tiled import (
     as_producer,
-    decoder_kernel,
-    decoder_types,
+    block_decoder,
+    block_decoders,
     launch_decoder,
     launch_store,
     loads,
@@ -166,7 +166,7 @@ def dequantize(
     # Of each row there is one block, which its scale follows.
     strides = (int32(0), int64(1), int64(0))
     producer = Struct((data, scale_inv, int32(columns), *strides))
-    kernel = _dequantize(element, of, columnwise, aligned)
+    kernel = block_decoder("rowwise_scaling", element, of, aligned, columnwise)
     launch_decoder(kernel, producer, out, rows, columns, columnwise)
 
 
@@ -184,12 +184,6 @@ def _quantize(producer: str, to: str, aligned: bool) -> Kernel:
     return store_kernel("rowwise_scaling", producer, store)
 
 
-@functools.cache
-def _dequantize(element: str, of: str, columnwise: bool, aligned: bool) -> Kernel:
-    producer = f"fuser::BlockProducer<{element}, {of}, {boolean(aligned)}>"
-    return decoder_kernel("rowwise_scaling", producer, element, aligned, columnwise)
-
-
 def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
     """The kernels of a producer with the stores of row-wise scaling."""
     return (_amaxes(producer), _quantize(producer, FLOAT8[to], aligned))
@@ -197,9 +191,4 @@ def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
 
 def instantiations() -> tuple[Kernel, ...]:
     """Every kernel whose input is a matrix."""
-    dequantizing = tuple(
-        _dequantize(element, of, columnwise, aligned)
-        for element, of, aligned in decoder_types()
-        for columnwise in (False, True)
-    )
-    return dequantizing + quantizing_kernels(stores)
+    return block_decoders("rowwise_scaling") + quantizing_kernels(stores)

@@ -15,10 +15,12 @@ producer's dtype and quantizes them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fuser.cuda import launch
@@ -89,9 +91,11 @@ class _Tiled(NamedTuple):
         """Whether the store is one of :data:`JOINABLE_STORES`."""
         return any(f" fuser::{store}<" in self.kernel.symbol for store in JOINABLE_STORES)
 
-    def run(self) -> None:
+    @property
+    def arguments(self) -> tuple[Launch, Struct, Struct, np.int64, np.int32]:
+        """What the kernel is called with."""
         m, k = self.producer.rows, self.producer.columns
-        self.kernel(tiles(m, k), self.producer.argument, self.store, int64(m), int32(k))
+        return tiles(m, k), self.producer.argument, self.store, int64(m), int32(k)
 
     def run_with(self, other: _Tiled) -> bool:
         """Both in one launch, if they go together."""
@@ -110,7 +114,7 @@ class _Tiled(NamedTuple):
     def run_late(self) -> None:
         """Run, after the caller has gone on, which therefore has no fallback for it any more."""
         try:
-            self.run()
+            self.kernel(*self.arguments)
         except KernelUnavailable as error:
             raise NotInOneLaunch(str(error)) from error
 
@@ -173,7 +177,7 @@ def launch_store(kernel: Kernel, producer: Producer, store: Struct) -> None:
             first.run_late()
             raise
         first.run_late()
-    own.run()
+    own.kernel(*own.arguments)
 
 
 def launch_decoder(
@@ -199,6 +203,22 @@ def decoder_kernel(
     if transposed:
         return store_kernel(source, producer, f"TransposedStore<{element}, {boolean(aligned)}>")
     return Kernel(source, f"fuser_tiled_rows<{producer}>")
+
+
+@functools.cache
+def block_decoder(source: str, element: str, of: str, aligned: bool, columnwise: bool) -> Kernel:
+    """The kernel of a source that decodes blocks along the columns of a stored matrix."""
+    producer = f"fuser::BlockProducer<{element}, {of}, {boolean(aligned)}>"
+    return decoder_kernel(source, producer, element, aligned, columnwise)
+
+
+def block_decoders(source: str) -> tuple[Kernel, ...]:
+    """Every :func:`block_decoder` of a source."""
+    return tuple(
+        block_decoder(source, *types, columnwise)
+        for types in decoder_types()
+        for columnwise in (False, True)
+    )
 
 
 def decoder_types() -> Iterable[tuple[str, str, bool]]:

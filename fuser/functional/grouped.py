@@ -14,7 +14,7 @@ from fuser.cuda.launch import kernels_support
 from fuser.cuda.tiled import as_producer
 from fuser.errors import KernelUnavailable
 from fuser.formats import GROUP_TILE, tile_count
-from fuser.functional.lazy import LazyTensor, as_stored, materialize, matrix_of, rows_of
+from fuser.functional.lazy import LazyTensor, as_stored, launched, materialize, matrix_of, rows_of
 from fuser.functional.pointwise import (
     BackwardChain,
     Operands,
@@ -55,19 +55,12 @@ def padded_groups(
         ends, padded_ends, tiles = (
             torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes
         )
-        padded = PaddedGroups(ends, padded_ends, tiles, rows)
         sizes = split_sizes
         if isinstance(sizes, torch.Tensor):
             sizes = sizes.contiguous()
             sizes = sizes if sizes.dtype in cuda.INDICES else sizes.to(torch.int32)
-        try:
-            cuda.group_tiles(
-                sizes, rows, ends=padded.ends, padded_ends=padded.padded_ends, tiles=padded.tiles
-            )
-        except KernelUnavailable:
-            pass
-        else:
-            return padded
+        if launched(cuda.group_tiles, sizes, rows, ends=ends, padded_ends=padded_ends, tiles=tiles):
+            return PaddedGroups(ends, padded_ends, tiles, rows)
     if not isinstance(split_sizes, torch.Tensor):
         split_sizes = torch.full((groups,), split_sizes, device=device)
     ends = reference.group_ends(split_sizes, rows)
@@ -137,11 +130,7 @@ def unpad(padded: torch.Tensor, groups: PaddedGroups) -> torch.Tensor:
     if kernels_support(padded):
         padded = padded.contiguous()
         out = padded.new_empty(groups.rows, padded.shape[1])
-        try:
-            cuda.unpad(padded, groups.ends, groups.padded_ends, out=out)
-        except KernelUnavailable:
-            pass
-        else:
+        if launched(cuda.unpad, padded, groups.ends, groups.padded_ends, out=out):
             return out
     return reference.unpad(padded, groups.ends, groups.padded_ends, groups.rows)
 
@@ -153,24 +142,15 @@ def group_ends(split_sizes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         sizes = split_sizes.contiguous()
         sizes = sizes if sizes.dtype in cuda.INDICES else sizes.to(torch.int32)
         out = torch.empty(sizes.shape, dtype=torch.int32, device=sizes.device)
-        try:
-            cuda.group_ends(sizes, rows, out=out)
-        except KernelUnavailable:
-            pass
-        else:
+        if launched(cuda.group_ends, sizes, rows, out=out):
             return out
     return reference.group_ends(split_sizes, rows)
 
 
 def zero_tail(ends: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Zero the rows after the last group, and write no others; the reference has the same name."""
-    if kernels_support(out) and out.dim() == 2 and out.is_contiguous():
-        try:
-            cuda.zero_tail(ends, out=out)
-        except KernelUnavailable:
-            pass
-        else:
-            return out
+    if _is_matrix_of_kernels(out) and launched(cuda.zero_tail, ends, out=out):
+        return out
     return reference.zero_tail(ends, out)
 
 
@@ -178,14 +158,15 @@ def add_bias(
     ends: torch.Tensor, bias: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor:
     """Add biases to rows of groups, in one pass over ``out``; the reference has the same name."""
-    if kernels_support(out) and out.dim() == 2 and out.is_contiguous():
-        try:
-            cuda.add_bias(ends, bias.contiguous(), scales, out=out)
-        except KernelUnavailable:
-            pass
-        else:
-            return out
+    if _is_matrix_of_kernels(out) and launched(
+        cuda.add_bias, ends, bias.contiguous(), scales, out=out
+    ):
+        return out
     return reference.add_bias(ends, bias, scales, out)
+
+
+def _is_matrix_of_kernels(out: torch.Tensor) -> bool:
+    return kernels_support(out) and out.dim() == 2 and out.is_contiguous()
 
 
 class _BackwardOfGroups(BackwardChain):

@@ -133,6 +133,15 @@ def kernel_or_torch(
     return reference(materialize(x).view(matrix_of(x)))
 
 
+def launched(kernel: Callable[..., object], *args: Any, **options: Any) -> bool:
+    """Launch a kernel; False if it is unavailable, and torch is to do its work."""
+    try:
+        kernel(*args, **options)
+    except KernelUnavailable:
+        return False
+    return True
+
+
 def filled(
     out: torch.Tensor,
     kernel: Callable[..., None],
@@ -141,13 +150,8 @@ def filled(
     **options: Any,
 ) -> torch.Tensor:
     """``out``, filled by ``kernel`` if it runs; otherwise ``reference(*args, **options)``."""
-    if kernels_support(out):
-        try:
-            kernel(*args, **options, out=out)
-        except KernelUnavailable:
-            pass
-        else:
-            return out
+    if kernels_support(out) and launched(kernel, *args, **options, out=out):
+        return out
     return reference(*args, **options)
 
 

@@ -159,16 +159,6 @@ def l2norm_backward(dy: torch.Tensor, x: torch.Tensor, rnorm: torch.Tensor) -> R
 # -- arguments of kernels -------------------------------------------------------
 
 
-def takes_dtypes(x: torch.dtype, y: torch.dtype) -> bool:
-    """Whether there are kernels for an input and output of these dtypes."""
-    return takes(x, y)
-
-
-def takes_sum_dtypes(x: torch.dtype, extra: torch.dtype, y: torch.dtype) -> bool:
-    """Whether there are kernels that add tensors of two dtypes and normalize the sum."""
-    return takes_addend(x, extra, y)
-
-
 def _takes_sum(y: torch.dtype, x: torch.Tensor, extra: Wanted) -> bool:
     """Whether kernels make an output of dtype ``y`` from ``x + extra``."""
     if extra is None or extra.dtype is x.dtype:
@@ -274,36 +264,26 @@ class _Norm(LazyTensor):
     def producer(self) -> Producer:
         if not self.has_statistics:
             self._run(None, None)
-        gamma, beta = (*self.parameters, None, None)[:2]
-        *mean, rstd = self.statistics
-        z = self.x if self.z is None else self.z
-        return kernels.norm_producer(
-            z,
-            rstd,
-            self.dtype,
-            gamma=gamma,
-            beta=beta,
-            mean=mean[0] if mean else None,
-            zero_centered_gamma=self.zero_centered,
-        )
+        tensors = self._tensors(self.x if self.z is None else self.z)
+        return kernels.norm_producer(tensors, self.dtype, zero_centered_gamma=self.zero_centered)
 
     def _run(self, y: Wanted, amax: Wanted) -> None:
         """Write the statistics and the sum, and the other outputs that are not None."""
-        options: dict[str, Any] = {"eps": self.eps, "amax": amax, "y_dtype": self.dtype}
-        if not self.parameters:
-            kernels.l2norm(self.x, y, *self.statistics, **options)
-        else:
-            if y is None and self.extra is not None and self.z is None:
-                self.z = _like(self.x, True)  # which the producer reads
-            launch: Any = (kernels.rmsnorm, kernels.layernorm)[len(self.parameters) - 1]
-            launch(
-                *(self.x, *self.parameters, y, *self.statistics),
-                **options,
-                zero_centered_gamma=self.zero_centered,
-                extra=self.extra,
-                z=self.z,
-            )
+        if y is None and self.extra is not None and self.z is None:
+            self.z = _like(self.x, True)  # which the producer reads
+        kernels.norm_forward(
+            self._tensors(self.x, extra=self.extra, y=y, z=self.z, amax=amax),
+            eps=self.eps,
+            zero_centered_gamma=self.zero_centered,
+            y_dtype=self.dtype,
+        )
         self.has_statistics = True
+
+    def _tensors(self, x: torch.Tensor, **others: Wanted) -> kernels.Forward:
+        """``x``, the parameters and statistics, and ``others``."""
+        gamma, beta = (*self.parameters, None, None)[:2]
+        mean, rstd = (None, *self.statistics)[-2:]
+        return kernels.Forward(x, gamma=gamma, beta=beta, mean=mean, rstd=rstd, **others)
 
 
 class _NormBackward(LazyTensor):
@@ -356,8 +336,7 @@ class _NormBackward(LazyTensor):
             self._run(dx)
         else:
             y = self.dy if self.dy.is_contiguous() else torch.empty_like(self.dy)
-            options = {"beta": self.parameters[1]} if len(self.parameters) > 1 else {}
-            self._run(dx, y=y, **options)
+            self._run(dx, y=y, beta=self._beta)
             output.values = y
         return dx.view(self.shape)
 
@@ -371,9 +350,12 @@ class _NormBackward(LazyTensor):
         is_same = (*map(id, own), self.dy.dtype) == (*map(id, read), output.dtype)
         if not is_same or self.zero_centered is not output.zero_centered:
             return None
-        _, beta = (*self.parameters, None)[:2]
-        given = (self.dy, self.x, self.parameters[0], beta, self.d_extra)
+        given = (self.dy, self.x, self.parameters[0], self._beta, self.d_extra)
         return output if backward_kernels.writes_output(*given) else None
+
+    @property
+    def _beta(self) -> Wanted:
+        return self.parameters[1] if len(self.parameters) > 1 else None
 
     def _from_reference(self) -> torch.Tensor:
         grads: tuple[Wanted, ...] = ()
@@ -399,40 +381,37 @@ class _NormBackward(LazyTensor):
     def producer(self) -> Producer:
         if self.means is None:
             self._measure()
-        assert self.means is not None
-        *mean, rstd = self.statistics
         return backward_kernels.norm_backward_producer(
-            *(self.dy, self.x, rstd, self.means),
-            gamma=self.parameters[0] if self.parameters else None,
-            mean=mean[0] if mean else None,
-            d_extra=self.d_extra,
-            zero_centered_gamma=self.zero_centered,
+            self._tensors(means=self.means), zero_centered_gamma=self.zero_centered
         )
 
-    def _measure(self, **measured: Any) -> None:
+    def _measure(self, amax: Wanted = None) -> None:
         """Write the means that a producer reads: two for each row of a LayerNorm, else one."""
         shape = (self.x.shape[0], len(self.statistics))
         means = torch.empty(shape, dtype=torch.float32, device=self.device)
-        self._run(None, means=means, **measured)
+        self._run(None, means=means, amax=amax)
         self.means = means
 
-    def _run(self, dx: Wanted, **measured: Any) -> None:
+    def _run(self, dx: Wanted, **others: Wanted) -> None:
         """Write the gradients of parameters, and the other outputs that are not None."""
-        if not self.parameters:
-            (rnorm,) = self.statistics
-            backward_kernels.l2norm_backward(self.dy, self.x, rnorm, dx, **measured)
-            return
         workspace = None
         if any(grad is not None for grad in self.grads):
             shape = backward_kernels.workspace_shape(self.x, has_beta=len(self.parameters) > 1)
             workspace = torch.empty(shape, dtype=torch.float32, device=self.device)
-        launch: Any = (backward_kernels.rmsnorm_backward, backward_kernels.layernorm_backward)[
-            len(self.parameters) - 1
-        ]
-        launch(
-            *(self.dy, self.x, self.parameters[0], *self.statistics, dx, *self.grads, workspace),
+        rounded_dx = None if dx is None else self.rounded_dx
+        dgamma, dbeta = (*self.grads, None, None)[:2]
+        backward_kernels.norm_backward(
+            self._tensors(dx=dx, rounded_dx=rounded_dx, workspace=workspace, **others),
+            dgamma=dgamma,
+            dbeta=dbeta,
             zero_centered_gamma=self.zero_centered,
-            d_extra=self.d_extra,
-            rounded_dx=None if dx is None else self.rounded_dx,
-            **measured,
+        )
+
+    def _tensors(self, beta: Wanted = None, **others: Any) -> backward_kernels.Backward:
+        """What is read, and ``others``; beta is read only where y is written too."""
+        gamma = self.parameters[0] if self.parameters else None
+        *mean, rstd = self.statistics
+        return backward_kernels.Backward(
+            *(self.dy, self.x, gamma, beta, mean[0] if mean else None, rstd, self.d_extra),
+            **others,
         )

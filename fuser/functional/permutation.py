@@ -7,8 +7,7 @@ import torch
 from fuser.cuda import permutation as kernels
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
-from fuser.errors import KernelUnavailable
-from fuser.functional.lazy import LazyTensor, as_stored, rows_of
+from fuser.functional.lazy import LazyTensor, as_stored, launched, rows_of
 from fuser.reference import permutation as reference
 
 
@@ -24,13 +23,8 @@ def sort_by_expert(
         counts = None if shape is None else split_sizes.new_empty(shape)
         row_map = split_sizes.new_empty(rows)
         inverse_map = split_sizes.new_empty(expert_indices.shape)
-        try:
-            kernels.sort_by_expert(
-                expert_indices.contiguous(), split_sizes, row_map, inverse_map, counts
-            )
-        except KernelUnavailable:
-            pass
-        else:
+        indices = expert_indices.contiguous()
+        if launched(kernels.sort_by_expert, indices, split_sizes, row_map, inverse_map, counts):
             return split_sizes, row_map, inverse_map
     return reference.sort_by_expert(expert_indices, num_experts, rows)
 
@@ -48,11 +42,7 @@ def permute(x: torch.Tensor, row_map: torch.Tensor, inverse_map: torch.Tensor) -
     """The rows of ``x [T, hidden]`` in the order of ``row_map``; see the reference."""
     if kernels_support(x):
         y = torch.empty(row_map.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
-        try:
-            kernels.permute(rows_of(x), row_map, inverse_map, y)
-        except KernelUnavailable:
-            pass
-        else:
+        if launched(kernels.permute, rows_of(x), row_map, inverse_map, y):
             return y
     return reference.permute(x, row_map, inverse_map)
 
@@ -94,12 +84,8 @@ def unpermute(
     """The sum of each token's rows, weighted by ``probs`` if given; see the reference."""
     if kernels_support(y):
         out = torch.empty(inverse_map.shape[0], y.shape[1], dtype=y.dtype, device=y.device)
-        try:
-            scales = None if probs is None else _scales(probs)
-            kernels.unpermute(rows_of(y), inverse_map, scales, out)
-        except KernelUnavailable:
-            pass
-        else:
+        scales = None if probs is None else _scales(probs)
+        if launched(kernels.unpermute, rows_of(y), inverse_map, scales, out):
             return out
     return reference.unpermute(y, inverse_map, probs)
 
@@ -116,15 +102,8 @@ def unpermute_backward(
         scales = _scales(probs)
         dy = torch.empty(row_map.shape[0], dout.shape[1], dtype=dout.dtype, device=dout.device)
         dprobs = None if y is None else torch.empty_like(scales)
-        try:
-            kernels.unpermute_backward(
-                rows_of(dout),
-                None if y is None else rows_of(y),
-                *(row_map, inverse_map, scales, dy, dprobs),
-            )
-        except KernelUnavailable:
-            pass
-        else:
+        read = (rows_of(dout), None if y is None else rows_of(y), row_map, inverse_map, scales)
+        if launched(kernels.unpermute_backward, *read, dy, dprobs):
             return dy, dprobs
     return reference.unpermute_backward(dout, y, row_map, inverse_map, probs)
 

@@ -20,7 +20,7 @@ from fuser.formats import (
     fp8_blocks,
 )
 from fuser.functional.lazy import LazyTensor, filled, source_of
-from fuser.recipe import Float8BlockScaling, fp8_dtype, role_params
+from fuser.recipe import Float8BlockScaling, fp8_options
 from fuser.reference import block_scaling as reference
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.fp8 import transposed_bytes
@@ -105,18 +105,12 @@ class Float8BlockQuantizer(Quantizer):
 
     @classmethod
     def of_recipe(cls, recipe: Float8BlockScaling, role: str) -> Quantizer:
-        params = role_params(recipe, role)
         dims = {
             "input": recipe.x_block_scaling_dim,
             "weight": recipe.w_block_scaling_dim,
             "grad_output": recipe.grad_block_scaling_dim,
         }
-        return cls(
-            fp8_dtype(recipe.fp8_format, role),
-            force_pow_2_scales=params.power_2_scale,
-            amax_epsilon=params.amax_epsilon,
-            block_scaling_dim=dims[role],
-        )
+        return cls(**fp8_options(recipe, role), block_scaling_dim=dims[role])
 
     @functools.cached_property
     def format(self) -> NumberFormat:

@@ -15,7 +15,7 @@ from fuser.errors import InputError, StateError
 from fuser.formats import FP8, DType, NumberFormat, check_fp8_dtype
 from fuser.functional.amax import amax, raise_amax
 from fuser.functional.lazy import LazyTensor, filled, matrix_of, rows_of, source_of
-from fuser.recipe import Float8CurrentScaling, fp8_dtype, role_params
+from fuser.recipe import Float8CurrentScaling, fp8_options
 from fuser.reference import fp8
 from fuser.reference import fp8_scaling as reference
 from fuser.tensors.base import QuantizedTensor
@@ -182,12 +182,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
     @classmethod
     def of_recipe(cls, recipe: Float8CurrentScaling, role: str) -> Quantizer:
-        params = role_params(recipe, role)
-        return cls(
-            fp8_dtype(recipe.fp8_format, role),
-            force_pow_2_scales=params.power_2_scale,
-            amax_epsilon=params.amax_epsilon,
-        )
+        return cls(**fp8_options(recipe, role))
 
     @functools.cached_property
     def format(self) -> NumberFormat:

@@ -10,7 +10,7 @@ import torch
 from fuser.cuda import rowwise_scaling as kernels
 from fuser.formats import FP8_ROWS, DType, NumberFormat, check_fp8_dtype
 from fuser.functional.lazy import LazyTensor, filled, matrix_of, rows_of, source_of
-from fuser.recipe import Float8RowwiseScaling, fp8_dtype, role_params
+from fuser.recipe import Float8RowwiseScaling, fp8_options
 from fuser.reference import rowwise_scaling as reference
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer
@@ -69,12 +69,7 @@ class Float8RowwiseQuantizer(Quantizer):
 
     @classmethod
     def of_recipe(cls, recipe: Float8RowwiseScaling, role: str) -> Quantizer:
-        params = role_params(recipe, role)
-        return cls(
-            fp8_dtype(recipe.fp8_format, role),
-            force_pow_2_scales=params.power_2_scale,
-            amax_epsilon=params.amax_epsilon,
-        )
+        return cls(**fp8_options(recipe, role))
 
     @functools.cached_property
     def format(self) -> NumberFormat:

@@ -21,6 +21,8 @@ from fuser.cuda import normalization_backward as backward_launchers
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import Kernel, Launch
 from fuser.cuda.norm_common import DTYPE_PAIRS
+from fuser.cuda.normalization import Forward
+from fuser.cuda.normalization_backward import Backward
 from fuser.errors import InputError
 from fuser.reference import normalization as reference
 
@@ -226,17 +228,14 @@ def forward(
         made["mean"] = empty(case, (case.rows, 1), F32, x)
     if case.adds:
         made["z"] = empty(case, x.shape, case.x, x)
-    options: Any = {"extra": given.get("extra"), "z": made.get("z"), "amax": amax}
-    options |= {"eps": case.eps, "zero_centered_gamma": case.is_zero_centered, "y_dtype": case.y}
-    y = made.get("y")
+    parameters = {name: given.get(name) for name in ("gamma", "beta")}
     with running(tuple(made.values())):
-        if case.norm == "rmsnorm":
-            launchers.rmsnorm(x, given["gamma"], y, made["rstd"], **options)
-        elif case.norm == "layernorm":
-            parameters = (given["gamma"], given["beta"])
-            launchers.layernorm(x, *parameters, y, made["mean"], made["rstd"], **options)
-        else:
-            launchers.l2norm(x, y, made["rstd"], eps=case.eps, amax=amax, y_dtype=case.y)
+        launchers.norm_forward(
+            Forward(x, given.get("extra"), **parameters, **made, amax=amax),
+            eps=case.eps,
+            zero_centered_gamma=case.is_zero_centered,
+            y_dtype=case.y,
+        )
     return made
 
 
@@ -265,42 +264,38 @@ def backward(
     if case.norm == "layernorm":
         made["dbeta"] = empty(case, (case.columns,), case.parameter, x)
     with running(tuple(made.values())):
-        options: Any = {"means": made.get("means"), "amax": amax}
-        if case.norm == "l2norm":
-            backward_launchers.l2norm_backward(dy, x, rstd, made.get("dx"), **options)
-            return made
-        shape = backward_launchers.workspace_shape(x, has_beta=case.norm == "layernorm")
-        workspace = torch.full(shape, float("nan"), device=x.device)
-        options |= {"zero_centered_gamma": case.is_zero_centered, "d_extra": given.get("d_extra")}
-        options["rounded_dx"] = made.get("rounded_dx")
-        options["y"] = made.get("y", given.get("y"))
-        if case.norm == "rmsnorm":
-            backward_launchers.rmsnorm_backward(
-                *(dy, x, given["gamma"], rstd, made.get("dx"), made["dgamma"], workspace), **options
-            )
-        else:
-            outputs = (made.get("dx"), made["dgamma"], made["dbeta"], workspace)
-            statistic = (statistics["mean"], rstd)
-            beta = given["beta"] if options["y"] is not None else None
-            backward_launchers.layernorm_backward(
-                dy, x, given["gamma"], *statistic, *outputs, **options, beta=beta
-            )
+        workspace = None
+        if case.norm != "l2norm":
+            shape = backward_launchers.workspace_shape(x, has_beta=case.norm == "layernorm")
+            workspace = torch.full(shape, float("nan"), device=x.device)
+        grads = {name: made.get(name) for name in ("dgamma", "dbeta")}
+        written = {name: tensor for name, tensor in made.items() if name not in grads}
+        written.setdefault("y", given.get("y"))
+        beta = given.get("beta") if written["y"] is not None else None
+        read = (dy, x, given.get("gamma"), beta, statistics.get("mean"), rstd, given.get("d_extra"))
+        backward_launchers.norm_backward(
+            Backward(*read, **written, workspace=workspace, amax=amax),
+            **grads,
+            zero_centered_gamma=case.is_zero_centered,
+        )
     return made
 
 
 def producer(case: Case, given: Tensors, statistics: Tensors) -> Producer:
     """The producer of y; x is the forward's z."""
-    options: Any = {name: given[name] for name in ("gamma", "beta") if name in given}
-    options |= {"mean": statistics.get("mean"), "zero_centered_gamma": case.is_zero_centered}
-    return launchers.norm_producer(given["x"], statistics["rstd"], case.y, **options)
+    options: Any = {name: given.get(name) for name in ("gamma", "beta")}
+    options |= {name: statistics.get(name) for name in ("mean", "rstd")}
+    tensors = Forward(given["x"], **options)
+    return launchers.norm_producer(tensors, case.y, zero_centered_gamma=case.is_zero_centered)
 
 
 def backward_producer(case: Case, given: Tensors, statistics: Tensors) -> Producer:
     """The producer of dx, from the statistics of both passes; x is the forward's z."""
-    options: Any = {name: given.get(name) for name in ("gamma", "d_extra")}
-    options |= {"mean": statistics.get("mean"), "zero_centered_gamma": case.is_zero_centered}
-    read = (given["dy"], given["x"], statistics["rstd"], statistics["means"])
-    return backward_launchers.norm_backward_producer(*read, **options)
+    read = (given["dy"], given["x"], given.get("gamma"), None, statistics.get("mean"))
+    tensors = Backward(*read, statistics["rstd"], given.get("d_extra"), means=statistics["means"])
+    return backward_launchers.norm_backward_producer(
+        tensors, zero_centered_gamma=case.is_zero_centered
+    )
 
 
 # -- what must come out -------------------------------------------------------

@@ -164,10 +164,12 @@ def test_tensors_of_more_than_two_to_the_31_elements() -> None:
     x = torch.randn(rows, columns, dtype=BF16, device="cuda")
     gamma = torch.randn(columns, device="cuda")
     y, rstd = torch.empty_like(x), torch.empty(rows, device="cuda")
-    launchers.rmsnorm(x, gamma, y, rstd, eps=1e-5)
+    launchers.norm_forward(launchers.Forward(x, gamma=gamma, y=y, rstd=rstd), eps=1e-5)
     dx, dgamma = torch.empty_like(x), torch.empty_like(gamma)
     workspace = torch.empty(backward_launchers.workspace_shape(x, has_beta=False), device="cuda")
-    backward_launchers.rmsnorm_backward(y, x, gamma, rstd, dx, dgamma, workspace)
+    read = (y, x, gamma, None, None, rstd)
+    tensors = backward_launchers.Backward(*read, dx=dx, workspace=workspace)
+    backward_launchers.norm_backward(tensors, dgamma=dgamma)
     case = Case("rmsnorm", BF16, BF16, F32, 100, columns)
     last = {"x": x[-100:], "dy": y[-100:], "gamma": gamma}
     got = {"y": y[-100:], "rstd": rstd[-100:, None], "dx": dx[-100:]}

@@ -69,7 +69,8 @@ def test_a_producer_takes_vectors_where_tiles_can(
 ) -> None:
     case = Case("rmsnorm", BF16, BF16, F32, 3, columns, **change)
     given = inputs_of(case)
-    made = launchers.norm_producer(given["x"], torch.ones(3), BF16, gamma=given["gamma"])
+    tensors = launchers.Forward(given["x"], gamma=given["gamma"], rstd=torch.ones(3))
+    made = launchers.norm_producer(tensors, BF16)
     assert made.is_aligned is is_aligned
     assert made.type.endswith(", true>") is is_aligned
 

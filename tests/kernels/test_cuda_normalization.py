@@ -39,6 +39,8 @@ from fuser.cuda import normalization as launchers
 from fuser.cuda import normalization_backward as backward_launchers
 from fuser.cuda.launch import Kernel
 from fuser.cuda.norm_common import takes, takes_addend
+from fuser.cuda.normalization import Forward
+from fuser.cuda.normalization_backward import Backward
 from fuser.errors import InputError
 from fuser.functional import normalization as functional
 from fuser.functional.lazy import materialize
@@ -199,13 +201,9 @@ def test_outputs_that_are_not_requested_are_not_written_and_change_nothing(case:
     given = inputs_of(case)
     expected = forward(case, given, running)
     y = torch.empty_like(expected["y"])
-    options: Any = {"eps": case.eps, "zero_centered_gamma": case.is_zero_centered}
-    options["extra"] = given["extra"]
+    tensors = Forward(given["x"], given["extra"], given["gamma"], given.get("beta"), y)
     with running((y,)):
-        if case.norm == "rmsnorm":
-            launchers.rmsnorm(given["x"], given["gamma"], y, None, **options)
-        else:
-            launchers.layernorm(given["x"], given["gamma"], given["beta"], y, None, None, **options)
+        launchers.norm_forward(tensors, eps=case.eps, zero_centered_gamma=case.is_zero_centered)
     assert same_bits(y, expected["y"])
 
 
@@ -215,17 +213,18 @@ def test_gradients_that_are_not_requested_are_not_written_and_change_nothing(off
     given = inputs_of(case)
     got = forward(case, given, running)
     expected = backward(case, given, got, running)
-    inputs = (given["dy"], given["x"], given["gamma"], got["mean"], got["rstd"])
+    tensors = Backward(given["dy"], given["x"], given["gamma"], None, got["mean"], got["rstd"])
     dx, dgamma, dbeta = (torch.empty_like(t) for t in expected.values())
     with running((dx,)):
-        backward_launchers.layernorm_backward(*inputs, dx, None, None, None)
+        backward_launchers.norm_backward(tensors._replace(dx=dx))
     with running((dgamma,)):
         workspace = torch.empty(backward_launchers.workspace_shape(given["x"], has_beta=True))
-        backward_launchers.layernorm_backward(*inputs, None, dgamma, None, workspace)
+        summing = tensors._replace(workspace=workspace)
+        backward_launchers.norm_backward(summing, dgamma=dgamma)
     with running((dbeta,)):
-        backward_launchers.layernorm_backward(*inputs, None, None, dbeta, workspace)
+        backward_launchers.norm_backward(summing, dbeta=dbeta)
     with running(()):
-        backward_launchers.layernorm_backward(*inputs, None, None, None, None)
+        backward_launchers.norm_backward(tensors)
     assert same_bits(dx, expected["dx"])
     assert same_bits(dgamma, expected["dgamma"])
     assert same_bits(dbeta, expected["dbeta"])
@@ -347,13 +346,11 @@ def test_means_alone_need_no_addition_and_no_gradient(columns: int) -> None:
     got = forward(case, given, running)
     expected = backward(case, given, got, running, has_means=True)["means"]
     means = torch.empty(5, 2)
-    inputs = (given["dy"], given["x"], given["gamma"], got["mean"], got["rstd"])
+    tensors = Backward(given["dy"], given["x"], given["gamma"], None, got["mean"], got["rstd"])
     # An addition of NaN, of another stride: it is not read.
     d_extra = torch.full((5, 2 * columns), float("nan"), dtype=BF16)[:, :columns]
     with running((means,)):
-        backward_launchers.layernorm_backward(
-            *(*inputs, None, None, None, None), d_extra=d_extra, means=means
-        )
+        backward_launchers.norm_backward(tensors._replace(d_extra=d_extra, means=means))
     assert same_bits(means, expected)
 
 
@@ -374,14 +371,14 @@ def test_kernels_take_an_x_and_a_y_of_one_dtype_or_an_fp32_x(
     x: torch.dtype, y: torch.dtype
 ) -> None:
     assert takes(x, y) == (x in (y, F32))
-    rstd = torch.empty(3)
-    tensors = (torch.randn(3, 8).to(x), torch.ones(8), torch.empty(3, 8, dtype=y), rstd)
+    rstd, out = torch.empty(3), torch.empty(3, 8, dtype=y)
+    tensors = Forward(torch.randn(3, 8).to(x), gamma=torch.ones(8), y=out, rstd=rstd)
     if takes(x, y):
-        with running((tensors[2], rstd)):
-            launchers.rmsnorm(*tensors, eps=1e-5)
+        with running((out, rstd)):
+            launchers.norm_forward(tensors, eps=1e-5)
     else:
         with pytest.raises(InputError, match=said("norm-common-takes", None, "y")), emulated():
-            launchers.rmsnorm(*tensors, eps=1e-5)
+            launchers.norm_forward(tensors, eps=1e-5)
 
 
 @pytest.mark.parametrize("y", [F32, F16, BF16])
@@ -526,19 +523,24 @@ def call(**changes: Any) -> None:
     good: dict[str, Any] = {name: torch.zeros(4, 16) for name in ("x", "y", "extra", "z")}
     good |= {name: torch.zeros(16) for name in ("gamma", "beta")}
     good |= {name: torch.zeros(4) for name in ("mean", "rstd")}
+    good |= {"amax": torch.zeros(1), **changes}
+    y_dtype = good.pop("y_dtype", None)
     with emulated():
-        launchers.layernorm(**{**good, "amax": torch.zeros(1), "eps": 1e-5, **changes})
+        launchers.norm_forward(Forward(**good), eps=1e-5, y_dtype=y_dtype)
 
 
 def call_backward(**changes: Any) -> None:
     good: dict[str, Any] = {name: torch.zeros(4, 16) for name in ("dy", "x", "dx", "d_extra")}
     good |= {name: torch.zeros(16) for name in ("gamma", "dgamma", "dbeta")}
     good |= {name: torch.zeros(4) for name in ("mean", "rstd")}
+    good["beta"] = None
     with emulated():
         good["workspace"] = torch.zeros(
             backward_launchers.workspace_shape(good["x"], has_beta=True)
         )
-        backward_launchers.layernorm_backward(**{**good, **changes})
+        good |= changes
+        grads = {name: good.pop(name) for name in ("dgamma", "dbeta")}
+        backward_launchers.norm_backward(Backward(**good), **grads)
 
 
 def test_good_arguments_are_taken() -> None:
@@ -668,6 +670,8 @@ def test_good_arguments_are_taken() -> None:
             said("norm-common-makes-y-x", None, holds("float32 or "), "float32", "float64"),
         ),
         (dict.fromkeys(("y", "z", "mean", "rstd", "amax")), said("normalization-nothing-write-no")),
+        ({"gamma": None}, said("normalization-without-layer-norm", "l2norm", "mean", "gamma")),
+        ({"beta": None}, said("normalization-without-layer-norm", "rmsnorm", "mean", "beta")),
     ],
 )
 def test_a_forward_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -755,6 +759,8 @@ def test_a_forward_with_other_tensors_is_refused(changes: dict[str, Any], words:
             {"y": torch.zeros(4, 16)},
             said("normalization-backward-writes-gamma-layer", None, "dx, gamma"),
         ),
+        ({"gamma": None}, said("normalization-without-layer-norm", None, "mean", "gamma")),
+        ({"mean": None}, said("normalization-without-layer-norm", None, "dbeta", "mean")),
     ],
 )
 def test_a_backward_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -794,7 +800,7 @@ NORM = {"gamma": COLUMN, "beta": COLUMN, "mean": ROW}
         ({"rstd": COLUMN}, said("norm-common-takes", None, "rstd", "float32", "4 elements")),
         ({"mean": None}, said("normalization-without-layer-norm", None, "beta", "mean")),
         ({"beta": None}, said("normalization-without-layer-norm", None, "mean", "beta")),
-        ({"gamma": None}, said("norm-common-mean-without-gamma")),
+        ({"gamma": None}, said("normalization-without-layer-norm", None, "mean", "gamma")),
         (
             {"gamma": COLUMN.half()},
             said("norm-common-dtype", None, "gamma in float16 and beta in float32"),
@@ -802,10 +808,12 @@ NORM = {"gamma": COLUMN, "beta": COLUMN, "mean": ROW}
     ],
 )
 def test_a_producer_of_y_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:
-    good = {"x": X, "rstd": ROW, "y_dtype": torch.float32, **NORM}
-    assert launchers.norm_producer(**good).columns == 16
+    changes = {"y_dtype": torch.float32, **changes}
+    dtype = changes.pop("y_dtype")
+    good = Forward(X, rstd=ROW, **NORM)
+    assert launchers.norm_producer(good, torch.float32).columns == 16
     with pytest.raises(InputError, match=words):
-        launchers.norm_producer(**{**good, **changes})
+        launchers.norm_producer(good._replace(**changes), dtype)
 
 
 @pytest.mark.parametrize(
@@ -823,7 +831,7 @@ def test_a_producer_of_y_with_other_tensors_is_refused(changes: dict[str, Any], 
             {"mean": None},
             said("norm-common-takes", None, "means", "float32", "of shape (4", holds("1)")),
         ),
-        ({"gamma": None}, said("norm-common-mean-without-gamma")),
+        ({"gamma": None}, said("normalization-without-layer-norm", None, "mean", "gamma")),
         (
             {"d_extra": X.half()},
             said("norm-common-takes", None, "d_extra", "float32", None, None, "float16"),
@@ -833,7 +841,7 @@ def test_a_producer_of_y_with_other_tensors_is_refused(changes: dict[str, Any], 
 def test_a_producer_of_dx_with_other_tensors_is_refused(
     changes: dict[str, Any], words: str
 ) -> None:
-    good = {"dy": X, "x": X, "rstd": ROW, "means": torch.zeros(4, 2), "gamma": COLUMN, "mean": ROW}
-    assert backward_launchers.norm_backward_producer(**good).columns == 16
+    good = Backward(X, X, COLUMN, None, ROW, ROW, means=torch.zeros(4, 2))
+    assert backward_launchers.norm_backward_producer(good).columns == 16
     with pytest.raises(InputError, match=words):
-        backward_launchers.norm_backward_producer(**{**good, **changes})
+        backward_launchers.norm_backward_producer(good._replace(**changes))

@@ -69,11 +69,13 @@ def test_chains_refuse_rows_and_columns_that_no_int_holds(rows: int, columns: in
 @pytest.mark.parametrize("shape", [(2**29 + 1, 8), (8, 2**29 + 8)])
 def test_norms_refuse_more_than_2_to_the_29_rows_or_columns(shape: tuple[int, int]) -> None:
     x, gamma, rstd = on_meta(*shape), on_meta(shape[1]), in_fp32(shape[0])
+    forward = normalization.Forward(x, gamma=gamma)
+    backward = normalization_backward.Backward(x, x, gamma, None, None, rstd)
     calls: tuple[Callable[[], object], ...] = (
-        lambda: normalization.rmsnorm(x, gamma, x, None, eps=0.0),
-        lambda: normalization.norm_producer(x, rstd, x.dtype, gamma=gamma),
-        lambda: normalization_backward.l2norm_backward(x, x, rstd, x),
-        lambda: normalization_backward.norm_backward_producer(x, x, rstd, rstd, gamma=gamma),
+        lambda: normalization.norm_forward(forward._replace(y=x), eps=0.0),
+        lambda: normalization.norm_producer(forward._replace(rstd=rstd), x.dtype),
+        lambda: normalization_backward.norm_backward(backward._replace(dx=x)),
+        lambda: normalization_backward.norm_backward_producer(backward._replace(means=rstd)),
     )
     for call in calls:
         with pytest.raises(

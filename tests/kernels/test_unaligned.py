@@ -155,6 +155,20 @@ def steps() -> None:
             )
 
 
+def of_norm(t: Tensors) -> None:
+    normalization.norm_forward(normalization.Forward(**t), eps=1e-5)
+
+
+def of_norm_backward(t: Tensors) -> None:
+    grads = {name: t[name] for name in ("dgamma", "dbeta") if name in t}
+    tensors: dict[str, torch.Tensor | None] = dict.fromkeys(("gamma", "beta", "mean"))
+    tensors |= {name: tensor for name, tensor in t.items() if name not in grads}
+    normalization_backward.norm_backward(
+        normalization_backward.Backward(**tensors),
+        **grads,
+    )
+
+
 def norms() -> None:
     def of(dtype: torch.dtype, norm: str) -> None:
         def inputs() -> Tensors:
@@ -175,9 +189,8 @@ def norms() -> None:
             found = reference_norm.layernorm(z, gain, t["beta"], 1e-5, dtype)
             return named("y mean rstd z", (*found, z))
 
-        launch = getattr(normalization, norm)
         CASES[f"{norm}, {dtype}"] = Case(
-            inputs, outputs, lambda t: launch(**t, eps=1e-5), expected, ("x", "extra"), error=1e-2
+            inputs, outputs, of_norm, expected, ("x", "extra"), error=1e-2
         )
 
         def gradients() -> Tensors:
@@ -212,11 +225,10 @@ def norms() -> None:
             given = (t["mean"], t["rstd"], every, t["d_extra"])
             return named("dx dgamma dbeta", reference_norm.layernorm_backward(dy, x, gain, *given))
 
-        launch_backward = getattr(normalization_backward, f"{norm}_backward")
         CASES[f"{norm}_backward, {dtype}"] = Case(
             gradients,
             of_gradients,
-            lambda t: launch_backward(**t),
+            of_norm_backward,
             backward,
             ("x", "dy", "d_extra"),
             error=1e-2,
@@ -225,9 +237,9 @@ def norms() -> None:
     def of_l2(dtype: torch.dtype) -> None:
         CASES[f"l2norm, {dtype}"] = Case(
             lambda: {"x": drawn(M, K, dtype=dtype)},
-            lambda: {"y": empty(M, K, dtype=dtype), "rnorm": empty(M, 1, dtype=F32)},
-            lambda t: normalization.l2norm(**t, eps=1e-5),
-            lambda t: named("y rnorm", reference_norm.l2norm(t["x"], 1e-5)),
+            lambda: {"y": empty(M, K, dtype=dtype), "rstd": empty(M, 1, dtype=F32)},
+            of_norm,
+            lambda t: named("y rstd", reference_norm.l2norm(t["x"], 1e-5)),
             ("x",),
             error=1e-2,
         )
@@ -235,11 +247,11 @@ def norms() -> None:
             lambda: {
                 "dy": drawn(M, K, dtype=dtype),
                 "x": drawn(M, K, dtype=dtype, seed=1),
-                "rnorm": drawn(M, 1, dtype=F32, seed=2).abs(),
+                "rstd": drawn(M, 1, dtype=F32, seed=2).abs(),
             },
             lambda: {"dx": empty(M, K, dtype=dtype)},
-            lambda t: normalization_backward.l2norm_backward(**t),
-            lambda t: {"dx": reference_norm.l2norm_backward(t["dy"], t["x"], t["rnorm"])},
+            of_norm_backward,
+            lambda t: {"dx": reference_norm.l2norm_backward(t["dy"], t["x"], t["rstd"])},
             ("x", "dy"),
             error=1e-2,
         )

@@ -158,7 +158,7 @@ EDGES = (
     Mutant(
         "a norm writes 16 bytes of its sum wherever it begins",
         "cuda/normalization.py",
-        "_forward",
+        "norm_forward",
         "are_aligned(columns, x, strides, extra, gamma, beta, y, z)",
         "are_aligned(columns, x, strides, extra, gamma, beta, y)",
         "test_unaligned.py::test_each_tensor_alone_may_begin_one_element_further",
@@ -166,7 +166,7 @@ EDGES = (
     Mutant(
         "the backward of a norm writes 16 bytes wherever its gradients begin",
         "cuda/normalization_backward.py",
-        "_backward",
+        "norm_backward",
         "are_aligned(columns, x, strides, dy, gamma, beta, d_extra, *written)",
         "are_aligned(columns, x, strides, dy, gamma, beta, d_extra)",
         "test_unaligned.py::test_each_tensor_alone_may_begin_one_element_further",

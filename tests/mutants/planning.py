@@ -564,8 +564,8 @@ PLAN_KEYS = (
         "use_f32_scales is ignored",
         "recipe.py",
         "Float8BlockScaling.default_params",
-        "return {name: QParams(power_2_scale=not self.use_f32_scales) for name in names}",
-        "return {name: QParams(power_2_scale=True) for name in names}",
+        "QParams(power_2_scale=not self.use_f32_scales)",
+        "QParams(power_2_scale=True)",
         "test_quantizer_for.py",
     ),
     Mutant(

@@ -810,7 +810,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a forward keeps the copies that its backward does not read",
         "basic_ops/basic_linear.py",
-        "BasicLinear._own_matmul",
+        "BasicLinear.matmul",
         'operand.release("rowwise")',
         "pass",
         "test_low_precision.py test_step_memory.py",
