@@ -21,9 +21,7 @@ from fuser.cuda.launch import dry_run
 from fuser.errors import StateError
 from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, context_of
-from fuser.plan.planner import make_plan
 from fuser.plan.saved_inputs import Limit
-from fuser.precision.availability import warn_if_emulated
 from fuser.precision.contexts import (
     AutocastState,
     recomputing_under,
@@ -44,7 +42,7 @@ from fuser.runtime.compiled_values import (
 )
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import KnownParameters, ParameterLayout, tensor_guard
-from fuser.runtime.pipeline import OperationFuser, registered_fusions
+from fuser.runtime.pipeline import OperationFuser
 from fuser.runtime.recorded import RecordedForward
 from fuser.runtime.saved_tensors import Part, put_together, taken_apart
 from fuser.tensors import QuantizedTensor
@@ -90,10 +88,14 @@ class _Traced(NamedTuple):
 
 
 class Runner:
-    """Runs a copy of a pipeline over the tensors of each call."""
+    """Runs a copy of a pipeline over the tensors of each call.
+
+    Runners of one pipeline have one plan, which each records apart.
+    """
 
     def __init__(self, noted: Noted, pipeline: OperationFuser) -> None:
         self.ops = pipeline.basic_ops
+        self._quantizing = quantizing(self.ops)
         self._noted = noted
         self._pipeline = pipeline
         self._plan: CompiledPlan | None = None
@@ -120,9 +122,14 @@ class Runner:
     def use_states_of(self, ops: Sequence[BasicOperation]) -> None:
         """Use delayed scaling's states of ``ops``, those of the pipeline that have quantizers."""
         self._originals = {}
-        for own, op in zip(quantizing(self.ops), ops, strict=True):
+        for own, op in zip(self._quantizing, ops, strict=True):
             own.__dict__["_delayed"] = op._delayed
             self._originals[id(own._parameters)] = op._parameters
+
+    def forget_states(self) -> None:
+        """Use none: states live no longer than fake tensors and models."""
+        for op in self._quantizing:
+            op.__dict__["_delayed"] = {}
 
     # -- forward -------------------------------------------------------------------
 
@@ -169,7 +176,7 @@ class Runner:
         x, _, extras, seeds, _ = given
         params = self._noted.parameters(given.params)
         if is_fake:
-            self._forget_states()
+            self.forget_states()
         with self._conditions(params), self._quantizers_of_originals(params):
             plan = self._planned((x, *params, *extras))
             if is_fake:
@@ -389,44 +396,23 @@ class Runner:
         with self._quantizers_of_originals(params):
             return params
 
-    def _forget_states(self) -> None:
-        """Delayed scaling's states of fake tensors are no longer than a pass."""
-        for op in self.ops:
-            op.__dict__["_delayed"] = {}
-
     def _planned(self, inputs: Tensors) -> CompiledPlan:
         if self._plan is None:
-            pipeline, facts = self._pipeline, self._noted.facts
-            device = inputs[0].device
+            facts, device = self._noted.facts, inputs[0].device
             with outside_fake_mode(), torch.set_grad_enabled(facts.is_grad_enabled):
                 like = [
                     _like(tensor).requires_grad_(requires_grad)
                     for tensor, (_, _, requires_grad) in zip(inputs, facts.tensors, strict=True)
                 ]
                 count = 1 + len(facts.summed)
-                x, params, extras = like[0], tuple(like[1:count]), like[count:]
-                graph = pipeline._graph(x, extras, facts.autocast)
-                key = pipeline._plan_key(
-                    pipeline._op_keys(graph, x, params, extras),
-                    Limit(*facts.limit),
+                planned = self._pipeline.planned(
+                    *(like[0], tuple(like[1:count]), like[count:], Limit(*facts.limit)),
                     autocast_dtype=facts.autocast,
                     device=device.type,
                     arch=architecture(device),
                     no_kernels=facts.no_kernels,
                 )
-                if key.recipe is not None:
-                    warn_if_emulated(key.recipe, key.arch)
-                planned = make_plan(graph, key, registered_fusions())
-            self._plan = CompiledPlan(
-                planned.plan,
-                key,
-                pipeline.basic_ops,
-                pipeline.sources,
-                pipeline.returned,
-                pipeline._slots.counts,
-                planned.forward,
-                planned.backward,
-            )
+            self._plan = planned.recording_apart()
             if self._plan.recorded is not None:
                 self._plan.recorded.packs = False  # a graph has each saved tensor
         return self._plan

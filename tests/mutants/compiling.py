@@ -356,6 +356,15 @@ COMPILING = (
         "test_compiled_models.py::test_equal_blocks_of_a_graph_are_traced_as_often_as_one",
     ),
     Mutant(
+        "equal blocks of a graph are planned again",
+        "runtime/pipeline.py",
+        "OperationFuser.planned",
+        "run = self._plans.get(key)",
+        "run = None",
+        "test_compiled_models.py::test_equal_blocks_of_a_graph_are_planned_once",
+        select="Delayed",
+    ),
+    Mutant(
         "results of another trace are taken",
         RUNNER,
         "Runner._traced_with",
