@@ -101,8 +101,8 @@ class Runner:
         self._plan: CompiledPlan | None = None
         self._known = KnownParameters(pipeline.basic_ops)
         self._no_parameters = pipeline._slots.tensors()
-        # By the parameters of an op of the copy, those of the op whose states it uses.
-        self._originals: dict[int, Mapping[str, torch.Tensor | None]] = {}
+        # Of the ops whose states are used, the quantized parameters; None in other places.
+        self._originals: list[QuantizedTensor | None] = []
         self._layouts: dict[tuple[int, ...], tuple[Any, Any, ParameterLayout | None]] = {}
         # Those of recorded forwards, which are the same for each repetition.
         self._recorded_passes: dict[RecordedForward, _Pass] = {}
@@ -121,15 +121,20 @@ class Runner:
 
     def use_states_of(self, ops: Sequence[BasicOperation]) -> None:
         """Use delayed scaling's states of ``ops``, those of the pipeline that have quantizers."""
-        self._originals = {}
+        tables: dict[int, Mapping[str, torch.Tensor | None]] = {}
         for own, op in zip(self._quantizing, ops, strict=True):
             own.__dict__["_delayed"] = op._delayed
-            self._originals[id(own._parameters)] = op._parameters
+            tables[id(own._parameters)] = op._parameters
+        if self._noted.has_quantized:
+            slots = self._pipeline._slots.slots
+            of_ops = [tables.get(id(held), {}).get(name) for held, name in slots]
+            self._originals = [t if isinstance(t, QuantizedTensor) else None for t in of_ops]
 
     def forget_states(self) -> None:
         """Use none: states live no longer than fake tensors and models."""
         for op in self._quantizing:
             op.__dict__["_delayed"] = {}
+        self._originals = []
 
     # -- forward -------------------------------------------------------------------
 
@@ -174,10 +179,9 @@ class Runner:
 
     def _forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
         x, _, extras, seeds, _ = given
-        params = self._noted.parameters(given.params)
         if is_fake:
             self.forget_states()
-        with self._conditions(params), self._quantizers_of_originals(params):
+        with self._conditions(given.params) as params:
             plan = self._planned((x, *params, *extras))
             if is_fake:
                 with dry_run():
@@ -186,6 +190,8 @@ class Runner:
                 others = (*extras, *seeds)
                 layout = self._layout(given.params)
                 results = plan.run(x, (*params, *others), others, None, layout)
+                for own, of_op in self._with_originals(params):
+                    of_op._quantizer = own._quantizer  # an op may have given it a new state's
             output, produced, *rest = results
             if any(isinstance(t, QuantizedTensor) for t in (output, *produced)):
                 raise StateError(
@@ -293,7 +299,7 @@ class Runner:
             backward = functools.partial(self._recorded_backward, params)
             weights: Sequence[torch.Tensor] = ()
             if known.recorded.holds_parameters:
-                weights = known.recorded.given((None, *self._made(params)))
+                weights = known.recorded.given((None, *self._parameters(params)))
             result = known.recorded.backward(backward, held, {}, weights, dy, extras, {})
         else:
             contexts = [context_of(*each) for each in known.contexts]
@@ -301,7 +307,7 @@ class Runner:
             run = plan._backward if is_fake else plan.backward
             state = AutocastState(self._noted.recipe)
             dry = dry_run() if is_fake else contextlib.nullcontext()
-            with self._conditions(self._noted.parameters(params)), recomputing_under(state), dry:
+            with self._conditions(params), recomputing_under(state), dry:
                 result = run(contexts, tensors, known.ends, dy, extras, known.specs)
         found = result[1:] if is_fake else self._summed(result[1:])
         taken = {storage_of(grad) for grad in grads if grad is not None}
@@ -341,10 +347,7 @@ class Runner:
 
     def _recorded_backward(self, params: Tensors, *args: Any) -> Any:
         """The plan's own code, which a backward that is not recorded yet runs."""
-        with (
-            self._conditions(self._noted.parameters(params)),
-            recomputing_under(AutocastState(self._noted.recipe)),
-        ):
+        with self._conditions(params), recomputing_under(AutocastState(self._noted.recipe)):
             backward = self.plan.in_ranges[1]
             assert backward is not None
             return backward(*args)
@@ -352,49 +355,35 @@ class Runner:
     # -- conditions ----------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _conditions(self, params: Tensors) -> Iterator[None]:
-        """The parameters and the autocast of the traced call."""
+    def _conditions(self, given: Tensors) -> Iterator[Tensors]:
+        """The parameters, in the ops, and the modes and the autocast of the traced call."""
         facts = self._noted.facts
         with contextlib.ExitStack() as stack:
             if facts.autocast is not None:
                 stack.enter_context(torch.autocast(facts.device, dtype=facts.autocast))
             elif is_any_autocast_enabled():  # around a backward
                 stack.enter_context(without_autocast())
+            params = self._parameters(given)
             self._give(params)
             for op, training in zip(self.ops, facts.training, strict=True):
                 op.__dict__["training"] = training
             try:
-                yield
+                yield params
             finally:
                 self._give(self._no_parameters)
 
-    @contextlib.contextmanager
-    def _quantizers_of_originals(self, params: Tensors) -> Iterator[None]:
-        """Quantized parameters have those of the originals, which get those that ops have bound."""
-        pairs = [
-            (own, of_op)
-            for own, of_op in zip(params, self._quantized_originals(), strict=True)
-            if isinstance(own, QuantizedTensor) and of_op is not None
-        ]
-        for own, of_op in pairs:
-            own._quantizer = of_op._quantizer
-        yield
-        for own, of_op in pairs:
-            of_op._quantizer = own._quantizer
-
-    def _quantized_originals(self) -> list[QuantizedTensor | None]:
-        """For each parameter, that of the op whose states are used, if it is quantized."""
-        of_slots = [
-            self._originals.get(id(held), {}).get(name)
-            for held, name in self._pipeline._slots.slots
-        ]
-        return [each if isinstance(each, QuantizedTensor) else None for each in of_slots]
-
-    def _made(self, given: Tensors) -> Tensors:
-        """The parameters, quantized ones with the quantizers of the originals."""
+    def _parameters(self, given: Tensors) -> Tensors:
+        """The parameters that are, or have, these tensors; with the quantizers of the originals."""
         params = self._noted.parameters(given)
-        with self._quantizers_of_originals(params):
-            return params
+        for own, of_op in self._with_originals(params):
+            own._quantizer = of_op._quantizer
+        return params
+
+    def _with_originals(self, params: Tensors) -> list[tuple[QuantizedTensor, QuantizedTensor]]:
+        """The quantized parameters of ops whose states are used, each with its original."""
+        pairs = zip(params, self._originals, strict=False)  # there may be no originals
+        both = [(own, of_op) for own, of_op in pairs if of_op is not None]
+        return [(own, of_op) for own, of_op in both if isinstance(own, QuantizedTensor)]
 
     def _planned(self, inputs: Tensors) -> CompiledPlan:
         if self._plan is None:
@@ -425,12 +414,9 @@ class Runner:
         """The layout of the parameters that are, or have, these tensors."""
         addresses = tuple(map(torch.Tensor.data_ptr, given))
         guard, quantizers, layout = self._layouts.get(addresses, (None, None, None))
-        present = None
-        if self._originals and self._noted.has_quantized:
-            originals = self._quantized_originals()
-            present = [None if one is None else one._quantizer for one in originals]
+        present = [None if one is None else one._quantizer for one in self._originals]
         if guard is None or not guard(*given) or quantizers != present:
-            layout = self._known.renew(self._made(given))[1]
+            layout = self._known.renew(self._parameters(given))[1]
             while len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.pop(next(iter(self._layouts)))
             self._layouts[addresses] = (tensor_guard(given), present, layout)

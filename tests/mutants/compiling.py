@@ -417,9 +417,9 @@ COMPILING = (
     Mutant(
         "a weight keeps the scale with which it came",
         RUNNER,
-        "Runner._quantizers_of_originals",
-        "for own, of_op in pairs:\n    of_op._quantizer = own._quantizer",
-        "for own, of_op in pairs:\n    pass",
+        "Runner._forward",
+        "of_op._quantizer = own._quantizer",
+        "pass",
         f"{QUANTIZED}test_weights_have_the_scales_of_their_ops_under_delayed_scaling",
     ),
     Mutant(
