@@ -230,18 +230,16 @@ class Passes:
         alone = iter(results)
         return [next(alone) if s is None else s.of(results) for s in self.noted.slices]
 
-    def backward(
-        self, given: GivenBack, params: Tensors, host: Tensors, *, is_fake: bool
-    ) -> list[torch.Tensor]:
+    def backward(self, given: GivenBack, *, is_fake: bool) -> list[torch.Tensor]:
         """The memory of the gradients of inputs that require one; see :class:`Slice`."""
-        with lock, torch.no_grad(), self._given_seeds((), host, draw=1):
+        with lock, torch.no_grad(), self._given_seeds((), given.host, draw=1):
             if is_fake or not self.is_delayed:
-                return self._runner.backward(given, params, is_fake=is_fake)
-            numbers = numbers_in(host[: len(host) - self.facts.rounds])
+                return self._runner.backward(given, is_fake=is_fake)
+            numbers = numbers_in(given.host[: len(given.host) - self.facts.rounds])
             ops = ops_of(numbers)
             call = forward_call(numbers[0])
             with self._runner_of(ops) as runner:
-                gradients = runner.backward(given, params, is_fake=False)
+                gradients = runner.backward(given, is_fake=False)
             group = call.state.group
             if group is not None:
                 group = group(runner.plan.described)

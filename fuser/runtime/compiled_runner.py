@@ -256,19 +256,20 @@ class Runner:
 
     # -- backward ------------------------------------------------------------------
 
-    def backward(self, given: GivenBack, params: Tensors, *, is_fake: bool) -> list[torch.Tensor]:
+    def backward(self, given: GivenBack, *, is_fake: bool) -> list[torch.Tensor]:
         if not is_fake:
-            return self._backward(given, params, is_fake=False)
-        traced, layouts = self._traced_with(given.grads[0]), _layouts_of((*given.grads, *params))
+            return self._backward(given, is_fake=False)
+        traced = self._traced_with(given.grads[0])
+        layouts = _layouts_of((*given.grads, *given.params))
         key = None if layouts is None else (_key(given.sizes), *layouts)
         if key not in traced:
-            results = self._backward(given, params, is_fake=True)
+            results = self._backward(given, is_fake=True)
             traced.update(_traced_results(key, results, self._noted))
             return results
         return traced[key].again()
 
-    def _backward(self, given: GivenBack, params: Tensors, *, is_fake: bool) -> list[torch.Tensor]:
-        plan, (sizes, of_inputs, of_outputs, grads, saved) = self.plan, given
+    def _backward(self, given: GivenBack, *, is_fake: bool) -> list[torch.Tensor]:
+        plan, (sizes, of_inputs, of_outputs, grads, saved, params, _) = self.plan, given
         key = (*_key(sizes), tuple(of_inputs), tuple(of_outputs))
         known = self._known_passes[is_fake].get(key)
         if known is None:
@@ -414,7 +415,8 @@ class Runner:
         """The layout of the parameters that are, or have, these tensors."""
         addresses = tuple(map(torch.Tensor.data_ptr, given))
         guard, quantizers, layout = self._layouts.get(addresses, (None, None, None))
-        present = [None if one is None else one._quantizer for one in self._originals]
+        originals = self._originals
+        present = originals and [None if one is None else one._quantizer for one in originals]
         if guard is None or not guard(*given) or quantizers != present:
             layout = self._known.renew(self._parameters(given))[1]
             while len(self._layouts) >= MOST_LAYOUTS:

@@ -110,7 +110,7 @@ class Given(NamedTuple):
 
 
 class GivenBack(NamedTuple):
-    """What a graph gives to a backward, besides what it gives of parameters."""
+    """What a graph gives to a backward."""
 
     sizes: Sizes
     """Those of :meth:`Given.sizes` in forward."""
@@ -120,6 +120,10 @@ class GivenBack(NamedTuple):
     grads: Sequence[torch.Tensor | None]
     saved: Tensors
     """The saved tensors that forward returned, then the inputs and the outputs among them."""
+    params: Tensors
+    """Of quantized parameters, their buffers."""
+    host: Tensors
+    """Those of :class:`Given`."""
 
 
 class Place(NamedTuple):
