@@ -101,7 +101,8 @@ class Runner:
         self._plan: CompiledPlan | None = None
         self._known = KnownParameters(pipeline.basic_ops)
         self._no_parameters = pipeline._slots.tensors()
-        # Of the ops whose states are used, the quantized parameters; None in other places.
+        # Of the ops whose states are used, the quantized parameters; None in other places. Empty if
+        # none is quantized.
         self._originals: list[QuantizedTensor | None] = []
         self._layouts: dict[tuple[int, ...], tuple[Any, Any, ParameterLayout | None]] = {}
         # Those of recorded forwards, which are the same for each repetition.
@@ -125,7 +126,7 @@ class Runner:
         for own, op in zip(self._quantizing, ops, strict=True):
             own.__dict__["_delayed"] = op._delayed
             tables[id(own._parameters)] = op._parameters
-        if self._noted.has_quantized:
+        if self._noted.quantized is not None:
             slots = self._pipeline._slots.slots
             of_ops = [tables.get(id(held), {}).get(name) for held, name in slots]
             self._originals = [t if isinstance(t, QuantizedTensor) else None for t in of_ops]
@@ -190,8 +191,9 @@ class Runner:
                 others = (*extras, *seeds)
                 layout = self._layout(given.params)
                 results = plan.run(x, (*params, *others), others, None, layout)
-                for own, of_op in self._with_originals(params):
-                    of_op._quantizer = own._quantizer  # an op may have given it a new state's
+                for own, of_op in zip(params, self._originals, strict=False):
+                    if of_op is not None and isinstance(own, QuantizedTensor):
+                        of_op._quantizer = own._quantizer  # an op may have given it a new state's
             output, produced, *rest = results
             if any(isinstance(t, QuantizedTensor) for t in (output, *produced)):
                 raise StateError(
@@ -376,15 +378,10 @@ class Runner:
     def _parameters(self, given: Tensors) -> Tensors:
         """The parameters that are, or have, these tensors; with the quantizers of the originals."""
         params = self._noted.parameters(given)
-        for own, of_op in self._with_originals(params):
-            own._quantizer = of_op._quantizer
+        for own, of_op in zip(params, self._originals, strict=False):
+            if of_op is not None and isinstance(own, QuantizedTensor):
+                own._quantizer = of_op._quantizer
         return params
-
-    def _with_originals(self, params: Tensors) -> list[tuple[QuantizedTensor, QuantizedTensor]]:
-        """The quantized parameters of ops whose states are used, each with its original."""
-        pairs = zip(params, self._originals, strict=False)  # there may be no originals
-        both = [(own, of_op) for own, of_op in pairs if of_op is not None]
-        return [(own, of_op) for own, of_op in both if isinstance(own, QuantizedTensor)]
 
     def _planned(self, inputs: Tensors) -> CompiledPlan:
         if self._plan is None:
