@@ -521,7 +521,7 @@ class OperationFuser:
         # torch matches what a checkpointed forward and its recomputation save by their order; if
         # there are other hooks then, the ops are in other pipelines. In a graph they are not.
         is_free = self.basic_ops[0].runs_in_graph or not is_in_checkpoint()
-        if registered_count() == 0 and is_free:
+        if is_free and _registered == RegisteredFusions():
             key = PASSES.guest.saving(self.basic_ops, key, limit)
         return with_quantized_outputs(self.basic_ops, key)
 
