@@ -6,7 +6,8 @@ import contextlib
 import inspect
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,11 +33,12 @@ from fuser.conversion.trace import MODE, OTHER_KEYWORDS, parameters_of, traced
 from fuser.doors import PASSES
 from fuser.errors import StateError
 from fuser.op import COMPUTE_DTYPES, BasicOperation, CallResult, autocast_dtype
+from fuser.plan.parameter_slots import find_slots
 from fuser.plan.saved_inputs import budget
 from fuser.precision.contexts import autocast
 from fuser.precision.delayed_scaling import DelayedScales
 from fuser.precision.recomputation import is_in_checkpoint
-from fuser.runtime.given_parameters import GivenParameters, ParameterPlaces
+from fuser.runtime.segment import basic_ops_of
 from fuser.runtime.traced import traced_call
 from fuser.sequential import Sequential
 from fuser.torch_private import forward_ad_level, has_global_hooks, is_functorch_active
@@ -373,7 +375,9 @@ class Pipeline:
         of_parts = given or [part.modules(owner) for part in chain.parts]
         modules = list(itertools.chain.from_iterable(of_parts))
         self.sequential = Sequential(*modules)
-        self.places = ParameterPlaces(modules)
+        every = [op for module in modules for op in basic_ops_of(module)]
+        self._slots = [slot for op in every for slot in find_slots(op, type(op).__name__)]
+        self._lock = threading.RLock()
         names = [part.name for part in chain.parts if isinstance(part, ModulePart)]
         self.own_modules = [(name, child_of(owner, name)) for name in names]
         own = {id(module) for _, module in self.own_modules}
@@ -473,10 +477,25 @@ class Pipeline:
             values = self.chain.values(owner)
             if torch.compiler.is_compiling():
                 x, *others = tensors
-                given = GivenParameters(self.places, values)
+                given = (values, self._called_with)
                 traced: CallResult = traced_call(self.sequential, x, tuple(others), {}, given)
                 return traced
-            return self.places.called_with(values, self.sequential, *tensors)
+            return self._called_with(values, self.sequential, *tensors)
+
+    def _called_with(
+        self, values: Sequence[torch.Tensor], call: Callable[..., CallResult], *args: Any
+    ) -> CallResult:
+        """``call(*args)`` with ``values`` as the parameters of the ops."""
+        with self._lock:  # two threads would give the ops two parameters
+            before = [held[name] for held, name in self._slots]
+            try:
+                for (held, name), value in zip(self._slots, values, strict=True):
+                    held[name] = value
+                return call(*args)
+            finally:
+                # A joined weight would otherwise live, with its graph, until the next call.
+                for (held, name), value in zip(self._slots, before, strict=True):
+                    held[name] = value
 
 
 def unit_of(

@@ -77,8 +77,7 @@ def _forward(
 
 
 def _backward(is_fake: bool, call: str, *given: Any) -> list[torch.Tensor]:
-    *tensors, params, host = given
-    return _passes_of(call).backward(GivenBack(*tensors), tuple(params), host, is_fake=is_fake)
+    return _passes_of(call).backward(GivenBack(*given), is_fake=is_fake)
 
 
 def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:

@@ -50,7 +50,7 @@ from fuser.precision.recomputation import (
     state_of_forward,
 )
 from fuser.recipe import DelayedScaling, Recipe
-from fuser.runtime.compiled_runner import Runner, copied
+from fuser.runtime.compiled_runner import Runner
 from fuser.runtime.compiled_values import Facts, Given, GivenBack, Noted, Tensors
 from fuser.runtime.diagnose import refuse_transform
 from fuser.runtime.pipeline import OperationFuser
@@ -145,8 +145,7 @@ class Passes:
             return None
         numbers = numbers_in(given.host)
         ops = ops_of(numbers)
-        with lock, torch.no_grad():
-            runner = self._runner_of(ops)
+        with lock, torch.no_grad(), self._runner_of(ops) as runner:
             state = self._state_of_step()
             results = runner.replayed(given)
             if results is not None:
@@ -164,7 +163,7 @@ class Passes:
         self, given: Given, numbers: list[Number], stack: contextlib.ExitStack
     ) -> list[torch.Tensor]:
         ops = ops_of(numbers)
-        runner = self._runner_of(ops)
+        runner = stack.enter_context(self._runner_of(ops))
         if is_recomputation(ops[0], numbers[0]):
             if not self.facts.is_checkpointed:
                 raise StateError(
@@ -210,15 +209,19 @@ class Passes:
             call = ForwardCall(state._replace(group=group), gradients)
         note_forward(numbers, ops, call)
 
-    def _runner_of(self, ops: list[BasicOperation]) -> Runner:
+    @contextlib.contextmanager
+    def _runner_of(self, ops: list[BasicOperation]) -> Iterator[Runner]:
         """The runner of the pipeline with these ops, over their states."""
         identities = list(map(id, ops))
         known, runner = self._runners.get(ops[0], (None, None))
         if runner is None or known != identities:
-            runner = Runner(self.noted, copied(self._pipeline))
+            runner = Runner(self.noted, self._pipeline)
             self._runners[ops[0]] = (identities, runner)
         runner.use_states_of(ops)
-        return runner
+        try:
+            yield runner
+        finally:
+            runner.forget_states()
 
     # -- backward ------------------------------------------------------------------
 
@@ -227,18 +230,16 @@ class Passes:
         alone = iter(results)
         return [next(alone) if s is None else s.of(results) for s in self.noted.slices]
 
-    def backward(
-        self, given: GivenBack, params: Tensors, host: Tensors, *, is_fake: bool
-    ) -> list[torch.Tensor]:
+    def backward(self, given: GivenBack, *, is_fake: bool) -> list[torch.Tensor]:
         """The memory of the gradients of inputs that require one; see :class:`Slice`."""
-        with lock, torch.no_grad(), self._given_seeds((), host, draw=1):
+        with lock, torch.no_grad(), self._given_seeds((), given.host, draw=1):
             if is_fake or not self.is_delayed:
-                return self._runner.backward(given, params, is_fake=is_fake)
-            numbers = numbers_in(host[: len(host) - self.facts.rounds])
+                return self._runner.backward(given, is_fake=is_fake)
+            numbers = numbers_in(given.host[: len(given.host) - self.facts.rounds])
             ops = ops_of(numbers)
             call = forward_call(numbers[0])
-            runner = self._runner_of(ops)
-            gradients = runner.backward(given, params, is_fake=False)
+            with self._runner_of(ops) as runner:
+                gradients = runner.backward(given, is_fake=False)
             group = call.state.group
             if group is not None:
                 group = group(runner.plan.described)

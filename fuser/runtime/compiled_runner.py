@@ -21,9 +21,7 @@ from fuser.cuda.launch import dry_run
 from fuser.errors import StateError
 from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, context_of
-from fuser.plan.planner import make_plan
 from fuser.plan.saved_inputs import Limit
-from fuser.precision.availability import warn_if_emulated
 from fuser.precision.contexts import (
     AutocastState,
     recomputing_under,
@@ -44,7 +42,7 @@ from fuser.runtime.compiled_values import (
 )
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import KnownParameters, ParameterLayout, tensor_guard
-from fuser.runtime.pipeline import OperationFuser, registered_fusions
+from fuser.runtime.pipeline import OperationFuser
 from fuser.runtime.recorded import RecordedForward
 from fuser.runtime.saved_tensors import Part, put_together, taken_apart
 from fuser.tensors import QuantizedTensor
@@ -90,17 +88,22 @@ class _Traced(NamedTuple):
 
 
 class Runner:
-    """Runs a copy of a pipeline over the tensors of each call."""
+    """Runs a copy of a pipeline over the tensors of each call.
+
+    Runners of one pipeline have one plan, which each records apart.
+    """
 
     def __init__(self, noted: Noted, pipeline: OperationFuser) -> None:
         self.ops = pipeline.basic_ops
+        self._quantizing = quantizing(self.ops)
         self._noted = noted
         self._pipeline = pipeline
         self._plan: CompiledPlan | None = None
         self._known = KnownParameters(pipeline.basic_ops)
         self._no_parameters = pipeline._slots.tensors()
-        # By the parameters of an op of the copy, those of the op whose states it uses.
-        self._originals: dict[int, Mapping[str, torch.Tensor | None]] = {}
+        # Of the ops whose states are used, the quantized parameters; None in other places. Empty if
+        # none is quantized.
+        self._originals: list[QuantizedTensor | None] = []
         self._layouts: dict[tuple[int, ...], tuple[Any, Any, ParameterLayout | None]] = {}
         # Those of recorded forwards, which are the same for each repetition.
         self._recorded_passes: dict[RecordedForward, _Pass] = {}
@@ -119,10 +122,20 @@ class Runner:
 
     def use_states_of(self, ops: Sequence[BasicOperation]) -> None:
         """Use delayed scaling's states of ``ops``, those of the pipeline that have quantizers."""
-        self._originals = {}
-        for own, op in zip(quantizing(self.ops), ops, strict=True):
+        tables: dict[int, Mapping[str, torch.Tensor | None]] = {}
+        for own, op in zip(self._quantizing, ops, strict=True):
             own.__dict__["_delayed"] = op._delayed
-            self._originals[id(own._parameters)] = op._parameters
+            tables[id(own._parameters)] = op._parameters
+        if self._noted.quantized is not None:
+            slots = self._pipeline._slots.slots
+            of_ops = [tables.get(id(held), {}).get(name) for held, name in slots]
+            self._originals = [t if isinstance(t, QuantizedTensor) else None for t in of_ops]
+
+    def forget_states(self) -> None:
+        """Use none: states live no longer than fake tensors and models."""
+        for op in self._quantizing:
+            op.__dict__["_delayed"] = {}
+        self._originals = []
 
     # -- forward -------------------------------------------------------------------
 
@@ -167,10 +180,9 @@ class Runner:
 
     def _forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
         x, _, extras, seeds, _ = given
-        params = self._noted.parameters(given.params)
         if is_fake:
-            self._forget_states()
-        with self._conditions(params), self._quantizers_of_originals(params):
+            self.forget_states()
+        with self._conditions(given.params) as params:
             plan = self._planned((x, *params, *extras))
             if is_fake:
                 with dry_run():
@@ -179,6 +191,9 @@ class Runner:
                 others = (*extras, *seeds)
                 layout = self._layout(given.params)
                 results = plan.run(x, (*params, *others), others, None, layout)
+                for own, of_op in zip(params, self._originals, strict=False):
+                    if of_op is not None and isinstance(own, QuantizedTensor):
+                        of_op._quantizer = own._quantizer  # an op may have given it a new state's
             output, produced, *rest = results
             if any(isinstance(t, QuantizedTensor) for t in (output, *produced)):
                 raise StateError(
@@ -243,19 +258,20 @@ class Runner:
 
     # -- backward ------------------------------------------------------------------
 
-    def backward(self, given: GivenBack, params: Tensors, *, is_fake: bool) -> list[torch.Tensor]:
+    def backward(self, given: GivenBack, *, is_fake: bool) -> list[torch.Tensor]:
         if not is_fake:
-            return self._backward(given, params, is_fake=False)
-        traced, layouts = self._traced_with(given.grads[0]), _layouts_of((*given.grads, *params))
+            return self._backward(given, is_fake=False)
+        traced = self._traced_with(given.grads[0])
+        layouts = _layouts_of((*given.grads, *given.params))
         key = None if layouts is None else (_key(given.sizes), *layouts)
         if key not in traced:
-            results = self._backward(given, params, is_fake=True)
+            results = self._backward(given, is_fake=True)
             traced.update(_traced_results(key, results, self._noted))
             return results
         return traced[key].again()
 
-    def _backward(self, given: GivenBack, params: Tensors, *, is_fake: bool) -> list[torch.Tensor]:
-        plan, (sizes, of_inputs, of_outputs, grads, saved) = self.plan, given
+    def _backward(self, given: GivenBack, *, is_fake: bool) -> list[torch.Tensor]:
+        plan, (sizes, of_inputs, of_outputs, grads, saved, params, _) = self.plan, given
         key = (*_key(sizes), tuple(of_inputs), tuple(of_outputs))
         known = self._known_passes[is_fake].get(key)
         if known is None:
@@ -286,7 +302,7 @@ class Runner:
             backward = functools.partial(self._recorded_backward, params)
             weights: Sequence[torch.Tensor] = ()
             if known.recorded.holds_parameters:
-                weights = known.recorded.given((None, *self._made(params)))
+                weights = known.recorded.given((None, *self._parameters(params)))
             result = known.recorded.backward(backward, held, {}, weights, dy, extras, {})
         else:
             contexts = [context_of(*each) for each in known.contexts]
@@ -294,7 +310,7 @@ class Runner:
             run = plan._backward if is_fake else plan.backward
             state = AutocastState(self._noted.recipe)
             dry = dry_run() if is_fake else contextlib.nullcontext()
-            with self._conditions(self._noted.parameters(params)), recomputing_under(state), dry:
+            with self._conditions(params), recomputing_under(state), dry:
                 result = run(contexts, tensors, known.ends, dy, extras, known.specs)
         found = result[1:] if is_fake else self._summed(result[1:])
         taken = {storage_of(grad) for grad in grads if grad is not None}
@@ -334,10 +350,7 @@ class Runner:
 
     def _recorded_backward(self, params: Tensors, *args: Any) -> Any:
         """The plan's own code, which a backward that is not recorded yet runs."""
-        with (
-            self._conditions(self._noted.parameters(params)),
-            recomputing_under(AutocastState(self._noted.recipe)),
-        ):
+        with self._conditions(params), recomputing_under(AutocastState(self._noted.recipe)):
             backward = self.plan.in_ranges[1]
             assert backward is not None
             return backward(*args)
@@ -345,88 +358,48 @@ class Runner:
     # -- conditions ----------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _conditions(self, params: Tensors) -> Iterator[None]:
-        """The parameters and the autocast of the traced call."""
+    def _conditions(self, given: Tensors) -> Iterator[Tensors]:
+        """The parameters, in the ops, and the modes and the autocast of the traced call."""
         facts = self._noted.facts
         with contextlib.ExitStack() as stack:
             if facts.autocast is not None:
                 stack.enter_context(torch.autocast(facts.device, dtype=facts.autocast))
             elif is_any_autocast_enabled():  # around a backward
                 stack.enter_context(without_autocast())
+            params = self._parameters(given)
             self._give(params)
             for op, training in zip(self.ops, facts.training, strict=True):
                 op.__dict__["training"] = training
             try:
-                yield
+                yield params
             finally:
                 self._give(self._no_parameters)
 
-    @contextlib.contextmanager
-    def _quantizers_of_originals(self, params: Tensors) -> Iterator[None]:
-        """Quantized parameters have those of the originals, which get those that ops have bound."""
-        pairs = [
-            (own, of_op)
-            for own, of_op in zip(params, self._quantized_originals(), strict=True)
-            if isinstance(own, QuantizedTensor) and of_op is not None
-        ]
-        for own, of_op in pairs:
-            own._quantizer = of_op._quantizer
-        yield
-        for own, of_op in pairs:
-            of_op._quantizer = own._quantizer
-
-    def _quantized_originals(self) -> list[QuantizedTensor | None]:
-        """For each parameter, that of the op whose states are used, if it is quantized."""
-        of_slots = [
-            self._originals.get(id(held), {}).get(name)
-            for held, name in self._pipeline._slots.slots
-        ]
-        return [each if isinstance(each, QuantizedTensor) else None for each in of_slots]
-
-    def _made(self, given: Tensors) -> Tensors:
-        """The parameters, quantized ones with the quantizers of the originals."""
+    def _parameters(self, given: Tensors) -> Tensors:
+        """The parameters that are, or have, these tensors; with the quantizers of the originals."""
         params = self._noted.parameters(given)
-        with self._quantizers_of_originals(params):
-            return params
-
-    def _forget_states(self) -> None:
-        """Delayed scaling's states of fake tensors are no longer than a pass."""
-        for op in self.ops:
-            op.__dict__["_delayed"] = {}
+        for own, of_op in zip(params, self._originals, strict=False):
+            if of_op is not None and isinstance(own, QuantizedTensor):
+                own._quantizer = of_op._quantizer
+        return params
 
     def _planned(self, inputs: Tensors) -> CompiledPlan:
         if self._plan is None:
-            pipeline, facts = self._pipeline, self._noted.facts
-            device = inputs[0].device
+            facts, device = self._noted.facts, inputs[0].device
             with outside_fake_mode(), torch.set_grad_enabled(facts.is_grad_enabled):
                 like = [
                     _like(tensor).requires_grad_(requires_grad)
                     for tensor, (_, _, requires_grad) in zip(inputs, facts.tensors, strict=True)
                 ]
                 count = 1 + len(facts.summed)
-                x, params, extras = like[0], tuple(like[1:count]), like[count:]
-                graph = pipeline._graph(x, extras, facts.autocast)
-                key = pipeline._plan_key(
-                    pipeline._op_keys(graph, x, params, extras),
-                    Limit(*facts.limit),
+                planned = self._pipeline.planned(
+                    *(like[0], tuple(like[1:count]), like[count:], Limit(*facts.limit)),
                     autocast_dtype=facts.autocast,
                     device=device.type,
                     arch=architecture(device),
                     no_kernels=facts.no_kernels,
                 )
-                if key.recipe is not None:
-                    warn_if_emulated(key.recipe, key.arch)
-                planned = make_plan(graph, key, registered_fusions())
-            self._plan = CompiledPlan(
-                planned.plan,
-                key,
-                pipeline.basic_ops,
-                pipeline.sources,
-                pipeline.returned,
-                pipeline._slots.counts,
-                planned.forward,
-                planned.backward,
-            )
+            self._plan = planned.recording_apart()
             if self._plan.recorded is not None:
                 self._plan.recorded.packs = False  # a graph has each saved tensor
         return self._plan
@@ -439,12 +412,10 @@ class Runner:
         """The layout of the parameters that are, or have, these tensors."""
         addresses = tuple(map(torch.Tensor.data_ptr, given))
         guard, quantizers, layout = self._layouts.get(addresses, (None, None, None))
-        present = None
-        if self._originals and self._noted.has_quantized:
-            originals = self._quantized_originals()
-            present = [None if one is None else one._quantizer for one in originals]
+        originals = self._originals
+        present = originals and [None if one is None else one._quantizer for one in originals]
         if guard is None or not guard(*given) or quantizers != present:
-            layout = self._known.renew(self._made(given))[1]
+            layout = self._known.renew(self._parameters(given))[1]
             while len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.pop(next(iter(self._layouts)))
             self._layouts[addresses] = (tensor_guard(given), present, layout)

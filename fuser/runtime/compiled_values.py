@@ -110,7 +110,7 @@ class Given(NamedTuple):
 
 
 class GivenBack(NamedTuple):
-    """What a graph gives to a backward, besides what it gives of parameters."""
+    """What a graph gives to a backward."""
 
     sizes: Sizes
     """Those of :meth:`Given.sizes` in forward."""
@@ -120,6 +120,10 @@ class GivenBack(NamedTuple):
     grads: Sequence[torch.Tensor | None]
     saved: Tensors
     """The saved tensors that forward returned, then the inputs and the outputs among them."""
+    params: Tensors
+    """Of quantized parameters, their buffers."""
+    host: Tensors
+    """Those of :class:`Given`."""
 
 
 class Place(NamedTuple):
@@ -190,20 +194,16 @@ class Noted:
         """Of each wanted gradient, its place if it is a parameter's and shares memory with others;
         noted when the first one is traced."""
         self._traced: set[Saved] = set()
-        self._quantized = quantized
+        self.quantized = quantized
+        """How to make the parameters; None if none is quantized."""
 
     def parameters(self, given: Tensors) -> Tensors:
         """The parameters, from what a graph gives of them."""
-        return given if self._quantized is None else self._quantized.made_from(given)
-
-    @property
-    def has_quantized(self) -> bool:
-        """Whether a parameter is quantized."""
-        return self._quantized is not None
+        return given if self.quantized is None else self.quantized.made_from(given)
 
     def apart(self, given: Tensors) -> tuple[Sequence[Any], Tensors]:
         """The parameters, with None for quantized ones, and the buffers of these."""
-        return (given, ()) if self._quantized is None else self._quantized.apart(given)
+        return (given, ()) if self.quantized is None else self.quantized.apart(given)
 
     def has_traced(self, saved: Saved) -> bool:
         """Whether a graph that was traced here saves this, or none was."""

@@ -7,6 +7,7 @@ every step runs in a range with the plan's name for it, in recorded passes too;
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -144,6 +145,13 @@ class CompiledPlan:
             for i, op in enumerate(ops)
             if i in writer.constant_ops or any(map(op.num_quantizers, modes))
         ]
+
+    def recording_apart(self) -> CompiledPlan:
+        """The same plan, without its recordings."""
+        plan = copy.copy(self)
+        if self.recorded is not None:
+            plan.recorded = self.recorded.emptied()
+        return plan
 
     def described(self) -> str:
         """The ops of a pipeline under delayed scaling, for errors."""

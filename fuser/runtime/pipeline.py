@@ -476,23 +476,39 @@ class OperationFuser:
         """Check the tensors and build the plan key; plan unless an equal key was planned."""
         self.checks.kinds(input_, params, extra_inputs)
         device = self.checks.device(input_, params, extra_inputs, only_planning=only_planning)
-        autocast = autocast_dtype(device.type)
-        graph = self._graph(input_, extra_inputs, autocast)
-        key = self._plan_key(
-            self._op_keys(graph, input_, params, extra_inputs),
-            budget.limit,
-            autocast_dtype=autocast,
+        return self.planned(
+            *(input_, params, extra_inputs, budget.limit),
+            autocast_dtype=autocast_dtype(device.type),
             device=device.type,
             arch=architecture(device),
             no_kernels=kernel_refusal(device.type),
         )
+
+    def planned(
+        self,
+        input_: torch.Tensor,
+        params: tuple[torch.Tensor, ...],
+        extra_inputs: Sequence[torch.Tensor],
+        limit: Limit,
+        *,
+        autocast_dtype: torch.dtype | None,
+        **place: Any,
+    ) -> CompiledPlan:
+        """The compiled plan for such tensors, ``place`` being fields of its key.
+
+        New unless an equal key was planned.
+        """
+        graph = self._graph(input_, extra_inputs, autocast_dtype)
+        ops = self._op_keys(graph, input_, params, extra_inputs)
+        key = self._plan_key(ops, limit, autocast_dtype=autocast_dtype, **place)
         run = self._plans.get(key)
         if run is None:
             if key.recipe is not None:
                 warn_if_emulated(key.recipe, key.arch)
             planned = make_plan(graph, key, _registered)
             contents = key, self.basic_ops, self.sources, self.returned, self._slots.counts
-            run = PASSES.guest.compiled_plan(CompiledPlan, planned, graph, *contents)
+            passes = PASSES.default if self.basic_ops[0].runs_in_graph else PASSES.guest
+            run = passes.compiled_plan(CompiledPlan, planned, graph, *contents)
             self.planned_count += 1
             _keep(self._plans, key, run)
         return run
@@ -505,7 +521,7 @@ class OperationFuser:
         # torch matches what a checkpointed forward and its recomputation save by their order; if
         # there are other hooks then, the ops are in other pipelines. In a graph they are not.
         is_free = self.basic_ops[0].runs_in_graph or not is_in_checkpoint()
-        if registered_count() == 0 and is_free:
+        if is_free and _registered == RegisteredFusions():
             key = PASSES.guest.saving(self.basic_ops, key, limit)
         return with_quantized_outputs(self.basic_ops, key)
 
@@ -621,13 +637,8 @@ def _keep(table: dict[Any, CompiledPlan], key: Any, run: CompiledPlan) -> None:
     table[key] = run
 
 
-def registered_fusions() -> RegisteredFusions:
-    """The functions that were registered as fusions until now."""
-    return _registered
-
-
 def registered_count() -> int:
-    """Their number, for code that Dynamo traces."""
+    """The number of registered fusions, for code that Dynamo traces."""
     return len(_registered.joint) + len(_registered.forward) + len(_registered.backward)
 
 

@@ -175,6 +175,10 @@ class RecordedPasses:
         self._forwards: _Recordings[RecordedForward] = _Recordings()
         self._readers: dict[int, Reader] = {}
 
+    def emptied(self) -> RecordedPasses:
+        """As this was at first."""
+        return RecordedPasses(self._ops, self._recipe)
+
     def find(
         self,
         tensors: Tensors,

@@ -8,7 +8,7 @@ pass is one operation (``runtime/compiled.py``) over these tensors.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -26,7 +26,6 @@ from fuser.precision.numbered_calls import number_call
 from fuser.runtime.compiled import forward, forward_on_host
 from fuser.runtime.compiled_passes import lock
 from fuser.runtime.compiled_runner import quantizing
-from fuser.runtime.given_parameters import GivenParameters
 from fuser.runtime.local_parts import check_gates, check_placement
 from fuser.runtime.pipeline import OperationFuser, registered_count
 from fuser.runtime.quantized_parameters import QuantizedParameters
@@ -44,6 +43,13 @@ from fuser.torch_private import (
 )
 
 Path: TypeAlias = tuple[str, ...]
+GivenParameters: TypeAlias = tuple[Sequence[torch.Tensor], Callable[..., Any]]
+"""The parameters of one call in place of those of the ops, and what calls a function with these
+in the ops, outside of graphs.
+
+A graph takes them as they are, without a write into an op: a checkpoint inside of a graph takes no
+write into what is outside of it.
+"""
 
 
 # -- what Dynamo reads ---------------------------------------------------------------------
@@ -289,7 +295,8 @@ def _traced_pipeline(
     if given is None:
         parameters = [ops[i]._parameters[name] for i, name in pipeline.parameters]
     else:
-        parameters = list(given.values[first_given : first_given + len(pipeline.parameters)])
+        values, _ = given
+        parameters = list(values[first_given : first_given + len(pipeline.parameters)])
     if True in pipeline.distributed:
         pairs = zip(parameters, pipeline.distributed, strict=True)
         parameters = [p.to_local() if is_distributed else p for p, is_distributed in pairs]
@@ -379,7 +386,10 @@ def _called_outside(
             return container.forward(x, *extras, **keywords)
         return _segments_of(container).parts[number].call(x, (), None)
 
-    return call() if given is None else given.places.called_with(given.values, call)
+    if given is None:
+        return call()
+    parameters, called_with = given
+    return called_with(parameters, call)
 
 
 def _segments_of(container: Any) -> Segments:

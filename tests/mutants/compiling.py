@@ -356,6 +356,15 @@ COMPILING = (
         "test_compiled_models.py::test_equal_blocks_of_a_graph_are_traced_as_often_as_one",
     ),
     Mutant(
+        "equal blocks of a graph are planned again",
+        "runtime/pipeline.py",
+        "OperationFuser.planned",
+        "run = self._plans.get(key)",
+        "run = None",
+        "test_compiled_models.py::test_equal_blocks_of_a_graph_are_planned_once",
+        select="Delayed",
+    ),
+    Mutant(
         "results of another trace are taken",
         RUNNER,
         "Runner._traced_with",
@@ -408,9 +417,9 @@ COMPILING = (
     Mutant(
         "a weight keeps the scale with which it came",
         RUNNER,
-        "Runner._quantizers_of_originals",
-        "for own, of_op in pairs:\n    of_op._quantizer = own._quantizer",
-        "for own, of_op in pairs:\n    pass",
+        "Runner._forward",
+        "of_op._quantizer = own._quantizer",
+        "pass",
         f"{QUANTIZED}test_weights_have_the_scales_of_their_ops_under_delayed_scaling",
     ),
     Mutant(

@@ -32,7 +32,7 @@ from test_compiled import (
 from torch._dynamo.utils import counters
 
 import fuser
-from fuser.runtime import compiled_runner
+from fuser.runtime import compiled_runner, pipeline
 
 sys.path[:0] = [str(EXAMPLES), str(BENCHMARKS)]
 train_lm, train_moe, memory_meter = (
@@ -137,6 +137,27 @@ def test_equal_blocks_of_a_graph_are_traced_as_often_as_one(
             whole(model)(x).sum().backward()
         counts.append(len(calls))
     assert counts[0] == counts[1] <= 3
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_equal_blocks_of_a_graph_are_planned_once(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, calls = pipeline.make_plan, []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return plan(*args)
+
+    monkeypatch.setattr(pipeline, "make_plan", counted)
+    torch._dynamo.reset()
+    # No other test traces passes of this width.
+    compiled, x = whole(Blocks(4, width=208)), torch.randn(8, 208, requires_grad=True)
+    for _ in range(3):
+        with under(recipe):
+            y = compiled(x)
+        y.sum().backward()
+    assert len(calls) == 1
 
 
 def test_the_results_of_a_layout_are_not_those_of_another() -> None:
