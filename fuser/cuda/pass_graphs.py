@@ -30,9 +30,11 @@ Body = Callable[[list[torch.Tensor]], None]
 
 FEWEST_CALLS = 3
 """Launches and products of a sequence that is worth a graph."""
-MOST_GRAPHS = 8
-"""Of one sequence: a graph for each set of addresses."""
-PATIENCE = 32
+MOST_GRAPHS = 64
+"""Of one sequence: a graph for each set of addresses. Equal blocks in torch.compile share one."""
+MOST_OF_PROCESS = 1024
+"""Graphs of ten kernels each take 140 MiB of a GPU and as much of the host."""
+PATIENCE = 256
 """After so many misses in turn a sequence plays as many calls, then twice as many, unlooked at."""
 LONGEST_PAUSE = 4096
 
@@ -175,8 +177,11 @@ class PassGraphs:
         The index of the GPU.
     """
 
+    _of_process: ClassVar[weakref.WeakSet[PassGraphs]] = weakref.WeakSet()
+
     def __init__(self, device: int) -> None:
         self.device = device
+        self._of_process.add(self)
         self.refusal: str | None = None
         """Why it is never captured; None if it may be."""
         self.calls = self.hits = 0
@@ -229,6 +234,8 @@ class PassGraphs:
             oldest = min([*self._graphs.items()], key=lambda item: item[1].last_use)
             if oldest[1].last_use >= before:
                 before = 0  # its addresses come back later than those of every graph
+        elif before and sum(each.count for each in [*self._of_process]) >= MOST_OF_PROCESS:
+            before = 0
         if not before:
             while len(self._seen) >= PATIENCE:
                 self._seen.pop(next(iter(self._seen)), None)

@@ -127,6 +127,14 @@ PASS_GRAPHS = (
         "test_pass_graphs.py::test_addresses_that_come_back_sooner_take_the_place_of_the_oldest",
     ),
     Mutant(
+        "a process has as many graphs as it has addresses",
+        "cuda/pass_graphs.py",
+        "PassGraphs._captured",
+        "elif before and sum(each.count for each in [*self._of_process]) >= MOST_OF_PROCESS:",
+        "elif False:",
+        "test_pass_graphs.py::test_a_process_has_no_more_graphs_than_its_memory_is_for",
+    ),
+    Mutant(
         "a sequence without hits looks at every call",
         "cuda/pass_graphs.py",
         "PassGraphs._miss",

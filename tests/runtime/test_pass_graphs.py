@@ -327,6 +327,25 @@ def test_the_second_call_with_the_same_addresses_is_captured(capturer: CpuCaptur
     assert runs.graphs.count == capturer.captures == 2
 
 
+def test_each_of_many_blocks_that_share_a_sequence_has_a_graph(capturer: CpuCapturer) -> None:
+    runs, blocks = Runs(), range(48)
+    found = [[runs(block) for block in blocks] for _ in range(3)]
+    assert [all(replayed) for replayed in found] == [False, True, True]
+    assert runs.graphs.count == len(blocks)
+
+
+def test_a_process_has_no_more_graphs_than_its_memory_is_for(
+    capturer: CpuCapturer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = sum(each.count for each in PassGraphs._of_process)
+    monkeypatch.setattr(pass_graphs, "MOST_OF_PROCESS", others + 3)
+    first, second = Runs(), Runs()
+    assert [first(i // 2) for i in range(4)] == [False, True, False, True]
+    assert [second(i // 2) for i in range(4)] == [False, True, False, False]
+    monkeypatch.setattr(pass_graphs, "MOST_OF_PROCESS", others + 4)
+    assert [second(1), second(1)] == [True, True]
+
+
 def test_more_addresses_in_turn_than_graphs_leave_the_first_ones(capturer: CpuCapturer) -> None:
     runs = Runs()
     count = pass_graphs.MOST_GRAPHS + 2
