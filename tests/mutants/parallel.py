@@ -283,4 +283,12 @@ PARALLEL = (
         "test_amax_reduction.py::"
         "test_amaxes_are_reduced_over_the_group_of_their_autocast_in_any_order",
     ),
+    Mutant(
+        "a group of experts that is set later is left out",
+        "basic_ops/expert_parallel.py",
+        "ExpertParallelOperation.expert_parallel_group",
+        "self._group = GroupRef(group)",
+        "pass",
+        "test_moe_ops.py::test_a_group_of_experts_that_is_set_later_is_the_one_of_the_op",
+    ),
 )

@@ -945,4 +945,20 @@ REBUILT = (
         "test_rebuilt.py::test_with_a_budget_of_zero_a_change_before_backward_is_refused",
         select="module",
     ),
+    Mutant(
+        "statistics of an adaptive norm count one number of a row",
+        "basic_ops/adaptive_layer_norm.py",
+        "AdaptiveLayerNorm.saved_bytes",
+        "return 2 * 4 * math.prod(",
+        "return 4 * math.prod(",
+        "test_why_kept.py::test_statistics_are_the_bytes_that_an_op_saves_beside_its_inputs",
+    ),
+    Mutant(
+        "weights that a later pipeline quantizes again have the places of the first one",
+        "plan/memory.py",
+        "BudgetCost.moved",
+        "return replace(self, inputs=inputs, weights=weights)",
+        "return replace(self, inputs=inputs)",
+        "test_memory_curve.py::test_a_plan_of_a_budget_keeps_what_the_curve_says_of_it",
+    ),
 )

@@ -801,4 +801,12 @@ STATE = (
         "made = make()",
         "test_kept_weight.py::test_what_inference_mode_kept_serves_training",
     ),
+    Mutant(
+        "a recorded backward goes on with a stand-in of zeros or without",
+        "basic_ops/main_grad.py",
+        "accumulation",
+        'getattr(weight, "zero_out_wgrad", False)',
+        "None",
+        "test_recorded.py::test_a_recorded_backward_follows_what_a_weight_asks_of_its_main_grad",
+    ),
 )
