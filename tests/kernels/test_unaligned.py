@@ -276,6 +276,7 @@ def chains() -> None:
             sources=SOURCES,
         )
         has_grad = [n is not None for n in operands]
+        ends_in_one = operands[-1] is None  # an activation, whose output backward computes again
 
         def outputs() -> Tensors:
             with emulated():
@@ -285,19 +286,20 @@ def chains() -> None:
                 "dx": empty(M, wide, dtype=BF16),
                 **{f"d_{n}": empty(*shapes[n], dtype=BF16) for n in given},
                 **work,
+                **({"y": empty(M, K, dtype=BF16)} if ends_in_one else {}),
             }
 
         def launch(t: Tensors) -> None:
             grads = [None if n is None else t[f"d_{n}"] for n in operands]
-            pointwise.pointwise_backward(
-                stages, t["dy"], t["x"], listed(t), t["dx"], grads, t.get("workspace")
-            )
+            others = t["dx"], grads, t.get("workspace")
+            pointwise.pointwise_backward(stages, t["dy"], t["x"], listed(t), *others, y=t.get("y"))
 
         def expected(t: Tensors) -> Tensors:
             dx, grads = reference_chain.backward(stages, t["dy"], t["x"], listed(t))
             pairs = zip(operands, grads, strict=True)
             found = {f"d_{n}": grad for n, grad in pairs if n is not None and grad is not None}
-            return {"dx": dx, **found}
+            y = {"y": reference_chain.forward(stages, t["x"], listed(t))} if ends_in_one else {}
+            return {"dx": dx, **found, **y}
 
         CASES[f"pointwise_backward, {name}"] = Case(
             lambda: {**inputs(), "dy": drawn(M, K, seed=7)},
@@ -365,6 +367,27 @@ def formats_of_8_and_4_bits() -> None:
         launch=lambda t, b: fp8_scaling.quantize(fp8_format(), t["x"], b, scale=t["given"]),
         expected=lambda t: reference_fp8.quantize_delayed(t["x"], t["given"], E4M3)[::2],
     )
+
+    def of_both(t: Tensors) -> torch.Tensor:
+        largest = E4M3.max / t["amax"]
+        is_less = t["amax"].isfinite() & (largest < t["scale"])
+        return torch.where(is_less, largest, t["scale"])
+
+    for amax in (1.0, 500.0):  # the scale of the one is larger than the other scale
+        of(
+            f"fp8 of a scale and an amax of {amax}",
+            "row col scale_inv",
+            lambda: {**data(), "scale_inv": empty(1, dtype=F32)},
+            inputs=lambda amax=amax: {
+                "x": drawn(M, K),
+                "scale": torch.tensor([3.0]),
+                "amax": torch.tensor([amax]),
+            },
+            launch=lambda t, b: fp8_scaling.quantize(
+                fp8_format(), t["x"], b, scale=t["scale"], amax_value=t["amax"]
+            ),
+            expected=lambda t: reference_fp8.quantize_delayed(t["x"], of_both(t), E4M3)[:3],
+        )
 
     def of_blocks(dim: int) -> None:
         of(
