@@ -27,6 +27,7 @@ from quantize_cases import (
     nvfp4_format,
     rows_format,
 )
+from said import said
 
 from fuser import formats
 from fuser.chain import Stage
@@ -221,6 +222,16 @@ def norms() -> None:
             ("x", "dy", "d_extra"),
             error=1e-2,
         )
+
+        if dtype is F32:  # as where 16 bits were added to fp32
+            CASES[f"{norm}_backward, {dtype} and rounded"] = Case(
+                lambda: (t := gradients()) | {"dy": t["dy"].to(BF16)},
+                lambda: {**of_gradients(), "rounded_dx": empty(M, K, dtype=BF16)},
+                lambda t: launch_backward(**t),
+                lambda t: (found := backward(t)) | {"rounded_dx": found["dx"].to(BF16)},
+                ("x", "dy", "d_extra"),
+                error=1e-2,
+            )
 
     def of_l2(dtype: torch.dtype) -> None:
         CASES[f"l2norm, {dtype}"] = Case(
@@ -508,6 +519,21 @@ def decoders() -> None:
                 )
             },
         )
+        CASES[f"fp8 dequantize of groups, {copy}"] = Case(
+            lambda: {
+                "data": bytes_of(*((K, 256) if columnwise else (256, K))),
+                "scale_inv": torch.tensor([0.5, 2.0]),
+            },
+            lambda: {"out": empty(256, K, dtype=BF16)},
+            lambda t: fp8_scaling.dequantize_groups(
+                t["data"], t["scale_inv"], E4M3, BF16, out=t["out"], **options
+            ),
+            lambda t: {
+                "out": reference_fp8.dequantize_groups(
+                    t["data"], t["scale_inv"], E4M3, BF16, **options
+                )
+            },
+        )
         CASES[f"block dequantize of {copy}"] = Case(
             lambda: {
                 "data": bytes_of(*size),
@@ -715,6 +741,65 @@ def test_the_rows_of_each_input_alone_may_be_an_odd_distance_apart(name: str) ->
             return spaced(x) if of == one else x
 
         assert_as_expected(case, change)
+
+
+@pytest.mark.parametrize("one", ["dx", "y"])
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_a_backward_of_a_norm_writes_y_beside_an_aligned_dx_alone(norm: str, one: str) -> None:
+    case = CASES[f"{norm}_backward, {BF16}"]
+    given = {**case.inputs(), **case.outputs(), "y": empty(M, K, dtype=BF16)}
+    if norm == "layernorm":
+        given["beta"] = drawn(K)
+    given[one] = shifted(given[one])
+    launch = getattr(normalization_backward, f"{norm}_backward")
+    with (
+        emulated(),
+        pytest.raises(InputError, match=said("normalization-backward-cannot-write-too")),
+    ):
+        launch(**given)
+
+
+def norm_tensors(norm: str, dtype: torch.dtype) -> Tensors:
+    t = {name: drawn(M, K, dtype=dtype) for name in ("x", "dy", "d_extra")}
+    t |= {"gamma": drawn(K, dtype=dtype), "rstd": drawn(M, dtype=F32)}
+    if norm == "layernorm":
+        t |= {"beta": drawn(K, dtype=dtype), "mean": drawn(M, dtype=F32)}
+    return {**t, "means": empty(M, 1 + (norm == "layernorm"), dtype=F32)}
+
+
+PRODUCERS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "the output": (
+        "x gamma beta mean rstd",
+        lambda t: normalization.norm_producer(**t, y_dtype=t["x"].dtype).is_aligned,
+    ),
+    "the gradient": (
+        "dy x gamma mean rstd means d_extra",
+        lambda t: normalization_backward.norm_backward_producer(**t).is_aligned,
+    ),
+    "the output beside the gradient": (
+        "dy x gamma beta d_extra",
+        lambda t: normalization_backward.writes_output(**t),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("made", PRODUCERS)
+def test_a_norm_is_computed_by_vectors_if_each_of_its_tensors_is_aligned(
+    made: str, norm: str, dtype: torch.dtype
+) -> None:
+    """All but its statistics, of which a thread reads one at a time."""
+    names, is_by_vectors = PRODUCERS[made]
+    every = norm_tensors(norm, dtype)
+    given = {name: every[name] for name in names.split() if name in every}
+    with emulated():
+        assert is_by_vectors(given)
+        for name, tensor in given.items():
+            is_read_alone = name in ("mean", "rstd", "means")
+            assert is_by_vectors(given | {name: shifted(tensor)}) == is_read_alone, name
+            if name in ("x", "dy", "d_extra"):
+                assert not is_by_vectors(given | {name: spaced(tensor)}), name
 
 
 HARD = {"inf": float("inf"), "-inf": -float("inf"), "NaN": float("nan")}
