@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fuser
 from fuser import recipe
+from fuser.communication import PlannedGroup
 from fuser.te.pytorch import (
     attention,
     cross_entropy,
@@ -210,6 +211,29 @@ def test_a_group_of_another_size_is_refused_later() -> None:
     layer.tp_size = 2
     with pytest.raises(fuser.InputError, match=said("layers-set-tensor-group", None, 1)):
         layer.set_tensor_parallel_group(None)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **group: layers.Linear(16, 32, parallel_mode="column", **group),
+        lambda **group: layers.Linear(32, 16, parallel_mode="row", **group),
+        lambda **group: layers.LayerNormLinear(16, 32, parallel_mode="column", **group),
+        lambda **group: layers.LayerNormMLP(16, 32, set_parallel_mode=True, **group),
+        lambda **group: transformer.MultiheadAttention(16, 2, set_parallel_mode=True, **group),
+        lambda **group: transformer.TransformerLayer(16, 32, 2, set_parallel_mode=True, **group),
+    ],
+)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_group_that_is_set_later_is_that_of_every_op(make: Any, sequence_parallel: bool) -> None:
+    module = make(tp_group=PlannedGroup(2), sequence_parallel=sequence_parallel)
+    group = PlannedGroup(2)
+    module.set_tensor_parallel_group(group)
+    inside = [m for m in module.modules() if isinstance(m, layers.TransformerEngineBaseModule)]
+    assert all(layer.tp_group is group for layer in inside)
+    groups = [one for layer in inside for _, op in layer._basic_ops() for one in op.process_groups]
+    assert groups
+    assert all(one is group for one in groups)
 
 
 # -- attention -----------------------------------------------------------------------
