@@ -219,7 +219,7 @@ def test_statistics_are_the_bytes_that_an_op_saves_beside_its_inputs(op: Any, ex
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         is_quantized = isinstance(tensor, fuser.QuantizedTensor)
-        for part in tensor._memory() if is_quantized else [tensor]:  # type: ignore[attr-defined]
+        for part in tensor._memory() if is_quantized else [tensor]:
             saved[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
         return tensor
 
