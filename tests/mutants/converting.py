@@ -530,4 +530,12 @@ CONVERTING = (
         "beside = [*owner._modules]",
         "test_routers.py::test_names_say_where_a_forward_cannot_be_followed",
     ),
+    Mutant(
+        "a forward that a class gets after a call does not count",
+        "conversion/known_modules.py",
+        "KnownModules.are_as_noted",
+        "and [cls.forward for cls in noted.originals] == noted.forwards",
+        "",
+        "test_refusals.py::test_a_forward_that_a_class_gets_later_is_seen",
+    ),
 )

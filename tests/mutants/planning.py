@@ -961,4 +961,20 @@ REBUILT = (
         "return replace(self, inputs=inputs)",
         "test_memory_curve.py::test_a_plan_of_a_budget_keeps_what_the_curve_says_of_it",
     ),
+    Mutant(
+        "a layer's plan of evaluation is that of training",
+        "modules/layer.py",
+        "InputLayer.plan",
+        "self.ops.plan(input, training=training, device=device)",
+        "self.ops.plan(input, device=device)",
+        "test_modules.py::test_a_layernorm_mlp_is_its_ops",
+    ),
+    Mutant(
+        "a grouped layer's plan of evaluation is that of training",
+        "modules/grouped_linear.py",
+        "GroupedLinear.plan",
+        "training=training, device=device)",
+        "device=device)",
+        "test_grouped_linear_module.py::test_a_layer_is_its_op",
+    ),
 )

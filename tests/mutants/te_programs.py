@@ -435,4 +435,28 @@ TE_PROGRAMS = (
         "tracker.set_states(self._first)",
         "test_megatron_names.py::test_every_recomputation_has_the_random_states_of_its_forward",
     ),
+    Mutant(
+        "scales of blocks are of rows unless a keyword says otherwise",
+        "te/tensors.py",
+        "_quantizer_of",
+        'named.get("is_2D_scaled", True)',
+        'named.get("is_2D_scaled")',
+        "test_te_tensors.py::test_scales_of_blocks_are_of_squares_unless_a_keyword_says_otherwise",
+    ),
+    Mutant(
+        "a tensor of given buffers records amaxes in its quantizer",
+        "te/tensors.py",
+        "_from_keywords",
+        "quantizer.with_usage(**usages).unbound()",
+        "quantizer.with_usage(**usages)",
+        "test_te_tensors.py::test_writes_to_a_tensor_of_given_buffers_record_no_amax",
+    ),
+    Mutant(
+        "programs see no group of amaxes",
+        "te/pytorch/state.py",
+        "FP8GlobalStateManager.get_fp8_group",
+        "return current_state().group",
+        "return None",
+        "test_te_functions.py::test_the_group_of_amaxes_is_that_of_the_forward",
+    ),
 )

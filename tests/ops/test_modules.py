@@ -36,8 +36,10 @@ def test_a_layernorm_mlp_is_its_ops(normalization: str, activation: str) -> None
     assert act.function.name == activation
     x = x_of(5, 64)
     torch.testing.assert_close(mlp(x), down(act(up(norm(x)))))
-    linear = ("BasicLinear", "Bias")
-    assert mlp.plan(x).ops == (normalization, *linear, type(act).__name__, *linear)
+    linear, plan = ("BasicLinear", "Bias"), mlp.plan(x)
+    assert plan.ops == (normalization, *linear, type(act).__name__, *linear)
+    assert plan.backward
+    assert not mlp.plan(x, training=False).backward
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
