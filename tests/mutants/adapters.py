@@ -257,4 +257,12 @@ STATE_DICTS = (
         "pass",
         "test_state.py::test_state_dict_has_the_keys_that_checkpoints_have",
     ),
+    Mutant(
+        "of a module under two names one has plain keys",
+        "op/state.py",
+        "plain_keys",
+        "module.named_modules(remove_duplicate=False)",
+        "module.named_modules()",
+        "test_state.py::test_a_module_under_two_names_has_plain_keys_under_both",
+    ),
 )
