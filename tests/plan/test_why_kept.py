@@ -210,7 +210,7 @@ def test_reasons_are_in_print_and_dict() -> None:
     ],
 )
 def test_statistics_are_the_bytes_that_an_op_saves_beside_its_inputs(op: Any, extras: Any) -> None:
-    """As torch's hooks of saved tensors get them; the pages of memory are those of no input."""
+    """As torch's hooks of saved tensors get them, without the memory of inputs and parameters."""
     model = fuser.Sequential(op())
     x = torch.randn(T, 2, H, requires_grad=True)
     others = [torch.randn(shape, requires_grad=True) for shape in extras]
