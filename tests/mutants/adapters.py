@@ -265,4 +265,12 @@ STATE_DICTS = (
         "module.named_modules()",
         "test_state.py::test_a_module_under_two_names_has_plain_keys_under_both",
     ),
+    Mutant(
+        "of two keys of one parameter a layer loads that of its op",
+        "modules/layer.py",
+        "Layer._load_from_state_dict",
+        "state_dict.setdefault(prefix + name, value)",
+        "state_dict[prefix + name] = value",
+        "test_modules.py::test_of_two_keys_of_one_parameter_a_layer_loads_its_own",
+    ),
 )

@@ -809,4 +809,12 @@ STATE = (
         "None",
         "test_recorded.py::test_a_recorded_backward_follows_what_a_weight_asks_of_its_main_grad",
     ),
+    Mutant(
+        "a scale of 1 that a history gave is replaced by that of the bytes",
+        "precision/delayed_scaling.py",
+        "DelayedScales.keep_scale",
+        "(scale == 1) & (past == 0).all()",
+        "scale == 1",
+        "test_delayed_parameters.py::test_a_scale_of_1_that_a_history_gave_stays_whatever_the_bytes_of_the_weight",
+    ),
 )

@@ -424,3 +424,10 @@ def test_gather_quantized_takes_the_weights_of_layers_and_of_ops() -> None:
     linears = [op for _, op in modules_and_ops(model) if isinstance(op, fuser.BasicLinear)]
     kinds: list[type] = [type(op._parameters["weight"]) for op in linears]
     assert kinds == [MasterWeight] * 3
+
+
+def test_of_two_keys_of_one_parameter_a_layer_loads_its_own() -> None:
+    layer, other = modules.Linear(8, 4), modules.Linear(8, 4)
+    state = {**other.state_dict(), "ops.0.basic_ops.0.weight": torch.zeros(4, 8)}
+    layer.load_state_dict(state)
+    assert torch.equal(layer.weight, other.weight)
