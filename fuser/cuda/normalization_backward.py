@@ -83,7 +83,8 @@ class Backward(NamedTuple):
     y
         Written, only together with ``dx`` and if :func:`writes_output`: the output of the forward
         with the bits that it writes, contiguous, in the dtype of ``dy``, whose memory it may
-        have. 2 bytes an element of 16 bits. None does not write it.
+        have. It and ``dx`` are at multiples of 16 bytes. 2 bytes an element of 16 bits. None does
+        not write it.
     workspace
         Written and read; fp32, contiguous, of :func:`workspace_shape`; None without gradients of
         parameters.
@@ -220,7 +221,8 @@ def _checked(function: str, tensors: Backward) -> tuple[int, int]:
                 f"{function} writes y beside dx, from gamma and, of a LayerNorm, beta; of these it "
                 f"got {', '.join(has) or 'none'}."
             )
-        if not writes_output(dy, x, gamma, beta, d_extra):
+        are_outputs_aligned = are_aligned(columns, x, (), dx, rounded_dx, y)
+        if not are_outputs_aligned or not writes_output(dy, x, gamma, beta, d_extra):
             raise InputError(f"{function} cannot write y too, for rows of {columns} {x.dtype}.")
     check_parameters(function, columns, (("gamma", gamma), ("beta", beta)))
     check_statistics(function, rows, mean, rstd, amax)

@@ -769,7 +769,10 @@ def parts_of_process_groups_are_saved_as_dtensors() -> None:
         tp_group=mesh(),
         sequence_parallel=True,
     )
+    marked.weight.requires_grad_(False)
     distribute_parameters(marked, mesh())
+    trained = {name for name, parameter in marked.named_parameters() if parameter.requires_grad}
+    assert trained == {"layer_norm_weight", "layer_norm_bias", "bias"}
     assert marked.ops[0].rows_are_sharded
     assert marked(x).shape == (ROWS, WIDTH // 2)
     assert "no state" in said(InputError, lambda: init_delayed_scaling(layers, recipe))

@@ -93,6 +93,19 @@ def test_a_weight_that_is_not_trained_costs_no_gradient() -> None:
     assert frozen[1] < trained[1]
 
 
+@pytest.mark.parametrize(
+    "change", [lambda m: m.requires_grad_(False), lambda m: m.float()], ids=["frozen", "fp32"]
+)
+def test_modules_that_differ_in_one_thing_have_times_of_their_own(change: Any) -> None:
+    model, other = parts(), parts()
+    change(model.last)
+    change(other.first)
+    gains, others = (fuser.convert(each, recipe=CURRENT).gains() for each in (model, other))
+    assert gains["first"] == others["last"]
+    assert gains["last"] == others["first"]
+    assert gains["first"] != gains["last"]
+
+
 def test_nothing_is_said_of_what_no_option_changes() -> None:
     def without_norms(**options: Any) -> set[str]:
         return set(fuser.convert(parts(), **options).gains()) - {"norm"}

@@ -101,6 +101,27 @@ def assert_own_forward_decides(
     return expected
 
 
+@WHEN
+def test_a_forward_that_a_class_gets_later_is_seen(
+    calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As patches of libraries set it, on all modules of the class at once."""
+
+    class MLP(GatedMLP):
+        """A class of this test alone."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    def patched(self: GatedMLP, x: torch.Tensor) -> torch.Tensor:
+        return 2 * GatedMLP.forward(self, x)
+
+    def change(model: nn.Module) -> None:
+        monkeypatch.setattr(MLP, "forward", patched)
+
+    assert_own_forward_decides(MLP, change, calls)
+
+
 @pytest.mark.sampled(most=18)
 @WHEN
 @pytest.mark.parametrize("child", ["gate", "up", "down"])

@@ -101,6 +101,11 @@ def of_names(name: str, *beside: str) -> nn.Module:
     return module
 
 
+def with_parameter(module: nn.Module, name: str) -> nn.Module:
+    module.register_parameter(name, nn.Parameter(torch.zeros(COUNT)))
+    return module
+
+
 class TopKRouter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -190,6 +195,8 @@ def test_a_router_of_several_layers_may_be_a_module() -> None:
         (lambda: of_names("router_projection"), ["router_projection"]),
         (lambda: of_names("gate", "experts"), ["gate"]),
         (lambda: of_names("gate", "shared_expert"), ["gate"]),
+        (lambda: with_parameter(of_names("gate"), "expert_bias"), ["gate"]),
+        (lambda: with_parameter(of_names("gate"), "bias"), []),
         (lambda: of_names("gate", "up"), []),
         (lambda: of_names("gate_proj", "experts"), []),
         (TopKRouter, ["layer"]),

@@ -56,7 +56,10 @@ def test_a_layer_is_its_op(options: dict[str, bool], names: tuple[str, ...]) -> 
     y.sum().backward()
     assert torch.equal(dx, x.grad)
     assert all(torch.equal(getattr(layer, n).grad, getattr(op, n).grad) for n in names)
-    assert layer.plan(x, SPLITS).ops == ("GroupedLinear",)
+    plan = layer.plan(x, SPLITS)
+    assert plan.ops == ("GroupedLinear",)
+    assert plan.backward
+    assert not layer.plan(x, SPLITS, training=False).backward
 
 
 @every_layout

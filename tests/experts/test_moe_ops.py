@@ -17,6 +17,7 @@ from said import holds, said
 import fuser
 from fuser import recipe as recipes
 from fuser.basic_ops import moe
+from fuser.communication import PlannedGroup
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.moe import permute, unpermute
 from fuser.recipe import BACKWARD_OVERRIDES
@@ -503,3 +504,20 @@ def test_a_group_needs_process_groups(op: Any) -> None:
         StateError, match=said("groups-communicates-torch-distributed", holds("Moe"))
     ):
         op(expert_parallel_group=torch.distributed.ProcessGroup(0, 2))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", ["dispatch", "combine"])
+def test_a_group_of_experts_that_is_set_later_is_the_one_of_the_op(kind: str) -> None:
+    first, second = PlannedGroup(2), PlannedGroup(2)
+    options: Any = {"expert_parallel_group": first}
+    op: Any = fuser.MoeCombine(**options)
+    if kind == "dispatch":
+        op = fuser.MoeDispatch(EXPERTS, **options)
+    op.expert_parallel_group = second
+    assert op.expert_parallel_group is second
+    (group,) = op.process_groups
+    assert group is second
+    for other in (PlannedGroup(4), None):
+        with pytest.raises(InputError, match=said("expert-parallel-made-make-op", None, 2)):
+            op.expert_parallel_group = other
+    assert op.expert_parallel_group is second

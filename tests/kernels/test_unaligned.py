@@ -27,6 +27,7 @@ from quantize_cases import (
     nvfp4_format,
     rows_format,
 )
+from said import said
 
 from fuser import formats
 from fuser.chain import Stage
@@ -234,6 +235,16 @@ def norms() -> None:
             error=1e-2,
         )
 
+        if dtype is F32:  # as where 16 bits were added to fp32
+            CASES[f"{norm}_backward, {dtype} and rounded"] = Case(
+                lambda: (t := gradients()) | {"dy": t["dy"].to(BF16)},
+                lambda: {**of_gradients(), "rounded_dx": empty(M, K, dtype=BF16)},
+                lambda t: launch_backward(**t),
+                lambda t: (found := backward(t)) | {"rounded_dx": found["dx"].to(BF16)},
+                ("x", "dy", "d_extra"),
+                error=1e-2,
+            )
+
     def of_l2(dtype: torch.dtype) -> None:
         CASES[f"l2norm, {dtype}"] = Case(
             lambda: {"x": drawn(M, K, dtype=dtype)},
@@ -288,6 +299,7 @@ def chains() -> None:
             sources=SOURCES,
         )
         has_grad = [n is not None for n in operands]
+        ends_in_one = operands[-1] is None  # an activation, whose output backward computes again
 
         def outputs() -> Tensors:
             with emulated():
@@ -297,19 +309,20 @@ def chains() -> None:
                 "dx": empty(M, wide, dtype=BF16),
                 **{f"d_{n}": empty(*shapes[n], dtype=BF16) for n in given},
                 **work,
+                **({"y": empty(M, K, dtype=BF16)} if ends_in_one else {}),
             }
 
         def launch(t: Tensors) -> None:
             grads = [None if n is None else t[f"d_{n}"] for n in operands]
-            pointwise.pointwise_backward(
-                stages, t["dy"], t["x"], listed(t), t["dx"], grads, t.get("workspace")
-            )
+            others = t["dx"], grads, t.get("workspace")
+            pointwise.pointwise_backward(stages, t["dy"], t["x"], listed(t), *others, y=t.get("y"))
 
         def expected(t: Tensors) -> Tensors:
             dx, grads = reference_chain.backward(stages, t["dy"], t["x"], listed(t))
             pairs = zip(operands, grads, strict=True)
             found = {f"d_{n}": grad for n, grad in pairs if n is not None and grad is not None}
-            return {"dx": dx, **found}
+            y = {"y": reference_chain.forward(stages, t["x"], listed(t))} if ends_in_one else {}
+            return {"dx": dx, **found, **y}
 
         CASES[f"pointwise_backward, {name}"] = Case(
             lambda: {**inputs(), "dy": drawn(M, K, seed=7)},
@@ -377,6 +390,27 @@ def formats_of_8_and_4_bits() -> None:
         launch=lambda t, b: fp8_scaling.quantize(fp8_format(), t["x"], b, scale=t["given"]),
         expected=lambda t: reference_fp8.quantize_delayed(t["x"], t["given"], E4M3)[::2],
     )
+
+    def of_both(t: Tensors) -> torch.Tensor:
+        largest = E4M3.max / t["amax"]
+        is_less = t["amax"].isfinite() & (largest < t["scale"])
+        return torch.where(is_less, largest, t["scale"])
+
+    for amax in (1.0, 500.0):  # the scale of the one is larger than the other scale
+        of(
+            f"fp8 of a scale and an amax of {amax}",
+            "row col scale_inv",
+            lambda: {**data(), "scale_inv": empty(1, dtype=F32)},
+            inputs=lambda amax=amax: {
+                "x": drawn(M, K),
+                "scale": torch.tensor([3.0]),
+                "amax": torch.tensor([amax]),
+            },
+            launch=lambda t, b: fp8_scaling.quantize(
+                fp8_format(), t["x"], b, scale=t["scale"], amax_value=t["amax"]
+            ),
+            expected=lambda t: reference_fp8.quantize_delayed(t["x"], of_both(t), E4M3)[:3],
+        )
 
     def of_blocks(dim: int) -> None:
         of(
@@ -493,6 +527,21 @@ def decoders() -> None:
             ),
             lambda t: {
                 "out": reference_rowwise.dequantize(
+                    t["data"], t["scale_inv"], E4M3, BF16, **options
+                )
+            },
+        )
+        CASES[f"fp8 dequantize of groups, {copy}"] = Case(
+            lambda: {
+                "data": bytes_of(*((K, 256) if columnwise else (256, K))),
+                "scale_inv": torch.tensor([0.5, 2.0]),
+            },
+            lambda: {"out": empty(256, K, dtype=BF16)},
+            lambda t: fp8_scaling.dequantize_groups(
+                t["data"], t["scale_inv"], E4M3, BF16, out=t["out"], **options
+            ),
+            lambda t: {
+                "out": reference_fp8.dequantize_groups(
                     t["data"], t["scale_inv"], E4M3, BF16, **options
                 )
             },
@@ -704,6 +753,65 @@ def test_the_rows_of_each_input_alone_may_be_an_odd_distance_apart(name: str) ->
             return spaced(x) if of == one else x
 
         assert_as_expected(case, change)
+
+
+@pytest.mark.parametrize("one", ["dx", "y"])
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_a_backward_of_a_norm_writes_y_beside_an_aligned_dx_alone(norm: str, one: str) -> None:
+    case = CASES[f"{norm}_backward, {BF16}"]
+    given = {**case.inputs(), **case.outputs(), "y": empty(M, K, dtype=BF16)}
+    if norm == "layernorm":
+        given["beta"] = drawn(K)
+    given[one] = shifted(given[one])
+    launch = getattr(normalization_backward, f"{norm}_backward")
+    with (
+        emulated(),
+        pytest.raises(InputError, match=said("normalization-backward-cannot-write-too")),
+    ):
+        launch(**given)
+
+
+def norm_tensors(norm: str, dtype: torch.dtype) -> Tensors:
+    t = {name: drawn(M, K, dtype=dtype) for name in ("x", "dy", "d_extra")}
+    t |= {"gamma": drawn(K, dtype=dtype), "rstd": drawn(M, dtype=F32)}
+    if norm == "layernorm":
+        t |= {"beta": drawn(K, dtype=dtype), "mean": drawn(M, dtype=F32)}
+    return {**t, "means": empty(M, 1 + (norm == "layernorm"), dtype=F32)}
+
+
+PRODUCERS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "the output": (
+        "x gamma beta mean rstd",
+        lambda t: normalization.norm_producer(**t, y_dtype=t["x"].dtype).is_aligned,
+    ),
+    "the gradient": (
+        "dy x gamma mean rstd means d_extra",
+        lambda t: normalization_backward.norm_backward_producer(**t).is_aligned,
+    ),
+    "the output beside the gradient": (
+        "dy x gamma beta d_extra",
+        lambda t: normalization_backward.writes_output(**t),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("made", PRODUCERS)
+def test_a_norm_is_computed_by_vectors_if_each_of_its_tensors_is_aligned(
+    made: str, norm: str, dtype: torch.dtype
+) -> None:
+    """All but its statistics, of which a thread reads one at a time."""
+    names, is_by_vectors = PRODUCERS[made]
+    every = norm_tensors(norm, dtype)
+    given = {name: every[name] for name in names.split() if name in every}
+    with emulated():
+        assert is_by_vectors(given)
+        for name, tensor in given.items():
+            is_read_alone = name in ("mean", "rstd", "means")
+            assert is_by_vectors(given | {name: shifted(tensor)}) == is_read_alone, name
+            if name in ("x", "dy", "d_extra"):
+                assert not is_by_vectors(given | {name: spaced(tensor)}), name
 
 
 HARD = {"inf": float("inf"), "-inf": -float("inf"), "NaN": float("nan")}

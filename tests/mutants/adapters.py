@@ -257,4 +257,20 @@ STATE_DICTS = (
         "pass",
         "test_state.py::test_state_dict_has_the_keys_that_checkpoints_have",
     ),
+    Mutant(
+        "of a module under two names one has plain keys",
+        "op/state.py",
+        "plain_keys",
+        "module.named_modules(remove_duplicate=False)",
+        "module.named_modules()",
+        "test_state.py::test_a_module_under_two_names_has_plain_keys_under_both",
+    ),
+    Mutant(
+        "of two keys of one parameter a layer loads that of its op",
+        "modules/layer.py",
+        "Layer._load_from_state_dict",
+        "state_dict.setdefault(prefix + name, value)",
+        "state_dict[prefix + name] = value",
+        "test_modules.py::test_of_two_keys_of_one_parameter_a_layer_loads_its_own",
+    ),
 )

@@ -494,4 +494,20 @@ COMPILING = (
         "dy = grads[0]",
         f"{TEST}test_gradients_of_other_strides_are_those_of_an_eager_backward",
     ),
+    Mutant(
+        "a program is planned for the kernels of its export",
+        "runtime/exported.py",
+        "passes_of_export",
+        "here = facts._replace(no_kernels=kernel_refusal(facts.device))",
+        "here = facts",
+        "test_exported.py::test_a_program_is_planned_for_the_kernels_of_the_process_that_loads_it",
+    ),
+    Mutant(
+        "experts under torch's autocast read sizes as their weights would",
+        "runtime/traced_passes.py",
+        "describe",
+        "autocast or of_op[0]",
+        "of_op[0]",
+        "test_compiled_experts.py::test_the_dtype_of_its_own_weights_decides_whether_a_layer_reads_sizes",
+    ),
 )

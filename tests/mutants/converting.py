@@ -514,4 +514,28 @@ CONVERTING = (
         "if False:",
         "test_reshaped_rows.py::test_a_chain_reads_what_a_module_that_is_called_in_it_has_not_written",
     ),
+    Mutant(
+        "a frozen module has the times of a trained one",
+        "conversion/gains.py",
+        "Gains.times",
+        "(name, p.shape, p.dtype, p.requires_grad)",
+        "(name, p.shape, p.dtype)",
+        "test_gains.py::test_modules_that_differ_in_one_thing_have_times_of_their_own",
+    ),
+    Mutant(
+        "parameters of experts beside a gate do not make it a router",
+        "conversion/routers.py",
+        "_is_named",
+        "beside = [*owner._modules, *owner._parameters]",
+        "beside = [*owner._modules]",
+        "test_routers.py::test_names_say_where_a_forward_cannot_be_followed",
+    ),
+    Mutant(
+        "a forward that a class gets after a call does not count",
+        "conversion/known_modules.py",
+        "KnownModules.are_as_noted",
+        "and [cls.forward for cls in noted.originals] == noted.forwards",
+        "",
+        "test_refusals.py::test_a_forward_that_a_class_gets_later_is_seen",
+    ),
 )

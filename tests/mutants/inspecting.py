@@ -85,4 +85,20 @@ INSPECTION = (
         "noise = max(10 ** (-ratio / 10) for ratio, _ in known)",
         "test_inspection.py::test_the_ratio_of_a_ranked_product_is_that_of_its_result",
     ),
+    Mutant(
+        "the largest value of several calls is that of the last",
+        "inspection/report.py",
+        "_added",
+        "else max(amax)",
+        "else amax[-1]",
+        "test_inspection.py::test_the_numbers_of_several_calls_are_those_of_all_their_values",
+    ),
+    Mutant(
+        "the last call of an op says whether a recipe was active",
+        "inspection/report.py",
+        "InspectedStep.ran",
+        "has_recipe or self.recipes.get(op, False)",
+        "has_recipe",
+        "test_inspection.py::test_a_recipe_was_active_if_it_was_in_one_of_the_calls_of_an_op",
+    ),
 )

@@ -375,4 +375,22 @@ ARITHMETIC = (
         "add_rn(gradient, mul_rn(weight, c.decay))",
         "test_te_optimizers.py::test_one_hard_value_among_others_is_stepped_as_in_torch",
     ),
+    Mutant(
+        "an amax that is not finite makes a scale of zero",
+        "cuda/kernels/fuser/store/fp8_scaling.cuh",
+        "TensorScale::load",
+        "found = is_finite && largest < *scale ? largest : *scale;",
+        "found = largest < *scale ? largest : *scale;",
+        "test_unaligned.py::test_one_hard_value_of_each_input_has_the_effect_that_it_has_in_the_reference",
+        select="scale and amax",
+    ),
+    Mutant(
+        "a second output of a backward is taken to be aligned",
+        "cuda/pointwise.py",
+        "pointwise_backward",
+        "others = (dx, y, workspace, *chain.elementwise(grads))",
+        "others = (dx, workspace, *chain.elementwise(grads))",
+        "test_unaligned.py::test_each_tensor_alone_may_begin_one_element_further",
+        select="pointwise_backward",
+    ),
 )

@@ -693,4 +693,12 @@ SENTENCES = (
         "if size % ranks > 8:",
         "test_ops.py::test_a_size_that_the_ranks_do_not_divide_is_refused",
     ),
+    Mutant(
+        "a dropout is computed again with its present probability",
+        "basic_ops/dropout.py",
+        "Dropout.rebuild",
+        "pointwise.dropout(x, seed, state.dropout_probability)",
+        "pointwise.dropout(x, seed, self.dropout_probability)",
+        "test_context.py::test_what_backward_computes_again_has_the_scalars_of_the_forward",
+    ),
 )

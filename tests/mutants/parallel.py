@@ -283,4 +283,37 @@ PARALLEL = (
         "test_amax_reduction.py::"
         "test_amaxes_are_reduced_over_the_group_of_their_autocast_in_any_order",
     ),
+    Mutant(
+        "a group of experts that is set later is left out",
+        "basic_ops/expert_parallel.py",
+        "ExpertParallelOperation.expert_parallel_group",
+        "self._group = GroupRef(group)",
+        "pass",
+        "test_moe_ops.py::test_a_group_of_experts_that_is_set_later_is_the_one_of_the_op",
+    ),
+    Mutant(
+        "frozen parameters are trained as DTensors",
+        "distributed/states.py",
+        "distribute_parameters",
+        "requires_grad=parameter.requires_grad",
+        "requires_grad=True",
+        "test_dtensor_parameters.py::test_on_two_ranks",
+        select="parts_of_process_groups",
+    ),
+    Mutant(
+        "a linear keeps its group where another is set",
+        "basic_ops/linear_weight.py",
+        "LinearWeight.tensor_parallel_group",
+        "self._group = GroupRef(group)",
+        "pass",
+        "test_te_layers.py::test_a_group_that_is_set_later_is_that_of_every_op",
+    ),
+    Mutant(
+        "an op that communicates keeps its group where a layer gets another",
+        "te/pytorch/layers.py",
+        "TransformerEngineBaseModule.set_tensor_parallel_group",
+        "op.process_group = tp_group",
+        "pass",
+        "test_te_layers.py::test_a_group_that_is_set_later_is_that_of_every_op",
+    ),
 )

@@ -841,4 +841,20 @@ MATRIX_PRODUCTS = (
         "(arch[0] in self.archs)",
         "test_chosen_kernels.py::test_plans_name_the_kernels_of_the_table",
     ),
+    Mutant(
+        "a quantizer of two formats has the states of one",
+        "tensors/hybrid.py",
+        "HybridQuantizer.state_tensors",
+        "(*self.rowwise_quantizer.state_tensors(), *self.columnwise_quantizer.state_tensors())",
+        "self.rowwise_quantizer.state_tensors()",
+        "test_hybrid_quantizer.py::test_a_quantizer_of_two_formats_has_the_states_of_both",
+    ),
+    Mutant(
+        "later writes record amaxes of columns",
+        "tensors/hybrid.py",
+        "HybridQuantizer.unbound",
+        "self.columnwise_quantizer.unbound()",
+        "self.columnwise_quantizer",
+        "test_hybrid_quantizer.py::test_later_writes_record_an_amax_in_neither_part",
+    ),
 )

@@ -801,4 +801,20 @@ STATE = (
         "made = make()",
         "test_kept_weight.py::test_what_inference_mode_kept_serves_training",
     ),
+    Mutant(
+        "a recorded backward goes on with a stand-in of zeros or without",
+        "basic_ops/main_grad.py",
+        "accumulation",
+        'getattr(weight, "zero_out_wgrad", False)',
+        "None",
+        "test_recorded.py::test_a_recorded_backward_follows_what_a_weight_asks_of_its_main_grad",
+    ),
+    Mutant(
+        "a scale of 1 that a history gave is replaced by that of the bytes",
+        "precision/delayed_scaling.py",
+        "DelayedScales.keep_scale",
+        "(scale == 1) & (past == 0).all()",
+        "scale == 1",
+        "test_delayed_parameters.py::test_a_scale_of_1_that_a_history_gave_stays_whatever_the_bytes_of_the_weight",
+    ),
 )

@@ -36,8 +36,10 @@ def test_a_layernorm_mlp_is_its_ops(normalization: str, activation: str) -> None
     assert act.function.name == activation
     x = x_of(5, 64)
     torch.testing.assert_close(mlp(x), down(act(up(norm(x)))))
-    linear = ("BasicLinear", "Bias")
-    assert mlp.plan(x).ops == (normalization, *linear, type(act).__name__, *linear)
+    linear, plan = ("BasicLinear", "Bias"), mlp.plan(x)
+    assert plan.ops == (normalization, *linear, type(act).__name__, *linear)
+    assert plan.backward
+    assert not mlp.plan(x, training=False).backward
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
@@ -422,3 +424,10 @@ def test_gather_quantized_takes_the_weights_of_layers_and_of_ops() -> None:
     linears = [op for _, op in modules_and_ops(model) if isinstance(op, fuser.BasicLinear)]
     kinds: list[type] = [type(op._parameters["weight"]) for op in linears]
     assert kinds == [MasterWeight] * 3
+
+
+def test_of_two_keys_of_one_parameter_a_layer_loads_its_own() -> None:
+    layer, other = modules.Linear(8, 4), modules.Linear(8, 4)
+    state = {**other.state_dict(), "ops.0.basic_ops.0.weight": torch.zeros(4, 8)}
+    layer.load_state_dict(state)
+    assert torch.equal(layer.weight, other.weight)

@@ -119,8 +119,10 @@ def test_each_budget_keeps_the_bytes_that_the_plan_states(name: str, recipe: Any
 
 
 @pytest.mark.parametrize("recipe", ["none", "current"])
-def test_a_plan_of_a_budget_keeps_what_the_curve_says_of_it(recipe: str) -> None:
-    model = swiglu().to(BF16)
+@pytest.mark.parametrize("name", ["swiglu", "between modules"])
+def test_a_plan_of_a_budget_keeps_what_the_curve_says_of_it(name: str, recipe: str) -> None:
+    """By the places of ops in the whole model."""
+    model = MODELS[name]().to(BF16)
     with under(RECIPES[recipe]):
         for cost in model.plan(leaf()).memory.every[:4]:
             with budget_of(cost):

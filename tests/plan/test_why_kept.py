@@ -193,3 +193,39 @@ def test_reasons_are_in_print_and_dict() -> None:
     ]
     assert any("(output of a product)" in text for text in written["sentences"]["kept"])
     assert "(output of a product)" in plan.to_dot()
+
+
+@pytest.mark.parametrize(
+    ("op", "extras"),
+    [
+        (lambda: fuser.LayerNorm(H), ()),
+        (lambda: fuser.RMSNorm(H), ()),
+        (lambda: fuser.L2Normalization(), ()),
+        (lambda: fuser.AdaptiveLayerNorm(H), ((T, H), (T, H))),
+        (lambda: fuser.AdaptiveLayerNorm(H, batch_dim=1), ((2, H), (2, H))),
+        (lambda: fuser.GELU(cache_quantized_input=True), ()),
+        (lambda: fuser.SwiGLU(cache_quantized_input=True), ()),
+        (lambda: fuser.LoRALinear(H, H, rank=4), ()),
+        (lambda: fuser.Bias(H), ()),
+    ],
+)
+def test_statistics_are_the_bytes_that_an_op_saves_beside_its_inputs(op: Any, extras: Any) -> None:
+    """As torch's hooks of saved tensors get them, without the memory of inputs and parameters."""
+    model = fuser.Sequential(op())
+    x = torch.randn(T, 2, H, requires_grad=True)
+    others = [torch.randn(shape, requires_grad=True) for shape in extras]
+    given = {t.untyped_storage().data_ptr() for t in (x, *others, *model.parameters())}
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        is_quantized = isinstance(tensor, fuser.QuantizedTensor)
+        for part in tensor._memory() if is_quantized else [tensor]:
+            saved[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = model(x, *others)
+    kept = [k for k in model.plan(x, *others).kept if k.name == "statistics"]
+    stated = sum(k.nbytes + k.bytes_per_token * 2 * T for k in kept)
+    assert stated == sum(size for place, size in saved.items() if place not in given)
+    assert y.requires_grad

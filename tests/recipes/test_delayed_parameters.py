@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fuser
+from fuser.precision.delayed_scaling import DelayedScales
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from fuser.reference import fp8_scaling as reference
 
@@ -396,6 +397,17 @@ def test_without_a_loaded_history_the_first_write_after_a_step_keeps_every_byte(
     largest = float(op.weight.dequantize().abs().max())
     train_step(op)
     assert float(forward_state(op).scale[1]) == pytest.approx(448 / largest)
+
+
+def test_a_scale_of_1_that_a_history_gave_stays_whatever_the_bytes_of_the_weight() -> None:
+    state = DelayedScales("forward")
+    state.prepare(
+        DelayedScaling(amax_history_len=3), [fuser.DType.kFloat8E4M3] * 2, torch.device("cpu")
+    )
+    state.amax_history[1, 1] = 448.0
+    for index in range(2):
+        state.keep_scale(index, torch.tensor([0.25]))
+    assert state.scale.tolist() == [4.0, 1.0]
 
 
 @pytest.mark.parametrize("load", ["by_load", "by_assignment"])

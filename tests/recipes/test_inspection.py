@@ -160,6 +160,25 @@ def test_a_source_of_16_bits_is_exact_beside_bf16() -> None:
     assert row.to_dict()["bf16_snr_db"] == "exact"
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["larger", "smaller"])
+def test_the_numbers_of_several_calls_are_those_of_all_their_values(order: Any) -> None:
+    xs = [(1.0, 100.0)[i] * wide(32, 64, seed=i) for i in order]
+    model = fuser.Sequential(fuser.BasicLinear(64, 48))
+    with fuser.inspect(model) as report:
+        for x in xs:
+            step(model, x, None, recipes.Float8CurrentScaling())
+    scales = [torch.finfo(E4M3).max / x.abs().max() for x in xs]
+    rounded = torch.cat([(x * s).to(E4M3).float() / s for x, s in zip(xs, scales, strict=True)])
+    exact, row = torch.cat(xs), rows_by_tensor(report)["0", "input", "both"]
+    assert (row.amax, row.values) == (float(exact.abs().max()), exact.numel())
+    assert row.underflow == share(rounded == 0, exact)
+    assert row.snr_db == pytest.approx(decibels(exact, rounded), abs=1e-3)
+    with fuser.inspect(model) as report:
+        for i in order:
+            step(model, (math.nan, 1.0)[i] * xs[0], None, recipes.Float8CurrentScaling())
+    assert math.isnan(rows_by_tensor(report)["0", "input", "both"].amax)
+
+
 def test_values_that_are_not_finite_are_called_so() -> None:
     model = fuser.Sequential(fuser.BasicLinear(64, 64))
     x = torch.randn(32, 64)
@@ -607,6 +626,23 @@ def test_ops_that_were_not_quantized_are_named_with_the_reason() -> None:
     report = report_of(Model(), calls=1)
     assert report.not_quantized == {"first.1": "no recipe was active", "second.0": "it did not run"}
     assert "it did not run and no recipe was active" in report.reason
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["last", "first"])
+def test_a_recipe_was_active_if_it_was_in_one_of_the_calls_of_an_op(order: Any) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ops = fuser.Sequential(fuser.Quantize(forward=False, backward=True), fuser.GELU())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i in order:
+                with fuser.autocast(enabled=i == 1, recipe=without_gradients):
+                    x = self.ops(x)
+            return x
+
+    without_gradients = recipes.MXFP8BlockScaling(backward_override="dequantized")
+    assert report_of(Model(), calls=1).not_quantized == {"ops.0": "nothing was quantized"}
 
 
 # -- refusals ---------------------------------------------------------------------------------

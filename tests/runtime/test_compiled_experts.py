@@ -323,13 +323,18 @@ def test_on_kernels() -> None:
 def test_the_dtype_of_its_own_weights_decides_whether_a_layer_reads_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On Hopper; of two layers of one structure, whose pipelines share a copy."""
+    """On Hopper; of layers of one structure, whose pipelines share a copy; or torch's autocast."""
     monkeypatch.setattr(traced_passes, "architecture", lambda device: (9, 0))
-    for dtype, name in ((BF16, "forward"), (torch.float32, "host_forward"), (BF16, "forward")):
+    fp32 = torch.float32
+    for dtype, name, is_autocast in (
+        *((BF16, "forward", False), (fp32, "host_forward", False), (BF16, "forward", False)),
+        (fp32, "forward", True),
+    ):
         model = Experts(dtype=dtype)
         graphs = torch._dynamo.testing.EagerAndRecordGraphs()
         call = torch.compile(model, backend=graphs, fullgraph=True)
-        call(tokens(dtype=dtype), torch.ones(T), sizes(20, 0, 33, 20))
+        with torch.autocast("cpu", dtype=BF16, enabled=is_autocast):
+            call(tokens(dtype=dtype), torch.ones(T), sizes(20, 0, 33, 20))
         targets = [str(node.target) for node in graphs.graphs[0].graph.nodes]
         assert f"fuser.{name}" in targets
 

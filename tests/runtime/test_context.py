@@ -370,6 +370,35 @@ def test_dropout_scales_its_gradient_as_its_forward_did(late: float) -> None:
     assert torch.equal(x.grad, y.detach())
 
 
+@pytest.mark.parametrize(
+    ("make", "name", "late"),
+    [
+        (lambda: fuser.Dropout(0.5), "dropout_probability", 0.1),
+        (lambda: fuser.RMSNorm(N), "eps", 1.0),
+        (lambda: fuser.LayerNorm(N), "zero_centered_gamma", True),
+        (lambda: fuser.SiTUGLU(), "function", fuser.SiTUGLU(beta1=0.5).function),
+    ],
+)
+def test_what_backward_computes_again_has_the_scalars_of_the_forward(
+    make: Callable[[], Any], name: str, late: Any
+) -> None:
+    """The input of a linear, for the gradient of its weight."""
+    op = make()
+    linear = fuser.BasicLinear(N // (1 + (name == "function")), N)
+    model = fuser.Sequential(fuser.GELU(), op, linear)
+    before = getattr(op, name)
+    grads = []
+    for value in (before, late):
+        torch.manual_seed(0)  # the same mask
+        y = first(model(x_of().requires_grad_()))
+        setattr(op, name, value)
+        y.backward(x_of(seed=2))
+        setattr(op, name, before)
+        grads.append(linear.weight.grad)
+        linear.weight.grad = None
+    assert torch.equal(*grads)
+
+
 def test_a_fusion_of_the_user_that_runs_the_forward_leaves_the_scale_to_the_backward() -> None:
     class Doubling(fuser.FusedOperation):
         window = (fuser.ConstantScale,)

@@ -153,6 +153,18 @@ def test_a_program_is_under_the_recipe_of_its_export_alone() -> None:
         assert not torch.equal(found, expected)
 
 
+def test_a_program_is_planned_for_the_kernels_of_the_process_that_loads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with torch.no_grad():
+        program = export(fuser.Sequential(fuser.GELU(), fuser.ConstantScale(2.0)), rows())
+    nodes = [n for n in program.graph.nodes if str(n.target) == "fuser.forward.default"]
+    name: Any = nodes[0].args[0]
+    for refusal in (None, "there are none here"):
+        monkeypatch.setattr(exported, "kernel_refusal", lambda device, refusal=refusal: refusal)
+        assert exported.passes_of_export(name).facts.no_kernels == refusal
+
+
 def custom(role: Any) -> Any:
     return fuser.Float8CurrentScalingQuantizer()
 

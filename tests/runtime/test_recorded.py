@@ -192,6 +192,36 @@ def test_recorded_backwards_add_to_main_grad(
         assert_equal(one, expected)
 
 
+def test_a_recorded_backward_follows_what_a_weight_asks_of_its_main_grad(
+    played: list[Any],
+) -> None:
+    """Each option alone, when the backwards with the other ones are recorded."""
+    linear = fuser.BasicLinear(32, 64, accumulate_into_main_grad=True)
+    weight: Any = linear.weight
+    x, dy = torch.randn(16, 32), torch.randn(16, 64)
+    product, model = dy.t() @ x, fuser.Sequential(linear)
+    stands_in = {"grad_added_to_main_grad": False}
+    for asked in (
+        *({}, {"overwrite_main_grad": True}, stands_in),
+        *({**stands_in, "zero_out_wgrad": True}, stands_in, {}),
+    ):
+        for name in ("overwrite_main_grad", "grad_added_to_main_grad", "zero_out_wgrad"):
+            weight.__dict__.pop(name, None)
+        for name, value in asked.items():
+            setattr(weight, name, value)
+        weight.main_grad = torch.zeros(64, 32)
+        for count in range(1, 4):
+            weight.grad = None
+            freed = [torch.ones(64, 32) for _ in range(8)]  # what memory without values holds
+            del freed
+            model(x).backward(dy)
+            times = 1 if "overwrite_main_grad" in asked else count
+            torch.testing.assert_close(weight.main_grad, times * product)
+            assert (weight.grad is not None) == ("grad_added_to_main_grad" in asked)
+            assert "zero_out_wgrad" not in asked or not weight.grad.any()
+    assert played
+
+
 # -- what a recording depends on --------------------------------------------------
 
 

@@ -283,6 +283,15 @@ def test_the_hook_makes_every_state_dict_of_a_module_plain(where: str) -> None:
     assert all(map(torch.equal, plain.parameters(), source.parameters()))
 
 
+def test_a_module_under_two_names_has_plain_keys_under_both() -> None:
+    """As torch's: a tied module is in the state twice."""
+    shared, torchs = our_mlp(), torchs_mlp()
+    model = torch.nn.ModuleDict({"first": shared, "second": shared})
+    plain = torch.nn.ModuleDict({"first": torchs, "second": torchs})
+    model.register_state_dict_post_hook(fuser.plain_keys)
+    assert set(model.state_dict()) == set(plain.state_dict())
+
+
 def test_a_hook_below_leaves_the_other_keys_of_a_module_as_they_are() -> None:
     model = fuser.Sequential(fuser.Linear(N, N), our_mlp())
     model[1].register_state_dict_post_hook(fuser.plain_keys)

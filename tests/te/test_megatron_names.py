@@ -72,6 +72,24 @@ def test_a_recomputation_has_the_random_states_of_its_forward(use_reentrant: boo
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_every_recomputation_has_the_random_states_of_its_forward(use_reentrant: bool) -> None:
+    tracker = distributed.CudaRNGStatesTracker()
+    tracker.add("a", 1)
+
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        with tracker.fork("a"):
+            return torch.nn.functional.dropout(x, 0.5)
+
+    x = torch.ones(64, requires_grad=True)
+    options: Any = {"use_reentrant": use_reentrant, "get_rng_state_tracker": lambda: tracker}
+    y = fuser.checkpoint(dropped, x, **options)
+    for _ in range(2):
+        x.grad = None
+        y.sum().backward(retain_graph=True)
+        assert torch.equal(x.grad, y)  # of ones, both are the factors
+
+
 def test_a_recomputation_that_fails_leaves_the_random_states() -> None:
     tracker = distributed.CudaRNGStatesTracker()
     tracker.add("a", 1)
@@ -507,6 +525,18 @@ def test_bytes_of_a_weight_are_moved_and_written_by_shards() -> None:
     master_weights.post_all_gather_processing([weight])
     assert torch.equal(weight.dequantize(), expected.dequantize())
     assert torch.equal(buffer[:4], torch.full((4,), 255, dtype=torch.uint8))
+
+
+def test_a_weight_whose_bytes_are_moved_has_its_initial_values() -> None:
+    """Until it is written: they begin the master weights of an optimizer."""
+    scaling = recipe.Float8CurrentScaling()
+    with fuser.quantized_model_init(recipe=scaling, preserve_high_precision_init_val=True):
+        weight: Any = fuser.Linear(32, 16, bias=False).weight
+    initial = weight.get_high_precision_init_val().clone()
+    master_weights.replace_raw_data(weight, torch.empty(512, dtype=torch.uint8))
+    assert torch.equal(weight.get_high_precision_init_val(), initial)
+    master_weights.quantize_master_weights([weight], [torch.ones(512)], [0], None)
+    assert weight.get_high_precision_init_val() is None
 
 
 def test_shards_are_rounded_to_the_dtype_of_the_weight_before_they_are_quantized() -> None:

@@ -11,7 +11,10 @@ import torch
 from said import said
 
 import fuser
-from fuser.te.pytorch import attention, distributed, rope, router, transformer
+from fuser import recipe as recipes
+from fuser.communication import PlannedGroup
+from fuser.precision.contexts import AutocastState, recomputing_under
+from fuser.te.pytorch import attention, distributed, rope, router, state, transformer
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROUNDING = {F32: 1e-5, F16: 2**-10, BF16: 2**-7}
@@ -20,6 +23,14 @@ ROUNDING = {F32: 1e-5, F16: 2**-10, BF16: 2**-7}
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+def test_the_group_of_amaxes_is_that_of_the_forward() -> None:
+    manager, group = state.FP8GlobalStateManager, PlannedGroup(2)
+    assert manager.get_fp8_group() is None
+    with recomputing_under(AutocastState(recipes.DelayedScaling(), group=group)):
+        assert manager.get_fp8_group() is group
+        assert manager.get_fp8_recipe() == recipes.DelayedScaling()
 
 
 # -- rotations -----------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fuser
 from fuser import recipe
+from fuser.communication import PlannedGroup
 from fuser.te.pytorch import (
     attention,
     cross_entropy,
@@ -85,6 +86,35 @@ def test_biases_begin_with_zeros_and_weights_with_small_normal_values() -> None:
                 assert abs(float(parameter.detach().std()) - layers.DEFAULT_STD) < 2e-3
         layer.reset_parameters()
         assert not any(p.any() for n, p in layer.named_parameters() if "bias" in n)
+
+
+def test_biases_that_are_returned_are_reset_to_zeros() -> None:
+    for layer in (
+        layers.Linear(16, 8, return_bias=True),
+        layers.LayerNormLinear(16, 8, return_bias=True),
+        layers.GroupedLinear(2, 16, 8, return_bias=True),
+        layers.GroupedLinear(2, 16, 8, return_bias=True, single_grouped_bias=True),
+    ):
+        biases = [p for n, p in layer.named_parameters() if "bias" in n]
+        for bias in biases:
+            torch.nn.init.ones_(bias)
+        layer.reset_parameters(defer_init=True)
+        assert all(bias.all() for bias in biases)
+        layer.reset_parameters()
+        assert not any(p.any() for n, p in layer.named_parameters() if "bias" in n)
+
+
+@pytest.mark.parametrize("name", ["fuse_wgrad_accumulation", "accumulate_into_main_grad"])
+def test_a_layer_says_under_either_name_that_it_adds_to_main_grad(name: str) -> None:
+    for cls, sizes in (
+        (layers.Linear, (16, 8)),
+        (layers.LayerNormLinear, (16, 8)),
+        (layers.LayerNormMLP, (16, 32)),
+        (layers.GroupedLinear, (2, 16, 8)),
+    ):
+        made: Any = cls
+        assert made(*sizes, **{name: True}).fuse_wgrad_accumulation is True
+        assert made(*sizes).fuse_wgrad_accumulation is False
 
 
 def test_arguments_for_userbuffers_are_ignored_with_one_warning() -> None:
@@ -181,6 +211,29 @@ def test_a_group_of_another_size_is_refused_later() -> None:
     layer.tp_size = 2
     with pytest.raises(fuser.InputError, match=said("layers-set-tensor-group", None, 1)):
         layer.set_tensor_parallel_group(None)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **group: layers.Linear(16, 32, parallel_mode="column", **group),
+        lambda **group: layers.Linear(32, 16, parallel_mode="row", **group),
+        lambda **group: layers.LayerNormLinear(16, 32, parallel_mode="column", **group),
+        lambda **group: layers.LayerNormMLP(16, 32, set_parallel_mode=True, **group),
+        lambda **group: transformer.MultiheadAttention(16, 2, set_parallel_mode=True, **group),
+        lambda **group: transformer.TransformerLayer(16, 32, 2, set_parallel_mode=True, **group),
+    ],
+)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_group_that_is_set_later_is_that_of_every_op(make: Any, sequence_parallel: bool) -> None:
+    module = make(tp_group=PlannedGroup(2), sequence_parallel=sequence_parallel)
+    group = PlannedGroup(2)
+    module.set_tensor_parallel_group(group)
+    inside = [m for m in module.modules() if isinstance(m, layers.TransformerEngineBaseModule)]
+    assert all(layer.tp_group is group for layer in inside)
+    groups = [one for layer in inside for _, op in layer._basic_ops() for one in op.process_groups]
+    assert groups
+    assert all(one is group for one in groups)
 
 
 # -- attention -----------------------------------------------------------------------
@@ -284,6 +337,39 @@ def test_attention_refuses_what_is_not_here(arguments: Any, call: Any, sentence:
         attention.DotProductAttention(4, 8, **arguments)(q, q, q, **call)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("window", [None, (2, 0)])
+@pytest.mark.parametrize(("queries", "keys"), [(4, 6), (6, 4)])
+def test_a_causal_query_sees_the_keys_up_to_its_place(
+    queries: int, keys: int, window: Any, has_bias: bool
+) -> None:
+    """Counted from the first key, however many keys there are."""
+    q, (k, v) = torch.randn(queries, 2, 4, 8), torch.randn(2, keys, 2, 4, 8)
+    place, key = places(queries, keys)
+    sees = (key <= place) & (key >= place - (queries if window is None else window[0]))
+    bias, given = torch.zeros(()), {}
+    if has_bias:
+        bias = torch.randn(1, 4, queries, keys)
+        given = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
+    y = attention.DotProductAttention(4, 8, window_size=window)(q, k, v, **given)
+    expected = reference_attention(q, k, v, sees, bias.double())
+    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("keys", [5, 7])
+def test_of_two_masks_the_second_is_that_of_keys(keys: int) -> None:
+    q, (k, v) = torch.randn(5, 2, 4, 8), torch.randn(2, keys, 2, 4, 8)
+    of_queries = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
+    of_keys = torch.zeros(2, 1, 1, keys, dtype=torch.bool)
+    of_queries[0, ..., 3:] = of_keys[1, ..., 2:] = True
+    place, key = places(5, keys)
+    for kind, sees in (("padding", ~of_keys), ("padding_causal", ~of_keys & (key <= place))):
+        layer = attention.DotProductAttention(4, 8, attn_mask_type=kind)
+        y = layer(q, k, v, (of_queries, of_keys))
+        expected = reference_attention(q, k, v, sees)
+        torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_bias_from_before_the_scale_is_one_after_it_times_the_scale() -> None:
     """As the refusal of 'pre_scale_bias' says."""
     q, k, v = torch.randn(3, 5, 2, 4, 8)
@@ -364,6 +450,17 @@ def test_a_transformer_layer_is_its_formula(groups: int | None, fused_qkv: bool)
     gate, up = (h @ parts["layernorm_mlp.fc1_weight"].T).chunk(2, -1)
     expected = x1 + (F.silu(gate) * up) @ parts["layernorm_mlp.fc2_weight"].T
     torch.testing.assert_close(layer(x, rotary_pos_emb=angles), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_of_two_rotations_the_second_is_that_of_keys() -> None:
+    layer = transformer.MultiheadAttention(32, 4, 8, attention_dropout=0.0, bias=False)
+    x, angles = torch.randn(5, 2, 32), rope.RotaryPositionEmbedding(8)(9)
+    q, k, v = (x @ layer.qkv.weight.T).unflatten(-1, (-1, 8)).split((4, 4, 4), dim=-2)
+    q, k = rope.apply_rotary_pos_emb(q, angles[4:]), rope.apply_rotary_pos_emb(k, angles[:5])
+    place, key = places(5, 5)
+    expected = reference_attention(q, k, v, key <= place).float() @ layer.proj.weight.T
+    y = layer(x, rotary_pos_emb=(angles[4:], angles[:5]))
+    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -447,6 +544,20 @@ def test_permuted_rows_are_sorted_by_expert_and_come_back(given: bool) -> None:
         torch.testing.assert_close(again, x * probs.sum(1, keepdim=True))
     plain = permutation.moe_unpermute(y.detach(), ids, restore_shape=x.shape)
     torch.testing.assert_close(plain, x * mask.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(BF16, 256.0), (torch.float16, 2048.0)])
+def test_rows_of_a_token_are_added_in_fp32(dtype: torch.dtype, large: float) -> None:
+    """In 16 bits ``large + 1`` is ``large``."""
+    rows = torch.tensor([[large], [1.0], [1.0]], dtype=dtype)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    token = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
+    y, ids = permutation.moe_permute(token, mask)
+    y.backward(rows)
+    assert token.grad is not None
+    assert float(token.grad) == large + 2
+    assert float(permutation.moe_unpermute(rows, ids, restore_shape=(1, 1))) == large + 2
+    assert float(permutation.moe_unpermute(rows, ids, torch.ones(1, 3))) == large + 2
 
 
 def test_maps_of_indices_and_missing_shapes_are_refused() -> None:
@@ -840,9 +951,14 @@ def test_norms_and_scales_of_lists() -> None:
     fused.multi_tensor_applier(fused.multi_tensor_scale, flag, [tensors, targets], 0.5)
     assert torch.equal(targets[0], tensors[0] * 0.5)
     assert not flag.any()
-    tensors[1][0] = float("inf")
+    for value, place in ((float("inf"), 1), (float("nan"), 0)):  # the last tensor, and the first
+        chosen = [t.clone() for t in tensors]
+        chosen[place].view(-1)[0] = value
+        flag.zero_()
+        fused.multi_tensor_applier(fused.multi_tensor_scale, flag, [chosen, targets], 0.5)
+        assert flag.all()
     fused.multi_tensor_applier(fused.multi_tensor_scale, flag, [tensors, targets], 0.5)
-    assert flag.all()
+    assert flag.all()  # stays until it is cleared
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -58,6 +58,28 @@ def test_a_quantizer_that_is_not_given_follows_from_the_keywords(element: DType)
         assert torch.equal(twin.detach().dequantize(dtype=torch.float32), tensor.dequantize())
 
 
+def test_scales_of_blocks_are_of_squares_unless_a_keyword_says_otherwise() -> None:
+    quantizer = fuser.Float8BlockQuantizer(block_scaling_dim=2)
+    tensor: Any = quantizer(values())
+    without = ("quantizer", "is_2D_scaled")
+    keywords = {k: v for k, v in tensor.get_metadata().items() if k not in without}
+    twin = type(tensor)(shape=tensor.shape, dtype=tensor.dtype, **keywords)
+    assert twin._quantizer == tensor._quantizer
+    assert torch.equal(twin.dequantize(), tensor.dequantize())
+
+
+def test_writes_to_a_tensor_of_given_buffers_record_no_amax() -> None:
+    quantizer = fuser.Float8Quantizer(scale=torch.ones(1), amax=torch.zeros(1))
+    tensor: Any = quantizer(values())
+    recorded = quantizer.amax.clone()
+    assert recorded > 0
+    keywords = {**tensor.get_metadata(), "quantizer": quantizer}
+    twin = type(tensor)(shape=tensor.shape, dtype=tensor.dtype, **keywords)
+    twin.copy_(100 * values(5))
+    twin.quantize_(100 * values(6))
+    assert torch.equal(quantizer.amax, recorded)
+
+
 def test_float8_data_may_be_of_a_float8_dtype_and_in_the_tensors_shape() -> None:
     tensor = QUANTIZERS["current"](values())
     twin = fuser.Float8Tensor(

@@ -47,6 +47,34 @@ def copies(quantizer: Quantizer, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
+# -- state and bytes of both parts --------------------------------------------------------
+
+
+def with_states() -> tuple[tensors.HybridQuantizer, list[torch.Tensor]]:
+    """A quantizer of two formats with scales of earlier steps; the scales and the amaxes."""
+    states = [torch.full((1,), value) for value in (2.0, 0.0, 4.0, 0.0)]
+    parts = [tensors.Float8Quantizer(*states[i : i + 2]) for i in (0, 2)]
+    return tensors.HybridQuantizer(
+        rowwise_quantizer=parts[0], columnwise_quantizer=parts[1]
+    ), states
+
+
+def test_a_quantizer_of_two_formats_has_the_states_of_both() -> None:
+    quantizer, states = with_states()
+    found = {tensor.data_ptr() for tensor in quantizer.state_tensors() if tensor is not None}
+    assert found == {state.data_ptr() for state in states}
+
+
+def test_later_writes_record_an_amax_in_neither_part() -> None:
+    quantizer, states = with_states()
+    x = oracles.random_tensor((32, 32), F32, 1)
+    made = quantizer(x)
+    assert [states[1], states[3]] == [x.abs().max()] * 2
+    made.copy_(100 * x)
+    made.quantize_(100 * x)
+    assert [states[1], states[3]] == [x.abs().max()] * 2
+
+
 # -- identity ---------------------------------------------------------------------------
 
 
