@@ -65,7 +65,10 @@ def constant_launches(
 def repeated_launches(
     cache: Cache, what: Hashable, tensors: Sequence[torch.Tensor], function: Callable[[], None]
 ) -> bool:
-    """As :func:`constant_launches`, for other tensors at each call, of which nothing is held."""
+    """Call ``function``, which launches kernels over tensors of the same layouts at most calls.
+
+    The rest is as in :func:`constant_launches`; of the tensors nothing is held.
+    """
     layouts = tuple(map(layout_of, tensors))
     if None in layouts:
         function()

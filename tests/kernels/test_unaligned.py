@@ -162,12 +162,13 @@ def of_norm(t: Tensors) -> None:
 
 def of_norm_backward(t: Tensors) -> None:
     grads = {name: t[name] for name in ("dgamma", "dbeta") if name in t}
-    tensors: dict[str, torch.Tensor | None] = dict.fromkeys(("gamma", "beta", "mean"))
-    tensors |= {name: tensor for name, tensor in t.items() if name not in grads}
-    normalization_backward.norm_backward(
-        normalization_backward.Backward(**tensors),
-        **grads,
-    )
+    tensors = {name: tensor for name, tensor in t.items() if name not in grads}
+    normalization_backward.norm_backward(backward_of(tensors), **grads)
+
+
+def backward_of(t: Tensors) -> normalization_backward.Backward:
+    every: dict[str, Any] = dict.fromkeys(("gamma", "beta", "mean"))
+    return normalization_backward.Backward(**(every | t))
 
 
 def norms() -> None:
@@ -239,7 +240,7 @@ def norms() -> None:
             CASES[f"{norm}_backward, {dtype} and rounded"] = Case(
                 lambda: (t := gradients()) | {"dy": t["dy"].to(BF16)},
                 lambda: {**of_gradients(), "rounded_dx": empty(M, K, dtype=BF16)},
-                lambda t: launch_backward(**t),
+                of_norm_backward,
                 lambda t: (found := backward(t)) | {"rounded_dx": found["dx"].to(BF16)},
                 ("x", "dy", "d_extra"),
                 error=1e-2,
@@ -763,12 +764,11 @@ def test_a_backward_of_a_norm_writes_y_beside_an_aligned_dx_alone(norm: str, one
     if norm == "layernorm":
         given["beta"] = drawn(K)
     given[one] = shifted(given[one])
-    launch = getattr(normalization_backward, f"{norm}_backward")
     with (
         emulated(),
         pytest.raises(InputError, match=said("normalization-backward-cannot-write-too")),
     ):
-        launch(**given)
+        of_norm_backward(given)
 
 
 def norm_tensors(norm: str, dtype: torch.dtype) -> Tensors:
@@ -782,11 +782,11 @@ def norm_tensors(norm: str, dtype: torch.dtype) -> Tensors:
 PRODUCERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "the output": (
         "x gamma beta mean rstd",
-        lambda t: normalization.norm_producer(**t, y_dtype=t["x"].dtype).is_aligned,
+        lambda t: normalization.norm_producer(normalization.Forward(**t), t["x"].dtype).is_aligned,
     ),
     "the gradient": (
         "dy x gamma mean rstd means d_extra",
-        lambda t: normalization_backward.norm_backward_producer(**t).is_aligned,
+        lambda t: normalization_backward.norm_backward_producer(backward_of(t)).is_aligned,
     ),
     "the output beside the gradient": (
         "dy x gamma beta d_extra",

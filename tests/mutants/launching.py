@@ -505,7 +505,7 @@ SEQUENCES = (
     Mutant(
         "a rounded gradient of a norm is taken to be aligned",
         "cuda/normalization_backward.py",
-        "_backward",
+        "norm_backward",
         "written = (dx, rounded_dx, y)",
         "written = (dx, y)",
         "test_unaligned.py::test_each_tensor_alone_may_begin_one_element_further",
@@ -514,7 +514,7 @@ SEQUENCES = (
     Mutant(
         "an output beside a gradient is left out where memory is not aligned",
         "cuda/normalization_backward.py",
-        "_backward",
+        "_checked",
         "if not are_outputs_aligned or not writes_output(",
         "if not writes_output(",
         "test_unaligned.py::test_a_backward_of_a_norm_writes_y_beside_an_aligned_dx_alone",
