@@ -870,6 +870,11 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.with_calls and any(issubclass(kind, WrapperTensor) for kind in types):
             with self:  # the operations on its buffers are recorded
                 return types[0].__torch_dispatch__(func, types, args, kwargs)
+        if func in _COMPOSITE:
+            with self:
+                return func.decompose(*args, **kwargs)
+        if func is _aten._unsafe_view.default:  # of a product that has no other name
+            func = _aten.view.default
         made = func(*args, **kwargs)
         if _is_on_meta(made):  # the position of a view of a quantized tensor
             return made
@@ -1060,6 +1065,9 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _aten = torch.ops.aten
 _ZEROING = frozenset((_aten.zeros.default, _aten.zeros_like.default))
 _ALLOCATING = frozenset((_aten.empty.memory_format, _aten.empty_like.default, *_ZEROING))
+# What torch does not take apart below autograd, as in an operation of torch.compile: products that
+# have no ``out``, of products and views that have.
+_COMPOSITE = frozenset((_aten.linear.default, _aten.matmul.default, _aten.reshape.default))
 # Views that have all elements of a tensor, in as many bytes.
 _REORDERING = frozenset(
     (_aten.view.default, _aten.view.dtype, _aten.t.default, _aten.transpose.int)

@@ -127,6 +127,14 @@ PASS_GRAPHS = (
         "test_pass_graphs.py::test_addresses_that_come_back_sooner_take_the_place_of_the_oldest",
     ),
     Mutant(
+        "a linear below autograd is one call of torch",
+        "cuda/sequence.py",
+        "_Recorder.dispatched",
+        "if func in _COMPOSITE:",
+        "if False:",
+        "test_pass_graphs.py::test_a_linear_below_autograd_leaves_a_graph_as_its_product",
+    ),
+    Mutant(
         "a process has as many graphs as it has addresses",
         "cuda/pass_graphs.py",
         "PassGraphs._captured",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from address_graphs import CpuCapturer, on_cpu_graphs
 from fresh import python
 from pipeline_kernels import on_kernels
@@ -216,6 +217,28 @@ def test_results_that_leave_a_graph_have_the_options_of_their_calls(capturer: Cp
     for _ in range(6):
         found = made.play((x, w, b))
         assert all(map(torch.equal, found, calls()))
+    assert made.graphs is not None, made.no_graphs
+    assert made.graphs.hits
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (2, 4, 16)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_linear_below_autograd_leaves_a_graph_as_its_product(
+    shape: tuple[int, ...], with_bias: bool, capturer: CpuCapturer
+) -> None:
+    """In an operation of torch.compile torch does not take a linear apart, and has no ``out``."""
+    with torch.inference_mode():
+        x, w = (torch.randn(size, dtype=BF16) for size in (shape, (16, 16)))
+        b = torch.randn(16, dtype=BF16)
+
+        def calls() -> tuple[torch.Tensor, ...]:
+            y = F.linear(x, w, b if with_bias else None)
+            return y, F.linear(y, w), x * 2
+
+        made, result, slotted = sequence.record([x, w, b], calls, with_calls=True)
+        made.result = slotted(result)
+        for _ in range(6):
+            assert all(map(torch.equal, made.play((x, w, b)), calls()))
     assert made.graphs is not None, made.no_graphs
     assert made.graphs.hits
 
