@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import adamw_cases as cases
@@ -16,6 +17,8 @@ from fuser.cuda import adamw as launchers
 from fuser.cuda.launch import Kernel
 from fuser.errors import InputError
 from fuser.functional.adamw import adamw
+from fuser.te.pytorch.optimizers import FusedAdam
+from fuser.tensors import MXFP8Quantizer
 from fuser.tensors.writes import write_updated
 
 prepare(*launchers.instantiations(), *steps_into_stores())
@@ -122,3 +125,23 @@ def test_steps_of_all_parameters_are_repeated_with_the_bits_of_the_reference(
     master_weights: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases.check_steps(emulated, "cpu", monkeypatch, master_weights=master_weights)
+
+
+def test_a_parameter_that_is_rows_of_another_tensor_is_noticed_there_in_each_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(128, 64, generator=generator).to(BF16)
+    gradients = [torch.randn(64, 64, generator=generator).to(BF16) for _ in range(5)]
+    found = []
+    for running in (contextlib.nullcontext, emulated):
+        root = MXFP8Quantizer()(values)
+        optimizer = FusedAdam([torch.nn.Parameter(root[64:])], lr=0.1)
+        (part,) = optimizer.param_groups[0]["params"]
+        steps = []
+        with running():
+            for gradient in gradients:
+                part.grad, version = gradient, root._version
+                optimizer.step()
+                assert root._version > version
+                steps.append(root.dequantize())
+        found.append(steps)
+    assert all(map(torch.equal, *found))
