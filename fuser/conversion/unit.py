@@ -482,6 +482,12 @@ class Pipeline:
                 return traced
             return self._called_with(values, self.sequential, *tensors)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+
     def _called_with(
         self, values: Sequence[torch.Tensor], call: Callable[..., CallResult], *args: Any
     ) -> CallResult:

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import fuser
+from fuser.conversion.experts import experts_chain
+from fuser.conversion.unit import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
@@ -385,6 +387,20 @@ def test_copies_of_converted_experts_are_converted(name: str) -> None:
 
 
 # -- look-alikes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_module_that_holds_a_pipeline_of_its_experts_is_copied_with_it(name: str) -> None:
+    """As the experts of transformers with an implementation of this library."""
+    experts = made(Experts)
+    experts.pipeline = Pipeline(experts_chain(experts, "gate_up_proj", "down_proj"), experts)
+    other = COPIES[name](experts)
+    other.gate_up_proj.data.mul_(2)
+    x, chosen = data(), torch.tensor([[0, 1]] * len(data()))
+    inputs = (x, chosen, torch.full(chosen.shape, 0.5))
+    for each in (experts, other):
+        y = each.pipeline(each, inputs, is_quantized=False)
+        torch.testing.assert_close(y, each(*inputs))
 
 
 class Gelu(Experts):
