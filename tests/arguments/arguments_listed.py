@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 # Imported for their rows.
+import rows_of_container_methods  # noqa: F401
 import rows_of_functions
+import rows_of_op_methods  # noqa: F401
 import rows_of_ops
 import rows_of_quantizers
 import rows_of_recipes  # noqa: F401
 import rows_of_te
+import rows_of_tensor_methods  # noqa: F401
 
 MODULES = ("fuser", "fuser.modules", "fuser.moe", "fuser.recipe", *rows_of_te.MODULES)
 METHODS = (*rows_of_te.METHODS,)

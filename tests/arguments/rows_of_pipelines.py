@@ -168,7 +168,7 @@ for _op in ("AddExtraInput", "MakeExtraOutput"):
 # -- pipelines --------------------------------------------------------------------------
 
 
-class _AddsOne(fuser.FusedOperation):
+class AddsOne(fuser.FusedOperation):
     """A fusion that is wrong, so that a pipeline which uses it is off by one."""
 
     window = (fuser.ConstantScale, fuser.ConstantScale)
@@ -199,7 +199,7 @@ def _of_scales(make: Callable[..., Any]) -> None:
         assert [len(step.ops) for step in pipeline.plans[0].forward] == list(steps)
 
 
-@sets("fuser.Sequential", fusions=(_AddsOne,))
+@sets("fuser.Sequential", fusions=(AddsOne,))
 def _fusions_of_a_container(given: dict[str, Any]) -> None:
     _of_scales(lambda ops: fuser.Sequential(*ops, **given))
     model = fuser.Sequential(*(fuser.ConstantScale(2.0) for _ in range(2)), **given)
@@ -208,7 +208,7 @@ def _fusions_of_a_container(given: dict[str, Any]) -> None:
     assert_close(fuser.Sequential(model, fuser.Identity())(X.float()), 4 * X.float() + 1)
 
 
-@sets("fuser.OperationFuser", fusions=(_AddsOne,))
+@sets("fuser.OperationFuser", fusions=(AddsOne,))
 def _fusions_of_a_pipeline(given: dict[str, Any]) -> None:
     _of_scales(lambda ops: fuser.OperationFuser(ops, **given))
 

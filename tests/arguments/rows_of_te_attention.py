@@ -351,7 +351,9 @@ for _name, _value in {"tp_group": TWO, "layer_number": 3, "attention_type": "cro
 
 
 ignores(DPA, "attention reads whole sequences", "sequence_parallel")
-ignores(DPA, "sequences are not shared by ranks", "cp_global_ranks", "cp_stream", "cp_comm_type")
+_OF_SHARED_SEQUENCES = ("cp_global_ranks", "cp_stream", "cp_comm_type")
+for _path in (DPA, f"{MHA}.set_context_parallel_group"):
+    ignores(_path, "sequences are not shared by ranks", *_OF_SHARED_SEQUENCES)
 
 
 # -- calls of attention ----------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from argument_rows import Of, ignores, refuses, sets
+from argument_rows import Of, ignores, refuses, set_in, sets
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -572,3 +572,10 @@ def _a_gradient_that_is_not_read(given: Given) -> None:
     assert gradient.shape == (3, 4)
     assert gradient.dtype is torch.bfloat16
     assert not gradient.any()
+
+
+set_in(
+    "tests/te/test_te_layers.py::test_biases_that_are_returned_are_reset_to_zeros",
+    "fuser.te.pytorch.layers.TransformerEngineBaseModule.reset_parameters",
+    "defer_init",
+)

@@ -76,6 +76,8 @@ class Row:
 ROWS: dict[tuple[str, str], Row] = {}
 IGNORED: dict[tuple[str, str], str] = {}
 """Arguments that are accepted and change nothing, with the reason."""
+ELSEWHERE: dict[tuple[str, str], str] = {}
+"""Arguments of methods that another test sets: its file and its name, as pytest takes them."""
 
 
 def sets(path: str, **values: Any) -> Callable[[Check], Check]:
@@ -98,6 +100,13 @@ def ignores(path: str, reason: str, *arguments: str) -> None:
     for argument in arguments:
         assert (path, argument) not in IGNORED, f"{path}({argument}=) is listed."
         IGNORED[path, argument] = reason
+
+
+def set_in(test: str, path: str, *arguments: str) -> None:
+    """Arguments of the method ``path`` that ``test`` sets, in a source that names them."""
+    for argument in arguments:
+        assert (path, argument) not in ELSEWHERE, f"{path}({argument}=) is listed."
+        ELSEWHERE[path, argument] = test
 
 
 def found(path: str) -> Any:
@@ -126,6 +135,49 @@ def public(modules: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
                 yield f"{module}.{name}", value
 
 
+def methods(modules: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Path and object of each method and settable property of the library's own public classes.
+
+    Those without a name of one underscore that have options. A method that classes share has the
+    path of the class that defines it, or of the first if that is not public.
+    """
+    paths: dict[type, str] = {}
+    for module in modules:
+        for name in sorted(importlib.import_module(module).__all__):
+            value = getattr(importlib.import_module(module), name)
+            if inspect.isclass(value) and not name.startswith("_"):
+                paths.setdefault(value, f"{module}.{name}")
+    seen: set[Any] = set()
+    for cls, path in paths.items():
+        for owner in cls.__mro__:
+            for name, value in vars(owner).items():
+                function = _called(value)
+                is_reached = inspect.getattr_static(cls, name) is value
+                if name.startswith("_") or not is_reached or function is None or function in seen:
+                    continue
+                if function.__module__.startswith("fuser") and options_of(value):
+                    seen.add(function)
+                    yield f"{paths.get(owner, path)}.{name}", value
+
+
+def _called(value: Any) -> Any:
+    """The function of a method, or the setter of a property; None of anything else."""
+    if isinstance(value, property):
+        return value.fset
+    value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+    return value if inspect.isfunction(value) else None
+
+
+def options_of(method: Any) -> dict[str, inspect.Parameter]:
+    """The arguments of a method that have a default or are keywords; the value of a setter."""
+    named = arguments_of(_called(method))
+    if isinstance(method, property):
+        return named
+    return {
+        name: p for name, p in named.items() if p.default is not p.empty or p.kind is p.KEYWORD_ONLY
+    }
+
+
 def _is_called(value: Any) -> bool:
     """Whether users call it with arguments: no enumeration, exception or type of values."""
     if inspect.isclass(value):
@@ -136,7 +188,7 @@ def _is_called(value: Any) -> bool:
 def arguments_of(value: Any) -> dict[str, inspect.Parameter]:
     """The arguments that a signature names, without ``self`` and those of ``**options``."""
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    parameters = inspect.signature(value).parameters
+    parameters = inspect.signature(_called(value) or value).parameters
     named = {name: p for name, p in parameters.items() if p.kind not in variable}
     return {name: p for name, p in named.items() if name != "self"}
 

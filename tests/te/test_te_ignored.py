@@ -78,6 +78,12 @@ def grouped_attention(given: dict[str, Any]) -> Any:
     return module(QKV, QKV, QKV)
 
 
+def block_attention(given: dict[str, Any]) -> Any:
+    module = te.MultiheadAttention(8, 4)
+    module.set_context_parallel_group(**{"cp_group": None, **given})
+    return module(X)
+
+
 def step(name: str) -> Any:
     def run(given: dict[str, Any]) -> Any:
         parameter = torch.nn.Parameter(ROWS.clone())
@@ -157,6 +163,7 @@ CALLS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "DotProductAttention": lambda given: attention(given, {}),
     "DotProductAttention.forward": lambda given: attention({}, given),
     "DotProductAttention.set_context_parallel_group": grouped_attention,
+    "MultiheadAttention.set_context_parallel_group": block_attention,
     "layers.TransformerEngineBaseModule.init_fp8_metadata": with_a_meta,
     "moe_permute": lambda given: te.moe_permute(ROWS[:3], MASK, **given),
     "moe_unpermute": unpermuted,
