@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 # Imported for their rows.
-import rows_of_container_methods  # noqa: F401
+import rows_of_container_methods
 import rows_of_functions
-import rows_of_op_methods  # noqa: F401
+import rows_of_op_methods
 import rows_of_ops
 import rows_of_quantizers
 import rows_of_recipes  # noqa: F401
 import rows_of_te
-import rows_of_tensor_methods  # noqa: F401
+import rows_of_tensor_methods
 
 MODULES = ("fuser", "fuser.modules", "fuser.moe", "fuser.recipe", *rows_of_te.MODULES)
-METHODS = (*rows_of_te.METHODS,)
-"""Methods whose arguments have rows too."""
+METHODS = (
+    *rows_of_container_methods.METHODS,
+    *rows_of_op_methods.METHODS,
+    *rows_of_te.METHODS,
+    *rows_of_tensor_methods.METHODS,
+)
+"""Methods of which all arguments have rows; those of other methods that are options have too."""
 
 # By path: arguments that a function takes by ``**options``, and its signature does not name.
 OPTIONS: dict[str, tuple[str, ...]] = {

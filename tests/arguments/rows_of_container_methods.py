@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,6 +24,16 @@ from fuser.plan.saved_inputs import budget
 X = random_tensor((4, 6), FP32, 1)
 SEQUENTIAL = "fuser.Sequential"
 PIPELINE = "fuser.OperationFuser"
+METHODS = (
+    f"{PIPELINE}.outputs_like",
+    "fuser.FusionPlan.draw",
+    "fuser.FusionPlan.steps",
+    "fuser.ModelPlan.baseline",
+    "fuser.ModelPlan.draw",
+    "fuser.ModelPlan.with_adamw",
+    "fuser.PlanKey.window",
+)
+"""Methods of which all arguments have rows."""
 
 
 def scales(*factors: float) -> list[fuser.ConstantScale]:
@@ -257,6 +270,65 @@ def _steps_of_single_ops(given: dict[str, Any]) -> None:
         steps = plan.steps(side, **given)
         assert [step.fusion for step in steps] == [None] * 5
         assert [op for step in steps for op in step.ops] == order
+
+
+@sets("fuser.FusionPlan.steps", side=Of("backward", instead="forward"))
+def _steps_of_a_side(given: dict[str, Any]) -> None:
+    plan = _pipeline().plan(X.bfloat16())
+    assert plan.steps(**given)[0].ops[-1] == 4
+    assert plan.steps(**given) == plan.backward
+
+
+@sets("fuser.PlanKey.window", start=Of(1, instead=0), stop=Of(3, instead=4))
+def _a_key_of_some_ops(given: dict[str, Any]) -> None:
+    key = _pipeline().plan(X.bfloat16()).key
+    window = key.window(**{"start": 1, "stop": 3, **given})
+    assert window == replace(key, ops=key.ops[1:3])
+
+
+@sets(f"{PIPELINE}.outputs_like", input=Of((4, 6), instead=(5, 6)))
+def _tensors_like_the_outputs(given: dict[str, Any]) -> None:
+    x = torch.empty(given["input"], dtype=BF16)
+    (y,) = _pipeline().outputs_like(x)
+    own = _pipeline()(X.bfloat16())
+    assert (y.device.type, y.shape, y.dtype) == ("meta", own.shape, own.dtype)
+    assert y.requires_grad
+
+
+def _model_plan() -> fuser.ModelPlan:
+    model = fuser.Sequential(fuser.RMSNorm(6, dtype=BF16), fuser.GELU(), fuser.SiLU())
+    return fuser.plan(model, torch.empty(2**16, 6, dtype=BF16), device="h100")
+
+
+for _path, _plan in (
+    ("fuser.FusionPlan.draw", lambda: _pipeline().plan(X.bfloat16())),
+    ("fuser.ModelPlan.draw", _model_plan),
+):
+
+    @sets(_path, path=Of("plan.html", instead="plan.svg"))
+    def _where_a_plan_is_drawn(given: dict[str, Any], plan: Any = _plan) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, given["path"])
+            assert plan().draw(path) == path
+            assert "<html" in path.read_text(encoding="utf-8")
+            refuses(lambda: plan().draw(path.with_suffix(".txt")), "html")
+
+
+@sets("fuser.ModelPlan.baseline", name=Of("torch eager", instead="torch.compile"))
+def _the_time_of_plain_torch(given: dict[str, Any]) -> None:
+    plan = _model_plan()
+    (pipeline,) = plan.plans.values()
+    times = {each.name: each.microseconds for each in pipeline.baselines}
+    assert plan.baseline(**given) == times["torch eager"] != times["torch.compile"]
+
+
+@sets("fuser.ModelPlan.with_adamw", parameters=Of((48, 8), instead=(48,)))
+def _a_step_of_an_optimizer(given: dict[str, Any]) -> None:
+    """Two moments of each parameter."""
+    plan = _model_plan()
+    with_step = plan.with_adamw(torch.empty(n, dtype=BF16) for n in given["parameters"])
+    assert plan.memory.moments == 0
+    assert with_step.memory.moments == 2 * 2 * (48 + 8)
 
 
 @sets("fuser.ConversionReport.gains", device="a100")

@@ -47,6 +47,14 @@ OFFSET = random_tensor((8,), BF16, 5)
 MXFP8 = tensors.MXFP8Quantizer()
 HOOK = "fuser.BasicOperation"
 FUSIBLE = "fuser.FusibleOperation"
+METHODS = (
+    "fuser.Activation.returns_extra_output",
+    "fuser.Activation.set_extra_input_channel",
+    "fuser.Activation.set_extra_output_channel",
+    "fuser.Bias.shard",
+    "fuser.recipe.DelayedScaling.keeps_columns",
+)
+"""Methods of which all arguments have rows."""
 
 
 # -- channels and states --------------------------------------------------------------------
@@ -66,6 +74,52 @@ def _an_extra_output_that_is_not_returned(given: Given) -> None:
             assert_close(y, 4 * x)
             y.backward(torch.ones_like(x))
             assert_close(x.grad, torch.full_like(x, 4.0))
+
+
+@sets("fuser.Activation.set_extra_output_channel", name=Of("b", instead="a"))
+@sets("fuser.Activation.set_extra_input_channel", name=Of("b", instead="a"))
+def _the_channel_between_two_ops(given: Given) -> None:
+    """Of two channels, each side in turn has the name."""
+    for is_output in (True, False):
+        one, two = (given["name"], "b") if is_output else ("b", given["name"])
+        first = fuser.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=False)
+        second = fuser.MakeExtraOutput().set_extra_output_channel(0, one, output_to_caller=False)
+        third = fuser.AddExtraInput().set_extra_input_channel(0, two)
+        last = fuser.AddExtraInput().set_extra_input_channel(0, "a")
+        scale = fuser.ConstantScale(3.0)
+        model = fuser.Sequential(first, scale, second, third, last)
+        assert_close(model(X.float()), 7 * X.float())
+
+
+@sets("fuser.Activation.set_extra_input_channel", index=Of(1, instead=0))
+def _the_input_that_a_channel_ends_at(given: Given) -> None:
+    """A grouped linear gets its sizes from the caller, and from a channel what scales its bias."""
+    op = fuser.GroupedLinear(2, 6, 8, scale_bias=True)
+    fill(op)
+    dispatch = fuser.MoeDispatch(2).set_extra_output_channel(1, "probs", output_to_caller=False)
+    op.set_extra_input_channel(name="probs", **given)
+    indices, probs = torch.tensor([[0], [1], [0], [1]]), random_tensor((4, 1), FP32, 7)
+    y = fuser.Sequential(dispatch, op)(X.float(), indices, probs, torch.tensor([2, 2]))[0]
+    order = [0, 2, 1, 3]
+    parameters = [p.detach().double() for p in op.parameters()]
+    rows, scales = X.double()[order], probs.double()[order].view(-1)
+    exact = grouped({"scale_bias": True})(rows, *parameters, torch.tensor([2, 2]), scales)
+    near(y, exact, TOLERANCES[FP32])
+
+
+@sets("fuser.Activation.set_extra_output_channel", index=Of(1, instead=0))
+@sets("fuser.Activation.returns_extra_output", index=Of(1, instead=0))
+def _the_output_that_a_channel_begins_at(given: Given) -> None:
+    op = fuser.MoeDispatch(4)
+    op.set_extra_output_channel(given["index"], "probs", output_to_caller=False)
+    assert [op.returns_extra_output(index) for index in range(3)] == [True, False, True]
+
+
+@sets("fuser.recipe.DelayedScaling.keeps_columns", role=Of("weight", instead="input"))
+def _tensors_that_no_weight_gradient_reads(given: Given) -> None:
+    recipe = fuser.recipe.DelayedScaling(override_linear_precision=(False, False, True))
+    assert not recipe.keeps_columns(**given)
+    assert recipe.keeps_columns("input")
 
 
 @sets("fuser.Activation.load_state_dict", strict=False)
@@ -589,6 +643,14 @@ def _ranks_of_a_shard(given: Given) -> None:
             assert (op.local_in_features, op.local_out_features) == features
             assert op.tensor_parallel_size == 4
             assert op.tensor_parallel_group is given["group"]
+
+
+@sets("fuser.Bias.shard", group=Of(PlannedGroup(4), instead=PlannedGroup(2)))
+def _ranks_of_a_bias(given: Given) -> None:
+    op = fuser.Bias(8)
+    op.shard(**given)
+    assert op.local_size == 2
+    assert op.placement_of("bias") == (0, given["group"])
 
 
 @sets("fuser.LoRALinear.shard", group=PlannedGroup(4), sequence_parallel=True)

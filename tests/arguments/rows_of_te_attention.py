@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from torch.testing import assert_close
 
 import fuser
 from fuser import recipe
+from fuser.communication import PlannedGroup
 from fuser.te import pytorch as te
+from fuser.te.pytorch.layers import TransformerEngineBaseModule
 
 LENGTH, BATCH, HIDDEN, HEADS = 6, 2, 8, 4
 DPA, MHA, LAYER = (
@@ -102,6 +105,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 METHODS = (
     *(f"{path}.forward" for path in (DPA, MHA, LAYER)),
     f"{DPA}.set_context_parallel_group",
+    f"{MHA}.set_context_parallel_group",
+    f"{MHA}.set_tensor_parallel_group",
 )
 
 
@@ -333,6 +338,24 @@ def _what_torch_does_not_do(given: Given) -> None:
 @sets(f"{DPA}.set_context_parallel_group", cp_group=Of(TWO, instead=None))
 def _sequences_are_not_shared(given: Given) -> None:
     refuses(lambda: attention().set_context_parallel_group(**given), "a cp_group of 2 ranks")
+
+
+@sets(f"{MHA}.set_context_parallel_group", cp_group=Of(TWO, instead=None))
+def _sequences_of_a_block_are_not_shared(given: Given) -> None:
+    for block in (blocks(), transformers()):
+        refuses(partial(block.set_context_parallel_group, **given), "a cp_group of 2 ranks")
+
+
+@sets(f"{MHA}.set_tensor_parallel_group", tp_group=Of(TWO, instead=PlannedGroup(2)))
+def _the_group_of_the_layers_of_a_block(given: Given) -> None:
+    """Each linear of a block has it, also in a layer."""
+    ranks: Given = {"set_parallel_mode": True, "tp_group": PlannedGroup(2)}
+    for block in (blocks(**ranks), transformers(**ranks)):
+        block.set_tensor_parallel_group(**given)
+        linears = [m for m in block.modules() if isinstance(m, TransformerEngineBaseModule)]
+        groups = [linear.tp_group for linear in linears]
+        assert groups
+        assert all(group is TWO for group in groups)
 
 
 ignores(

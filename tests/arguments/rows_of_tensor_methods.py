@@ -22,6 +22,14 @@ from fuser import tensors
 QUANTIZER = "fuser.Float8BlockQuantizer"
 TENSOR = "fuser.QuantizedTensor"
 GROUPS = "fuser.GroupedTensor"
+METHODS = (
+    f"{TENSOR}.dequantize_padded",
+    f"{TENSOR}.release",
+    f"{TENSOR}.set_high_precision_init_val",
+    f"{TENSOR}.type_as",
+    f"{TENSOR}.with_usage",
+)
+"""Methods of which all arguments have rows."""
 QUANTIZERS: tuple[tuple[Any, Format], ...] = (
     (fuser.Float8Quantizer, formats.a_scale(1.0)),
     (fuser.Float8CurrentScalingQuantizer, one_scale()),
@@ -283,3 +291,50 @@ def _an_array_of_a_tensor_with_a_gradient(given: Given) -> None:
         values = torch.from_numpy(tensor.numpy(**given)).double()
         exact = _rowwise(expected, x)
         assert_close(values, exact, rtol=1e-5, atol=0.0)
+
+
+@sets(f"{TENSOR}.with_usage", usage=Of("columnwise", instead="rowwise"))
+def _a_tensor_with_one_copy(given: Given) -> None:
+    x = sample()
+    for make, expected in QUANTIZERS:
+        assert_copies(make()(x).with_usage(**given), expected(x.numpy()), ("columnwise",))
+
+
+@sets(f"{TENSOR}.release", usage=Of("columnwise", instead="rowwise"))
+def _a_copy_that_is_freed(given: Given) -> None:
+    x = sample()
+    for make, expected in QUANTIZERS:
+        tensor = make()(x)
+        tensor.release(**given)
+        assert_copies(tensor, expected(x.numpy()), ("rowwise",))
+
+
+@sets(f"{TENSOR}.set_high_precision_init_val", value=Of(sample(), instead=other()))
+def _values_before_quantization(given: Given) -> None:
+    for make, _ in QUANTIZERS:
+        tensor = make()(sample())
+        assert tensor.get_high_precision_init_val() is None
+        tensor.set_high_precision_init_val(**given)
+        assert torch.equal(tensor.get_high_precision_init_val(), sample())
+
+
+@sets(f"{TENSOR}.type_as", other=Of(torch.ones(1, dtype=torch.bfloat16), instead=torch.ones(1)))
+def _values_in_the_dtype_of_another(given: Given) -> None:
+    x = sample()
+    for make, expected in QUANTIZERS:
+        values = make()(x).type_as(**given)
+        assert values.dtype is torch.bfloat16
+        assert_close(values.double(), _rowwise(expected, x), rtol=2**-8, atol=0.0)
+
+
+@sets(f"{TENSOR}.dequantize_padded", dtype=Of(torch.bfloat16, instead=torch.float32))
+def _values_with_the_padding(given: Given) -> None:
+    x = sample()
+    for make, expected in QUANTIZERS:
+        values = make()(x).dequantize_padded(**given)
+        assert values.dtype is torch.bfloat16
+        exact = _rowwise(expected, x)
+        rows, columns = exact.shape
+        assert_close(values.double()[:rows, :columns], exact, rtol=2**-8, atol=0.0)
+        assert not values[rows:].any()
+        assert not values[:, columns:].any()

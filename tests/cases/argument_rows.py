@@ -80,7 +80,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {}
 """Arguments of methods that another test sets: its file and its name, as pytest takes them."""
 
 
-def sets(path: str, **values: Any) -> Callable[[Check], Check]:
+def sets(path: str, /, **values: Any) -> Callable[[Check], Check]:
     """Decorate the check of some arguments of ``path``, each of which is set alone."""
 
     def registered(check: Check) -> Check:
