@@ -194,7 +194,7 @@ def _a_plan_of_two_pipelines_for_a_gpu(given: dict[str, Any]) -> None:
 
 
 def _is_for_an_a100(plan_of: Any, given: dict[str, Any]) -> None:
-    """Its memory has two thirds of the bandwidth of an H100's."""
+    """Its memory has three fifths of the bandwidth of an H100's."""
     x = torch.empty(2**16, 6, dtype=BF16, device="meta")
     plan, other = plan_of(x, **given), plan_of(x, device="h100")
     assert "sm_80" in str(plan)

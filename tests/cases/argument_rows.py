@@ -1,4 +1,4 @@
-"""Rows that set one argument of a public function or class, and say what it changes.
+"""Rows that set one argument of a public function, class or method, and say what it changes.
 
 A row is a function of the arguments to pass. It computes with them and asserts what the value of
 the row must change, against plain torch or a formula in fp64::
@@ -9,7 +9,8 @@ the row must change, against plain torch or a formula in fp64::
         assert_close(op(x), x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.5))
 
 The same function must fail with the argument's default, else it says nothing of the argument; where
-there is no default, with another value: ``Of(0.5, instead=0.0)``.
+there is no default, with another value: ``Of(0.5, instead=0.0)``. The path of a method, or of a
+property that may be set, is that of its class and its name, ``fuser.Sequential.plan``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Row:
     Parameters
     ----------
     path
-        The function or class, as users import it.
+        The function or class, as users import it, or the method of a class.
     argument, value
         What the check gets.
     check
