@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import cpu_graphs
 import operands_in_fp64 as formats
+import other_sums
 import pytest
 import torch
 import torch.nn.functional as F
@@ -468,7 +470,9 @@ def converts(path: str, around: Callable[..., Any]) -> None:
         model = Gated().bfloat16()
         expected = model(16 * x.bfloat16())
         with around(model, **given):
-            assert torch.equal(model(16 * x.bfloat16()), expected)
+            is_other = model(16 * x.bfloat16()) != expected
+        # None, but where sums are added in another order; without the argument 0.29 of them.
+        assert is_other.float().mean() <= (0.15 if os.environ.get(other_sums.VARIABLE) else 0)
 
     @sets(path, strict=True)
     def look_alike_that_is_an_error(given: Given) -> None:

@@ -210,10 +210,13 @@ class Product(NamedTuple):
         return cls(a @ b, np.abs(a) @ np.abs(b) if sizes is None else sizes)
 
     def assert_equals(self, found: torch.Tensor, name: str) -> None:
-        """But for the rounding of sums in fp32, and of results: a byte that differs is seen."""
+        """But for the rounding of sums in fp32, in any order, and of results.
+
+        A byte that differs changes a sum by some ten times as much.
+        """
         away = np.abs(found.detach().double().numpy() - self.values)
         half_a_bit = torch.finfo(found.dtype).eps / 2
-        far = away > 1e-5 * self.sizes + half_a_bit * np.abs(self.values)
+        far = away > 3e-5 * self.sizes + half_a_bit * np.abs(self.values)
         assert not far.any(), f"{far.sum()} of {far.size} elements of {name} differ"
 
 
