@@ -145,3 +145,19 @@ def test_a_parameter_that_is_rows_of_another_tensor_is_noticed_there_in_each_ste
                 steps.append(root.dequantize())
         found.append(steps)
     assert all(map(torch.equal, *found))
+
+
+def test_parameters_with_one_gradient_have_their_own_in_later_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(9, 16, 32, generator=generator).to(BF16)
+    found = []
+    for running in (contextlib.nullcontext, emulated):
+        one, other = (torch.nn.Parameter(values.clone()) for _ in range(2))
+        optimizer = FusedAdam([one, other], lr=0.1)
+        with running():
+            for number, gradient in enumerate(gradients):
+                one.grad = gradient
+                other.grad = gradient if number < 4 else -gradient
+                optimizer.step()
+        found.append((one, other))
+    assert all(map(torch.equal, *found))
