@@ -301,6 +301,14 @@ TE_PROGRAMS = (
         "test_steps_of_all_parameters_are_repeated_with_the_bits_of_the_reference",
     ),
     Mutant(
+        "a step with a user's quantizer is recorded",
+        OPTIMIZERS,
+        "FusedAdam.step",
+        "if is_quantized and not parameter._usage().is_repeatable:",
+        "if False:",
+        "test_cuda_adamw.py::test_a_users_quantizer_is_called_in_each_step",
+    ),
+    Mutant(
         "a step with one tensor in two places is recorded",
         "cuda/repeated.py",
         "repeated_launches",

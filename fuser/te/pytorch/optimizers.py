@@ -339,7 +339,10 @@ class FusedAdam(_Fused):
                 if value.device not in constants:
                     constants[value.device] = self._constants(group, value.device)
                 step = self._step(parameter, value, constants[value.device])
-                of_kernels.setdefault(value.device, []).append((parameter, step))
+                if is_quantized and not parameter._usage().is_repeatable:
+                    _step_once(parameter, step)
+                else:
+                    of_kernels.setdefault(value.device, []).append((parameter, step))
             for steps in of_kernels.values():
                 self._step_together(steps)
             self._step_by_torch(group, of_torch)
