@@ -17,6 +17,15 @@ CHANGE = f"{TEST}test_a_change_after_compiling_counts"
 
 COMPILING = (
     Mutant(
+        "a compiled pipeline without quantizers looks for their states",
+        PASSES,
+        "Passes.__init__",
+        "isinstance(recipe, DelayedScaling) and bool(quantizing(pipeline.basic_ops))",
+        "isinstance(recipe, DelayedScaling)",
+        "test_compiled.py::"
+        "test_pipelines_without_quantizers_are_compiled_under_delayed_scaling",
+    ),
+    Mutant(
         "a changed attribute of an op does not change its structure",
         "op/fusible.py",
         "FusibleOperation.__setattr__",
