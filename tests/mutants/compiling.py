@@ -17,6 +17,15 @@ CHANGE = f"{TEST}test_a_change_after_compiling_counts"
 
 COMPILING = (
     Mutant(
+        "pipelines with and without quantized weights are one structure",
+        "op/structure.py",
+        "structure_of",
+        'op.__dict__.get("_init") is not None',
+        "False",
+        "test_compiled_quantized_parameters.py::"
+        "test_weights_have_the_scales_of_their_ops_after_others_that_are_not_quantized",
+    ),
+    Mutant(
         "a compiled pipeline without quantizers looks for their states",
         PASSES,
         "Passes.__init__",
