@@ -82,7 +82,9 @@ class Passes:
         """Whether the graph itself enters autocast."""
         self.is_around = facts.recipe_key.startswith(AROUND)
         """Whether an autocast around the graph replaces that of a conversion."""
-        self.is_delayed = isinstance(recipe, DelayedScaling) and bool(quantizing(pipeline.basic_ops))
+        self.is_delayed = isinstance(recipe, DelayedScaling) and bool(
+            quantizing(pipeline.basic_ops)
+        )
         """Whether an op has states."""
         self._pipeline = pipeline
         self._runner = Runner(self.noted, pipeline)

@@ -31,8 +31,7 @@ COMPILING = (
         "Passes.__init__",
         "isinstance(recipe, DelayedScaling) and bool(quantizing(pipeline.basic_ops))",
         "isinstance(recipe, DelayedScaling)",
-        "test_compiled.py::"
-        "test_pipelines_without_quantizers_are_compiled_under_delayed_scaling",
+        "test_compiled.py::test_pipelines_without_quantizers_are_compiled_under_delayed_scaling",
     ),
     Mutant(
         "a changed attribute of an op does not change its structure",

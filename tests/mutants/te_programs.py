@@ -304,7 +304,7 @@ TE_PROGRAMS = (
         "a step with a user's quantizer is recorded",
         OPTIMIZERS,
         "FusedAdam.step",
-        "if is_quantized and not parameter._usage().is_repeatable:",
+        "if quantized is not None and not quantized._usage().is_repeatable:",
         "if False:",
         "test_cuda_adamw.py::test_a_users_quantizer_is_called_in_each_step",
     ),
