@@ -875,6 +875,8 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func.decompose(*args, **kwargs)
         if func is _aten._unsafe_view.default:  # of a product that has no other name
             func = _aten.view.default
+        if func is _aten.squeeze_.dim and self.with_calls:
+            return self._squeezed(*args)
         made = func(*args, **kwargs)
         if _is_on_meta(made):  # the position of a view of a quantized tensor
             return made
@@ -888,6 +890,17 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif _are_alike(made, args[0]) and (place := self._place(args[0])) is not None:
             self._put(made, place)
         return made
+
+    def _squeezed(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Remove a dimension, as a product with a vector does, and record a view in its place.
+
+        A graph replays no change of the shape of a tensor.
+        """
+        given = self.slotted((tensor, dim))
+        tensor.squeeze_(dim)
+        call = TorchCall(_aten.squeeze.dim, given, {}, (self.new(tensor),), returns_tuple=False)
+        self.sequence.actions.append(call)
+        return tensor
 
     def launched(self, kernel: Kernel, shape: Launch, args: tuple[Any, ...]) -> None:
         """Record a launch."""

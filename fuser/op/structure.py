@@ -60,6 +60,8 @@ def structure_of(op: Any) -> str:
         return f"{REFUSED}{str(error).removesuffix('.')}"
     if op.process_groups and not op.is_recordable:
         return f"{REFUSED}{name} reads on the host how many rows other ranks send"
+    if op.__dict__.get("_init") is not None:  # its quantized weights get the scales of its states
+        parts.append("quantized_model_init")
     for attribute, value in sorted(op.__dict__.items()):
         if attribute in _NOT_STRUCTURE or attribute in _HOOKS:
             continue

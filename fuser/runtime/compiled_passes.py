@@ -50,7 +50,7 @@ from fuser.precision.recomputation import (
     state_of_forward,
 )
 from fuser.recipe import DelayedScaling, Recipe
-from fuser.runtime.compiled_runner import Runner
+from fuser.runtime.compiled_runner import Runner, quantizing
 from fuser.runtime.compiled_values import Facts, Given, GivenBack, Noted, Tensors
 from fuser.runtime.diagnose import refuse_transform
 from fuser.runtime.pipeline import OperationFuser
@@ -82,7 +82,10 @@ class Passes:
         """Whether the graph itself enters autocast."""
         self.is_around = facts.recipe_key.startswith(AROUND)
         """Whether an autocast around the graph replaces that of a conversion."""
-        self.is_delayed = isinstance(recipe, DelayedScaling)
+        self.is_delayed = isinstance(recipe, DelayedScaling) and bool(
+            quantizing(pipeline.basic_ops)
+        )
+        """Whether an op has states."""
         self._pipeline = pipeline
         self._runner = Runner(self.noted, pipeline)
         # Under delayed scaling each pipeline has its own states, and recordings that hold them.

@@ -22,7 +22,7 @@ from fuser.precision.contexts import (
 from fuser.recipe import DelayedScaling, QParams, Recipe, recipe_of_key
 from fuser.runtime.compiled import VERSION, add_passes
 from fuser.runtime.compiled_passes import Passes, lock
-from fuser.runtime.compiled_runner import copied
+from fuser.runtime.compiled_runner import copied, quantizing
 from fuser.runtime.compiled_values import Facts, TensorFacts
 from fuser.runtime.exported import exported_name
 from fuser.runtime.pipeline import OperationFuser
@@ -158,7 +158,7 @@ def describe(
     kinds = [kind for kind, _, _ in tensors[1 : 1 + len(summed)]]
     quantized = _quantized.get(tuple([k if k.startswith(QUANTIZED) else "" for k in kinds]))
     add_passes(name, lambda: Passes(pipeline, facts, recipe, quantized))
-    is_delayed = isinstance(recipe, DelayedScaling)
+    is_delayed = isinstance(recipe, DelayedScaling) and bool(quantizing(pipeline.basic_ops))
     is_inside = is_delayed and recipe_key.startswith(INSIDE)
     return Call("", name, is_delayed, is_inside, facts.rounds, reads_sizes)
 

@@ -17,8 +17,9 @@ from fuser.cuda import adamw as launchers
 from fuser.cuda.launch import Kernel
 from fuser.errors import InputError
 from fuser.functional.adamw import adamw
+from fuser.functional.lazy import materialize
 from fuser.te.pytorch.optimizers import FusedAdam
-from fuser.tensors import MXFP8Quantizer
+from fuser.tensors import Float8CurrentScalingQuantizer, MXFP8Quantizer
 from fuser.tensors.writes import write_updated
 
 prepare(*launchers.instantiations(), *steps_into_stores())
@@ -143,5 +144,51 @@ def test_a_parameter_that_is_rows_of_another_tensor_is_noticed_there_in_each_ste
                 optimizer.step()
                 assert root._version > version
                 steps.append(root.dequantize())
+        found.append(steps)
+    assert all(map(torch.equal, *found))
+
+
+def test_parameters_with_one_gradient_have_their_own_in_later_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(9, 16, 32, generator=generator).to(BF16)
+    found = []
+    for running in (contextlib.nullcontext, emulated):
+        one, other = (torch.nn.Parameter(values.clone()) for _ in range(2))
+        optimizer = FusedAdam([one, other], lr=0.1)
+        with running():
+            for number, gradient in enumerate(gradients):
+                one.grad = gradient
+                other.grad = gradient if number < 4 else -gradient
+                optimizer.step()
+        found.append((one, other))
+    assert all(map(torch.equal, *found))
+
+
+class _Counting(Float8CurrentScalingQuantizer):
+    """A user's quantizer, whose result depends on more than its values."""
+
+    calls = 0
+
+    def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
+        type(self).calls += 1
+        return super().buffers_of(materialize(rows) * self.calls)
+
+
+def test_a_users_quantizer_is_called_in_each_step() -> None:
+    """Of one that does not say that it ``is_repeatable`` nothing is recorded."""
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(6, 64, 64, generator=generator).to(BF16)
+    found = []
+    for running in (contextlib.nullcontext, emulated):
+        _Counting.calls = 0
+        parameter = torch.nn.Parameter(_Counting()(values))
+        optimizer = FusedAdam([parameter], lr=0.1, master_weights=True)
+        steps = []
+        with running():
+            for gradient in gradients:
+                parameter.grad = gradient
+                optimizer.step()
+                steps.append(parameter.dequantize())
+        assert _Counting.calls == 6
         found.append(steps)
     assert all(map(torch.equal, *found))

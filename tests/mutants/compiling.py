@@ -17,6 +17,23 @@ CHANGE = f"{TEST}test_a_change_after_compiling_counts"
 
 COMPILING = (
     Mutant(
+        "pipelines with and without quantized weights are one structure",
+        "op/structure.py",
+        "structure_of",
+        'op.__dict__.get("_init") is not None',
+        "False",
+        "test_compiled_quantized_parameters.py::"
+        "test_weights_have_the_scales_of_their_ops_after_others_that_are_not_quantized",
+    ),
+    Mutant(
+        "a compiled pipeline without quantizers looks for their states",
+        PASSES,
+        "Passes.__init__",
+        "isinstance(recipe, DelayedScaling) and bool(quantizing(pipeline.basic_ops))",
+        "isinstance(recipe, DelayedScaling)",
+        "test_compiled.py::test_pipelines_without_quantizers_are_compiled_under_delayed_scaling",
+    ),
+    Mutant(
         "a changed attribute of an op does not change its structure",
         "op/fusible.py",
         "FusibleOperation.__setattr__",

@@ -135,6 +135,14 @@ PASS_GRAPHS = (
         "test_pass_graphs.py::test_a_linear_below_autograd_leaves_a_graph_as_its_product",
     ),
     Mutant(
+        "a graph squeezes the product with a vector at its capture alone",
+        "cuda/sequence.py",
+        "_Recorder.dispatched",
+        "if func is _aten.squeeze_.dim and self.with_calls:",
+        "if False:",
+        "test_pass_graphs.py::test_a_linear_below_autograd_leaves_a_graph_as_its_product",
+    ),
+    Mutant(
         "a process has as many graphs as it has addresses",
         "cuda/pass_graphs.py",
         "PassGraphs._captured",

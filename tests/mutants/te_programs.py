@@ -301,6 +301,22 @@ TE_PROGRAMS = (
         "test_steps_of_all_parameters_are_repeated_with_the_bits_of_the_reference",
     ),
     Mutant(
+        "a step with a user's quantizer is recorded",
+        OPTIMIZERS,
+        "FusedAdam.step",
+        "if quantized is not None and not quantized._usage().is_repeatable:",
+        "if False:",
+        "test_cuda_adamw.py::test_a_users_quantizer_is_called_in_each_step",
+    ),
+    Mutant(
+        "a step with one tensor in two places is recorded",
+        "cuda/repeated.py",
+        "repeated_launches",
+        "if is_one_twice or None in layouts:",
+        "if None in layouts:",
+        "test_cuda_adamw.py::test_parameters_with_one_gradient_have_their_own_in_later_steps",
+    ),
+    Mutant(
         "a step that kernels make does not raise the version of its parameter",
         OPTIMIZERS,
         "_note_write",

@@ -929,6 +929,19 @@ def compare_delayed(run: Run, model: torch.nn.Module, dtype: torch.dtype = torch
     assert any(state.numel() for state in states_of(model))
 
 
+STATELESS = [name for name in DELAYED_RUNS if not name.endswith(("inside", "checkpointed"))]
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_pipelines_without_quantizers_are_compiled_under_delayed_scaling(name: str) -> None:
+    run, _ = DELAYED_RUNS[name]
+    model, x = fuser.Sequential(fuser.LayerNorm(WIDTH), fuser.GELU()), rows()
+    other = copy.deepcopy(model)
+    compiled = whole(other)
+    for _ in range(3):
+        assert_equal(run(compiled, other, x), run(model, model, x))
+
+
 def test_blocks_under_delayed_scaling_that_are_compiled_one_by_one_share_a_graph() -> None:
     model, x = Blocks(6), rows()
     other = copy.deepcopy(model)

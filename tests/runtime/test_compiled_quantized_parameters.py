@@ -248,6 +248,29 @@ def test_weights_have_the_scales_of_their_ops_under_delayed_scaling(
     assert model[1].weight._quantizer.scale.data_ptr() == state.scale[1:].data_ptr()
 
 
+def test_weights_have_the_scales_of_their_ops_after_others_that_are_not_quantized() -> None:
+    """In pipelines of the same ops, of which the first is made without quantized weights."""
+
+    def linear(*, is_quantized: bool = True) -> fuser.Sequential:
+        with fuser.quantized_model_init(enabled=is_quantized, recipe=DELAYED):
+            return fuser.Sequential(fuser.Linear(WIDTH, WIDTH))
+
+    plain, model, trained = linear(is_quantized=False), linear(), linear()
+    for each in (plain, trained):
+        train(each, each, DELAYED, steps=1)
+    plain.load_state_dict(copy.deepcopy(plain.state_dict()))
+    train(whole(plain), plain, DELAYED, steps=1)
+    other = copy.deepcopy(model)
+    compiled = whole(other)
+    for function, each in ((model, model), (compiled, other)):
+        train(function, each, DELAYED, steps=1)
+        each.load_state_dict(copy.deepcopy(trained.state_dict()))
+        train(function, each, DELAYED, steps=1)
+    (one,), (two,) = (each[0].basic_ops[:1] for each in (model, other))
+    for mode, state in one._delayed.items():
+        assert torch.equal(state.amax_history, two._delayed[mode].amax_history)
+
+
 def test_a_weight_that_keeps_its_source_is_refused_in_a_graph() -> None:
     recipe = recipes.Float8CurrentScaling()
     model, x = block(recipe), rows()

@@ -221,13 +221,14 @@ def test_results_that_leave_a_graph_have_the_options_of_their_calls(capturer: Cp
     assert made.graphs.hits
 
 
-@pytest.mark.parametrize("shape", [(8, 16), (2, 4, 16)], ids=str)
+@pytest.mark.parametrize("below", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("shape", [(16,), (8, 16), (2, 4, 16)], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_linear_below_autograd_leaves_a_graph_as_its_product(
-    shape: tuple[int, ...], with_bias: bool, capturer: CpuCapturer
+    shape: tuple[int, ...], with_bias: bool, below: Any, capturer: CpuCapturer
 ) -> None:
     """In an operation of torch.compile torch does not take a linear apart, and has no ``out``."""
-    with torch.inference_mode():
+    with below():
         x, w = (torch.randn(size, dtype=BF16) for size in (shape, (16, 16)))
         b = torch.randn(16, dtype=BF16)
 

@@ -331,15 +331,18 @@ class FusedAdam(_Fused):
             of_torch = []
             of_kernels: dict[torch.device, list[tuple[torch.Tensor, Step]]] = {}
             for parameter, value in zip(parameters, values, strict=True):
-                is_quantized = isinstance(parameter, QuantizedTensor)
-                is_fp32 = parameter.dtype is torch.float32 and not is_quantized
+                quantized = parameter if isinstance(parameter, QuantizedTensor) else None
+                is_fp32 = parameter.dtype is torch.float32 and quantized is None
                 if is_fp32 or type(value) is not torch.Tensor:
                     of_torch.append((parameter, value))
                     continue
                 if value.device not in constants:
                     constants[value.device] = self._constants(group, value.device)
                 step = self._step(parameter, value, constants[value.device])
-                of_kernels.setdefault(value.device, []).append((parameter, step))
+                if quantized is not None and not quantized._usage().is_repeatable:
+                    _step_once(parameter, step)
+                else:
+                    of_kernels.setdefault(value.device, []).append((parameter, step))
             for steps in of_kernels.values():
                 self._step_together(steps)
             self._step_by_torch(group, of_torch)
