@@ -18,6 +18,7 @@ from fuser.cuda.launch import Kernel
 from fuser.errors import InputError
 from fuser.functional.adamw import adamw
 from fuser.functional.lazy import materialize
+from fuser.te.pytorch import optimizers
 from fuser.te.pytorch.optimizers import FusedAdam
 from fuser.tensors import Float8CurrentScalingQuantizer, MXFP8Quantizer
 from fuser.tensors.writes import write_updated
@@ -126,6 +127,28 @@ def test_steps_of_all_parameters_are_repeated_with_the_bits_of_the_reference(
     master_weights: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases.check_steps(emulated, "cpu", monkeypatch, master_weights=master_weights)
+
+
+def test_steps_of_many_groups_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = [torch.nn.Parameter(torch.zeros(8, 8, dtype=BF16)) for _ in range(6)]
+    groups = [{"params": [one], "lr": 0.1 * n} for n, one in enumerate(trained, 1)]
+    optimizer, counts = FusedAdam(groups), [0]
+    step_once = optimizers._step_once
+
+    def noted(*given: Any) -> None:
+        counts[-1] += 1
+        step_once(*given)
+
+    monkeypatch.setattr(optimizers, "_step_once", noted)
+    with emulated():
+        for _ in range(4):
+            for parameter in trained:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            counts.append(0)
+    assert counts == [6, 6, 0, 0, 0]
+    for n, parameter in enumerate(trained, 1):
+        torch.testing.assert_close(parameter, torch.full_like(parameter, -0.4 * n))
 
 
 def test_a_parameter_that_is_rows_of_another_tensor_is_noticed_there_in_each_step() -> None:

@@ -285,9 +285,9 @@ TE_PROGRAMS = (
     Mutant(
         "a repeated step raises no version",
         "te/pytorch/optimizers.py",
-        "FusedAdam._step_together",
-        "if repeated_launches(self._repeated, tuple(how), tensors, step_each):",
-        "if not repeated_launches(self._repeated, tuple(how), tensors, step_each):",
+        "_step_together",
+        "if repeated_launches(known, tuple(how), tensors, step_each):",
+        "if not repeated_launches(known, tuple(how), tensors, step_each):",
         "test_cuda_adamw.py::"
         "test_steps_of_all_parameters_are_repeated_with_the_bits_of_the_reference",
     ),

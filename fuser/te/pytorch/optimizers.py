@@ -210,6 +210,34 @@ def _note_write(parameter: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(parameter)
 
 
+def _step_together(steps: Sequence[tuple[torch.Tensor, Step]], known: Cache) -> None:
+    """Take the steps of parameters on one device: launches that are recorded and repeated."""
+    written = [p if isinstance(p, QuantizedTensor) else p.detach() for p, _ in steps]
+
+    def step_each() -> None:
+        for target, (_, step) in zip(written, steps, strict=True):
+            _step_once(target, step)
+
+    if not kernels_support(steps[0][1].master):
+        return step_each()
+    how: list[Any] = []
+    tensors = [steps[0][1].constants]
+    for target, (_, step) in zip(written, steps, strict=True):
+        tensors += step[:-1]
+        if isinstance(target, QuantizedTensor):
+            quantizer = target._usage()
+            how.append(quantizer)
+            memory = (*target.buffers().values(), *quantizer.state_tensors())
+            tensors += [tensor for tensor in memory if tensor is not None]
+        else:
+            how.append(target.dtype)
+            tensors.append(target)
+    if repeated_launches(known, tuple(how), tensors, step_each):
+        for target in written:
+            _note_write(target)
+    return None
+
+
 class FusedAdam(_Fused):
     """Adam (Kingma and Ba, 2014) or AdamW (Loshchilov and Hutter, 2017), fused.
 
@@ -291,7 +319,7 @@ class FusedAdam(_Fused):
         super().__init__(params, defaults)
         self.adam_w_mode, self.capturable = adam_w_mode, capturable
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
-        self._repeated: Cache = {}
+        self._repeated: dict[int, Cache] = {}  # of each group
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -320,7 +348,7 @@ class FusedAdam(_Fused):
             with torch.enable_grad():
                 loss = closure()
         trained = [self._trained(group) for group in self.param_groups]
-        for group, parameters in zip(self.param_groups, trained, strict=True):
+        for number, (group, parameters) in enumerate(zip(self.param_groups, trained, strict=True)):
             if not parameters:
                 continue
             self._count(group, parameters[0].device)
@@ -344,7 +372,7 @@ class FusedAdam(_Fused):
                 else:
                     of_kernels.setdefault(value.device, []).append((parameter, step))
             for steps in of_kernels.values():
-                self._step_together(steps)
+                _step_together(steps, self._repeated.setdefault(number, {}))
             self._step_by_torch(group, of_torch)
         return loss
 
@@ -356,33 +384,6 @@ class FusedAdam(_Fused):
             gradient = gradient.float()
         moments = state["exp_avg"], state["exp_avg_sq"]
         return Step(master, as_stored(gradient).contiguous(), *moments, constants)
-
-    def _step_together(self, steps: Sequence[tuple[torch.Tensor, Step]]) -> None:
-        """Take the steps of parameters on one device: launches that are recorded and repeated."""
-        written = [p if isinstance(p, QuantizedTensor) else p.detach() for p, _ in steps]
-
-        def step_each() -> None:
-            for target, (_, step) in zip(written, steps, strict=True):
-                _step_once(target, step)
-
-        if not kernels_support(steps[0][1].master):
-            return step_each()
-        how: list[Any] = []
-        tensors = [steps[0][1].constants]
-        for target, (_, step) in zip(written, steps, strict=True):
-            tensors += step[:-1]
-            if isinstance(target, QuantizedTensor):
-                quantizer = target._usage()
-                how.append(quantizer)
-                memory = (*target.buffers().values(), *quantizer.state_tensors())
-                tensors += [tensor for tensor in memory if tensor is not None]
-            else:
-                how.append(target.dtype)
-                tensors.append(target)
-        if repeated_launches(self._repeated, tuple(how), tensors, step_each):
-            for target in written:
-                _note_write(target)
-        return None
 
     def _constants(self, group: dict[str, Any], device: torch.device) -> torch.Tensor:
         lr, step = group["lr"], group["step"]
