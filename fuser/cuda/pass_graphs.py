@@ -160,9 +160,11 @@ capturer: Any = Capturer()
 
 
 class _Graph:
-    __slots__ = ("captured", "last_use", "replay")
+    __slots__ = ("__weakref__", "captured", "last_use", "replay")
+    of_process: ClassVar[weakref.WeakSet[_Graph]] = weakref.WeakSet()
 
     def __init__(self, captured: Any, last_use: int) -> None:
+        self.of_process.add(self)
         self.captured = captured
         self.replay: Callable[[], None] = captured.replay
         self.last_use = last_use
@@ -177,11 +179,8 @@ class PassGraphs:
         The index of the GPU.
     """
 
-    _of_process: ClassVar[weakref.WeakSet[PassGraphs]] = weakref.WeakSet()
-
     def __init__(self, device: int) -> None:
         self.device = device
-        self._of_process.add(self)
         self.refusal: str | None = None
         """Why it is never captured; None if it may be."""
         self.calls = self.hits = 0
@@ -234,7 +233,7 @@ class PassGraphs:
             oldest = min([*self._graphs.items()], key=lambda item: item[1].last_use)
             if oldest[1].last_use >= before:
                 before = 0  # its addresses come back later than those of every graph
-        elif before and sum(each.count for each in [*self._of_process]) >= MOST_OF_PROCESS:
+        elif before and len(_Graph.of_process) >= MOST_OF_PROCESS:
             before = 0
         if not before:
             while len(self._seen) >= PATIENCE:

@@ -40,7 +40,6 @@ from fuser.op import (
 from fuser.precision.contexts import current_state
 from fuser.precision.delayed_scaling import (
     DelayedScales,
-    Quantizing,
     delayed_quantizers,
     is_evaluating,
     note_uses,
@@ -220,14 +219,15 @@ class RecordedPasses:
         ties = None
         if len(set(places)) < len(places):  # one tensor is given twice, such as split sizes
             ties = tuple(map(places.index, places))
-        quantizing, is_evaluated = Quantizing([]), None
+        quantizers: list[list[Float8Quantizer]] = []
+        scales = is_evaluated = None
         if self._recipe is not None:
             assert tensors[0] is not None  # it has a layout
             states = [op._delayed for op in self._quantizing]
             current = delayed_quantizers(self._recipe, states, tensors[0].device)
             if current is None:
                 return None
-            quantizing, is_evaluated = current, is_evaluating()
+            (quantizers, scales), is_evaluated = current, is_evaluating()
         keywords = keywords_of(self._ops, rows) if rows and any(rows) else NO_KEYWORDS
         if keywords is None:
             return None
@@ -239,7 +239,6 @@ class RecordedPasses:
                 return None
             groups, group_key = current_groups
         layout = (layout, ties, parameters, group_key)
-        quantizers, scales = quantizing
         layout = (*layout, keywords.key, is_evaluated, *map(id, quantizers))
         call = next(self._forwards.calls)
         found = self._forwards.get(layout)

@@ -9,6 +9,7 @@ import adamw_cases as cases
 import pytest
 import torch
 from adamw_cases import BF16, F16, F32
+from address_graphs import on_cpu_graphs
 from emulator import emulated, prepare
 from kernel_instantiations import steps_into_stores
 from said import said
@@ -149,6 +150,25 @@ def test_steps_of_many_groups_are_repeated(monkeypatch: pytest.MonkeyPatch) -> N
     assert counts == [6, 6, 0, 0, 0]
     for n, parameter in enumerate(trained, 1):
         torch.testing.assert_close(parameter, torch.full_like(parameter, -0.4 * n))
+
+
+def test_a_step_whose_addresses_come_back_is_replayed_as_a_graph() -> None:
+    """By the stand-in for captures, with the weights of steps that are not."""
+    found = []
+    for graphs in (contextlib.nullcontext, on_cpu_graphs):
+        trained = [torch.nn.Parameter(torch.zeros(8, 8, dtype=BF16)) for _ in range(4)]
+        optimizer = FusedAdam(trained, lr=0.1, master_weights=True)
+        for number, parameter in enumerate(trained):
+            parameter.grad = torch.full_like(parameter, number - 1.5)
+        with emulated(), graphs():
+            for _ in range(8):
+                optimizer.step()
+            (sequence,) = optimizer._repeated[0].values()
+        found.append([parameter.detach() for parameter in trained])
+    assert all(map(torch.equal, *found))
+    assert sequence is not None
+    assert sequence.graphs is not None, sequence.no_graphs
+    assert sequence.graphs.hits
 
 
 def test_a_parameter_that_is_rows_of_another_tensor_is_noticed_there_in_each_step() -> None:

@@ -802,7 +802,7 @@ STATE = (
         "test_kept_weight.py::test_what_inference_mode_kept_serves_training",
     ),
     Mutant(
-        "a recorded backward goes on with a stand-in of zeros or without",
+        "whether a stand-in for a gradient is zeros is left out of a recording",
         "basic_ops/main_grad.py",
         "accumulation",
         'getattr(weight, "zero_out_wgrad", False)',
