@@ -870,9 +870,11 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.with_calls and any(issubclass(kind, WrapperTensor) for kind in types):
             with self:  # the operations on its buffers are recorded
                 return types[0].__torch_dispatch__(func, types, args, kwargs)
-        if func in _COMPOSITE:
+        if self.with_calls:
             with self:
-                return func.decompose(*args, **kwargs)
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:  # it is of other operations alone
+                return result
         if func is _aten._unsafe_view.default:  # of a product that has no other name
             func = _aten.view.default
         if func is _aten.squeeze_.dim and self.with_calls:
@@ -1043,7 +1045,7 @@ def _is_work(action: Action) -> bool:
 
 def _written_to(call: TorchCall, out: Slot) -> TorchCall:
     """A call of :data:`_OUT` that writes into a tensor."""
-    if call.function is _aten.clone.default:
+    if call.function in _COPIES:
         return TorchCall(_aten.copy_.default, (out, call.args[0]), {}, call.places, False)
     return call._replace(kwargs={**call.kwargs, "out": out})
 
@@ -1078,9 +1080,6 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _aten = torch.ops.aten
 _ZEROING = frozenset((_aten.zeros.default, _aten.zeros_like.default))
 _ALLOCATING = frozenset((_aten.empty.memory_format, _aten.empty_like.default, *_ZEROING))
-# What torch does not take apart below autograd, as in an operation of torch.compile: products that
-# have no ``out``, of products and views that have.
-_COMPOSITE = frozenset((_aten.linear.default, _aten.matmul.default, _aten.reshape.default))
 # Views that have all elements of a tensor, in as many bytes.
 _REORDERING = frozenset(
     (_aten.view.default, _aten.view.dtype, _aten.t.default, _aten.transpose.int)
@@ -1115,5 +1114,7 @@ _OUT: dict[Any, Callable[..., Any]] = {
     _aten.mul.Tensor: torch.mul,
     _aten.sum.dim_IntList: torch.sum,
     _aten.clone.default: torch.clone,
+    _aten._to_copy.default: _aten._to_copy.default,
 }
+_COPIES = frozenset((_aten.clone.default, _aten._to_copy.default))
 _SEEDED = torch.Tag.nondeterministic_seeded

@@ -244,6 +244,50 @@ def test_a_linear_below_autograd_leaves_a_graph_as_its_product(
     assert made.graphs.hits
 
 
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recipe_name", ["none", "current None", "delayed"])
+def test_a_weight_that_autocast_casts_is_cast_in_the_graph(
+    recipe_name: str,
+    is_compiled: bool,
+    capturer: CpuCapturer,
+    graphs: list[PassGraphs],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refusals: list[str] = []
+    before: list[sequence.Action] = []
+    graphed = sequence.LaunchSequence._graphed
+
+    def noted(self: sequence.LaunchSequence, *given: Any) -> Any:
+        actions, refusal = graphed(self, *given)
+        refusals.append(refusal)
+        before.extend(self._first)
+        return actions, refusal
+
+    monkeypatch.setattr(sequence.LaunchSequence, "_graphed", noted)
+    make, shape = MODELS["swiglu"]
+    model, expected = make().float(), make().float()
+    expected.load_state_dict(model.state_dict())
+    called = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
+    x = torch.randn(shape)
+    for _ in range(4):
+        with torch.autocast("cpu", dtype=BF16), under(RECIPES[recipe_name]):
+            y = called(x)
+        y.sum().backward()
+        fuser.graph_passes(False)
+        with torch.autocast("cpu", dtype=BF16), under(RECIPES[recipe_name]):
+            z = expected(x)
+        z.sum().backward()
+        fuser.graph_passes(True)
+        assert torch.equal(y, z)
+    for of_model, of_expected in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(of_model.grad, of_expected.grad)
+    assert {*refusals} <= {"", "it has too few launches"}
+    assert len(graphs) >= 2
+    calls = [action.function for action in before if type(action) is sequence.TorchCall]
+    assert all(type(function) is torch._ops.OpOverload and function.is_view for function in calls)
+    assert not {"to", "reshape", "contiguous"} & {f.overloadpacket.__name__ for f in calls}
+
+
 @pytest.mark.parametrize("recipe_name", ["none", "current None", "delayed"])
 def test_what_a_backward_alone_reads_is_in_one_tensor(
     recipe_name: str, monkeypatch: pytest.MonkeyPatch
