@@ -16,7 +16,7 @@ import operator
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -163,6 +163,12 @@ _fp32_precision = _getter("_get_fp32_precision_getter")
 if not hasattr(torch._C, "_get_fp32_precision_getter"):
     # The older getter is an error after the newer setting was used.
     _fp32_precision = lambda *_: torch._C._get_cublas_allow_tf32()  # noqa: E731
+
+
+# Of a size, strides and a dtype, on the current GPU: below torch's dispatcher, at half the cost.
+empty_on_gpu: Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor] | None = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", None
+)
 
 
 def product_settings() -> tuple[object, ...]:

@@ -23,7 +23,14 @@ from fuser.cuda.launch import Kernel, Launch, begin, prepared
 from fuser.cuda.pass_graphs import FEWEST_CALLS, PassGraphs
 from fuser.formats import ceil_div
 from fuser.source import SourceCode
-from fuser.torch_private import TorchDispatchMode, cuda_device, gelu, is_profiler_enabled, scaled_mm
+from fuser.torch_private import (
+    TorchDispatchMode,
+    cuda_device,
+    empty_on_gpu,
+    gelu,
+    is_profiler_enabled,
+    scaled_mm,
+)
 from fuser.wrapper_tensor import WrapperTensor
 
 Result = TypeVar("Result")
@@ -516,7 +523,11 @@ class _DriverCode:
     def allocate(self, src: SourceCode, action: Allocation) -> None:
         if action.place in self.offsets:
             return
-        _allocate(src, action, torch.empty)
+        if empty_on_gpu is None or action.device.type != "cuda":
+            _allocate(src, action, torch.empty)
+        else:
+            new = partial(empty_on_gpu, *action.layout)
+            src.add(f"t{action.place} = {src.bind(f'new_{action.place}', new)}()")
         if action.is_zeroed and action.layout.nbytes:
             self.clear(src, Zeroing(action.place, action.layout.nbytes))
 

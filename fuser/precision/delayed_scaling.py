@@ -119,7 +119,7 @@ def note_uses(states: Sequence[DelayedScales]) -> None:
     for state in states:
         region.recorded[state] = group
         if region.may_be_recomputed:
-            state._regions.add(region)
+            state._regions[weakref.ref(region)] = None
 
 
 def reduces_amaxes_over(group: Group) -> bool:
@@ -211,7 +211,7 @@ class DelayedScales:
         self._identity = Identity()
         self._identity.state = weakref.ref(self)
         # Steps that used the current scales and whose forward may be recomputed.
-        self._regions: weakref.WeakSet[AmaxStep] = weakref.WeakSet()
+        self._regions: dict[weakref.ref[AmaxStep], None] = {}
 
     def quantizer(
         self, recipe: DelayedScaling, dtypes: Sequence[DType], index: int, device: torch.device
@@ -359,13 +359,14 @@ class DelayedScales:
 
     def _leave_past_scale(self) -> None:
         """Before an update: store the scale in the steps whose forward used it."""
-        regions = list(self._regions)
-        self._regions.clear()
-        if regions:
-            # Sliced here: selective checkpointing refuses a recomputation that makes more calls
-            # to torch than its forward made.
-            past = self.scale.clone().unsqueeze(1).unbind()
-            for region in regions:
+        regions, self._regions = self._regions, {}
+        past: tuple[torch.Tensor, ...] = ()
+        for reference in regions:
+            region = reference()
+            if region is not None:
+                # Sliced here: selective checkpointing refuses a recomputation that makes more calls
+                # to torch than its forward made.
+                past = past or self.scale.clone().unsqueeze(1).unbind()
                 region.past_scales.setdefault(self._identity, {})[self._recipe] = past
 
     @staticmethod
@@ -502,8 +503,9 @@ class _Backward:
     """The effects at the end of one backward: steps of gradients and of forwards end."""
 
     def __init__(self) -> None:
-        self.states: weakref.WeakKeyDictionary[DelayedScales, Group] = weakref.WeakKeyDictionary()
-        self.regions: weakref.WeakKeyDictionary[AmaxStep, None] = weakref.WeakKeyDictionary()
+        # By weak references: a backward that fails never ends.
+        self.states: dict[weakref.ref[DelayedScales], Group] = {}
+        self.regions: dict[weakref.ref[AmaxStep], None] = {}
 
 
 # The running backwards, by autograd's number of each.
@@ -513,21 +515,23 @@ _backwards_lock = threading.Lock()
 MAX_BACKWARDS = 64
 
 
-def record_until_backward_ends(state: DelayedScales, group: Group) -> None:
-    """Make the step of ``state`` end when the current backward ends."""
+def end_with_backward(
+    states: Iterable[DelayedScales], group: Group, region: AmaxStep | None
+) -> None:
+    """Make the steps of gradients and of a forward end when the current backward ends.
+
+    ``states`` are those of the gradients, whose amaxes are reduced over ``group``, and ``region``
+    is the forward's step.
+    """
     if _held is not None:
-        _held.append(state)
+        _held.extend(states)
         return
     with _backwards_lock:  # a backward over several devices has a thread for each
-        _running_backward().states[state] = group
-
-
-def end_with_backward(region: AmaxStep) -> None:
-    """Make ``region`` end when the current backward ends."""
-    if _held is not None:
-        return
-    with _backwards_lock:
-        _running_backward().regions[region] = None
+        running = _running_backward()
+        for state in states:
+            running.states[weakref.ref(state)] = group
+        if region is not None and region.recorded:
+            running.regions[weakref.ref(region)] = None
 
 
 def _running_backward() -> _Backward:
@@ -547,9 +551,14 @@ def _end_backward(task: int) -> None:
     if backward is None:
         return
     states: dict[DelayedScales, Group] = {}
-    for region in backward.regions:
-        states |= region.take()
-    DelayedScales.end_step(states | dict(backward.states))
+    for region in [reference() for reference in backward.regions]:
+        if region is not None:
+            states |= region.take()
+    for reference, group in backward.states.items():
+        state = reference()
+        if state is not None:
+            states[state] = group
+    DelayedScales.end_step(states)
 
 
 def _resized(history: torch.Tensor, length: int) -> torch.Tensor:

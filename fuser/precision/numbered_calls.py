@@ -2,8 +2,8 @@
 
 A graph recomputes a pipeline, or runs its backward, without a trace in Python of the forward that
 it belongs to. Under delayed scaling both depend on that forward: on its scales, its amax step and
-the states of its gradients. So an op with quantizers has a tensor with its number and that of its
-next call. A graph reads it as an input, and gives it to the forward, to the backward and to a
+the states of its gradients. So an op with quantizers has a tensor with a number that names it and
+its next call. A graph reads it as an input, and gives it to the forward, to the backward and to a
 recomputation. The forward stores another tensor in the op.
 """
 
@@ -20,42 +20,44 @@ from fuser.errors import StateError
 from fuser.precision.contexts import AutocastState
 from fuser.precision.delayed_scaling import DelayedScales
 from fuser.precision.op_numbers import numbered_op
-from fuser.torch_private import graph_task, outside_fake_mode
+from fuser.torch_private import dispatch_modes, graph_task, outside_fake_mode
 
 # Forwards that wait for a backward, and backwards that a retained graph may repeat.
 MOST_CALLS = 65536
+# Of a process: the number of a call is its rank among all calls, times this, plus that of its op.
+MOST_OPS = 1 << 24
 
 
 class ForwardCall(NamedTuple):
     """What a forward's recomputation and its backward need besides tensors."""
 
     state: AutocastState
-    gradients: tuple[weakref.ref[DelayedScales], ...]
+    gradients: Sequence[weakref.ref[DelayedScales]]
     """The states of the gradients that its backward quantizes."""
 
 
-Number: TypeAlias = tuple[int, int]
-"""The number of an op, and of a call of it."""
+Number: TypeAlias = int
+"""That of an op and of a call of it."""
 
-_call_numbers = itertools.count()
+_call_numbers = itertools.count(step=MOST_OPS)
 _calls: dict[Number, ForwardCall] = {}
 
 
 def number_call(op: Any) -> None:
     """Store the tensor for the next call in an op."""
+    number = next(_call_numbers) + op._number
+    if dispatch_modes() or torch.is_inference_mode_enabled():
+        with outside_fake_mode(), torch.inference_mode(False):
+            tensor = torch.full((1,), number, dtype=torch.int64, device="cpu")
+    else:
+        tensor = torch.full((1,), number, dtype=torch.int64, device="cpu")
     # Without the setter of modules: it changes nothing on which a recorded pass depends.
-    with outside_fake_mode(), torch.inference_mode(False):
-        numbers = torch.tensor([op._number, next(_call_numbers)], device="cpu")
-    op.__dict__["_next_call"] = numbers
+    op.__dict__["_next_call"] = tensor
 
 
 def numbers_in(tensors: Iterable[torch.Tensor]) -> list[Number]:
     """The numbers in the tensors that a graph has read from ops."""
-    found = []
-    for tensor in tensors:
-        op, call = tensor.tolist()
-        found.append((op, call))
-    return found
+    return [int(tensor.item()) for tensor in tensors]
 
 
 def ops_of(numbers: Sequence[Number]) -> list[Any]:
@@ -66,7 +68,7 @@ def ops_of(numbers: Sequence[Number]) -> list[Any]:
     StateError
         If one no longer exists.
     """
-    found = [numbered_op(op) for op, _ in numbers]
+    found = [numbered_op(number % MOST_OPS) for number in numbers]
     if None in found:
         raise StateError(
             "A compiled graph runs an op that no longer exists. Keep the model as long as graphs "
@@ -77,7 +79,7 @@ def ops_of(numbers: Sequence[Number]) -> list[Any]:
 
 def is_recomputation(op: Any, number: Number) -> bool:
     """Whether the forward with this number has run, and a backward runs it again."""
-    return graph_task() != -1 and int(op._next_call[1]) != number[1]
+    return graph_task() != -1 and op._next_call.item() != number
 
 
 def note_forward(numbers: Sequence[Number], ops: Sequence[Any], call: ForwardCall | None) -> None:

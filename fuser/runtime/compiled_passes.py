@@ -33,7 +33,6 @@ from fuser.precision.contexts import (
 from fuser.precision.delayed_scaling import (
     end_with_backward,
     evaluation,
-    record_until_backward_ends,
 )
 from fuser.precision.numbered_calls import (
     ForwardCall,
@@ -61,6 +60,12 @@ from fuser.torch_private import (
 )
 
 lock = threading.RLock()
+NO_CONTEXT = contextlib.nullcontext()
+
+
+def _no_grad() -> contextlib.AbstractContextManager[None]:
+    """``torch.no_grad()``, where it changes something."""
+    return torch.no_grad() if torch.is_grad_enabled() else NO_CONTEXT
 
 
 class Passes:
@@ -142,15 +147,19 @@ class Passes:
         elif self.is_delayed:
             return None
         if not self.is_delayed:
-            with lock, torch.no_grad():
+            with lock, _no_grad():
                 return self._runner.replayed(given)
         if not facts.is_grad_enabled:
             return None
         numbers = numbers_in(given.host)
         ops = ops_of(numbers)
-        with lock, torch.no_grad(), self._runner_of(ops) as runner:
-            state = self._state_of_step()
-            results = runner.replayed(given)
+        with lock, _no_grad():
+            runner = self._runner_of(ops)
+            try:
+                state = self._state_of_step()
+                results = runner.replayed(given)
+            finally:
+                runner.forget_states()
             if results is not None:
                 self._note_forward(numbers, ops, runner, state)
             return results
@@ -166,7 +175,8 @@ class Passes:
         self, given: Given, numbers: list[Number], stack: contextlib.ExitStack
     ) -> list[torch.Tensor]:
         ops = ops_of(numbers)
-        runner = stack.enter_context(self._runner_of(ops))
+        runner = self._runner_of(ops)
+        stack.callback(runner.forget_states)
         if is_recomputation(ops[0], numbers[0]):
             if not self.facts.is_checkpointed:
                 raise StateError(
@@ -206,25 +216,21 @@ class Passes:
     ) -> None:
         call = None
         if runner.plan.needs_backward:
-            group = None if state.group is None else WeakGroup(state.group)
+            if state.group is not None:
+                state = state._replace(group=WeakGroup(state.group))
             modes = [op._delayed.get("backward") for op in ops]
-            gradients = tuple([weakref.ref(scales) for scales in modes if scales is not None])
-            call = ForwardCall(state._replace(group=group), gradients)
+            call = ForwardCall(state, [weakref.ref(scales) for scales in modes if scales])
         note_forward(numbers, ops, call)
 
-    @contextlib.contextmanager
-    def _runner_of(self, ops: list[BasicOperation]) -> Iterator[Runner]:
-        """The runner of the pipeline with these ops, over their states."""
+    def _runner_of(self, ops: list[BasicOperation]) -> Runner:
+        """The runner of the pipeline with these ops, over their states until it forgets them."""
         identities = list(map(id, ops))
         known, runner = self._runners.get(ops[0], (None, None))
         if runner is None or known != identities:
             runner = Runner(self.noted, self._pipeline)
             self._runners[ops[0]] = (identities, runner)
         runner.use_states_of(ops)
-        try:
-            yield runner
-        finally:
-            runner.forget_states()
+        return runner
 
     # -- backward ------------------------------------------------------------------
 
@@ -235,23 +241,23 @@ class Passes:
 
     def backward(self, given: GivenBack, *, is_fake: bool) -> list[torch.Tensor]:
         """The memory of the gradients of inputs that require one; see :class:`Slice`."""
-        with lock, torch.no_grad(), self._given_seeds((), given.host, draw=1):
+        with lock, _no_grad(), self._given_seeds((), given.host, draw=1):
             if is_fake or not self.is_delayed:
                 return self._runner.backward(given, is_fake=is_fake)
             numbers = numbers_in(given.host[: len(given.host) - self.facts.rounds])
             ops = ops_of(numbers)
             call = forward_call(numbers[0])
-            with self._runner_of(ops) as runner:
+            runner = self._runner_of(ops)
+            try:
                 gradients = runner.backward(given, is_fake=False)
+            finally:
+                runner.forget_states()
             group = call.state.group
             if group is not None:
                 group = group(runner.plan.described)
-            for reference in call.gradients:
-                state = reference()
-                if state is not None:
-                    record_until_backward_ends(state, group)
-            if call.state.region is not None and call.state.region.recorded:
-                end_with_backward(call.state.region)
+            states = [reference() for reference in call.gradients]
+            living = [state for state in states if state is not None]
+            end_with_backward(living, group, call.state.region)
             return gradients
 
     # -- conditions ----------------------------------------------------------------
@@ -261,7 +267,7 @@ class Passes:
     ) -> contextlib.AbstractContextManager[None]:
         """Seeds of the graph; ``draw`` is 0 in forward and 1 in backward, whose seeds differ."""
         if not dropout and not self.facts.rounds:
-            return contextlib.nullcontext()
+            return NO_CONTEXT
         rounding: Iterator[int] = iter(())
         if self.facts.rounds:
             first = host[-1]

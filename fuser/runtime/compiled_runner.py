@@ -10,7 +10,7 @@ import copy
 import functools
 import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -71,6 +71,9 @@ class _Pass(NamedTuple):
     parts: list[Part]
     ends: Ends
     specs: Specs
+    separate: set[Hashable]
+    """The strides of the gradients that a recorded backward got, where its results share no memory
+    with saved tensors and parameters; nor with each other, unless they are slices."""
 
 
 class _Traced(NamedTuple):
@@ -107,8 +110,6 @@ class Runner:
         self._layouts: dict[tuple[int, ...], tuple[Any, Any, ParameterLayout | None]] = {}
         # Those of recorded forwards, which are the same for each repetition.
         self._recorded_passes: dict[RecordedForward, _Pass] = {}
-        # Those whose gradients share no memory with saved tensors and parameters.
-        self._sound: weakref.WeakSet[RecordedForward] = weakref.WeakSet()
         # Apart for each trace, whose fake tensors contexts may refer to; without symbolic sizes.
         self._traced: weakref.WeakKeyDictionary[object, dict[object, _Traced]]
         self._traced = weakref.WeakKeyDictionary()
@@ -248,7 +249,7 @@ class Runner:
         while key not in passes and len(passes) >= MOST_SIZES:
             passes.pop(next(iter(passes)))
         of_made = tuple(next(i for i, t in enumerate(held) if t is tensor) for tensor in made)
-        known = _Pass(places, of_made, recorded, copied, contexts, parts, ends, specs)
+        known = _Pass(places, of_made, recorded, copied, contexts, parts, ends, specs, set())
         passes[key] = known
         if recorded is not None:
             while len(self._recorded_passes) >= MOST_LAYOUTS:
@@ -312,34 +313,42 @@ class Runner:
             dry = dry_run() if is_fake else contextlib.nullcontext()
             with self._conditions(params), recomputing_under(state), dry:
                 result = run(contexts, tensors, known.ends, dy, extras, known.specs)
-        found = result[1:] if is_fake else self._summed(result[1:])
-        taken = {storage_of(grad) for grad in grads if grad is not None}
-        is_sound = known.recorded in self._sound
-        if not is_sound:
-            others = set(map(storage_of, (*saved, *params)))
-            is_sound = others.isdisjoint(storage_of(g) for g in found if g is not None)
-            taken |= others
-            if is_sound and known.recorded is not None:
-                self._sound.add(known.recorded)
-        places = [place for place, is_wanted in enumerate(self._noted.wanted) if is_wanted]
-        gradients = [g for g in (found[place] for place in places) if g is not None]
+        found: Sequence[Any] = result[1:] if is_fake else self._summed(result[1:])
+        places = self._noted.wanted_places
+        gradients = [found[place] for place in places if found[place] is not None]
         if len(gradients) != len(places):
             raise StateError(
                 f"The backward of a compiled {self._noted.title} returned no gradient for an "
                 "input that requires one."
             )
+        layout = None
+        if known.recorded is not None:
+            layout = tuple([None if grad is None else grad.stride() for grad in grads])
+        is_separate = layout in known.separate
+        if is_separate and not self._noted.is_sliced:
+            return gradients
+        taken = {storage_of(grad) for grad in grads if grad is not None}
+        if not is_separate:
+            others = set(map(storage_of, (*saved, *params)))
+            is_separate = others.isdisjoint(map(storage_of, gradients))
+            taken |= others
         if not self._noted.slices:  # equal for all layouts, whose graphs have the places
             last = len(self._noted.facts.summed)
             pairs = list(zip(places, map(storage_of, gradients), strict=True))
             params_alone = {storage for place, storage in pairs if 0 < place <= last}
             params_alone -= {storage for place, storage in pairs if not 0 < place <= last}
             self._noted.slices = _slices(gradients, params_alone - taken)
-        return _together(gradients, self._noted.slices, taken)
+        results = _together(gradients, self._noted.slices, taken)
+        if not self._noted.is_sliced:
+            is_separate = all(map(operator.is_, results, gradients))
+        if layout is not None and is_separate:
+            known.separate.add(layout)
+        return results
 
     def _summed(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """The gradients of a backward, those of parameters of some rows added over ranks."""
         summed = self._noted.facts.summed
-        if not any(number is not None for number in summed):
+        if summed.count(None) == len(summed):
             return gradients
         found = list(gradients)
         for place, number in enumerate(summed, start=1):

@@ -188,6 +188,7 @@ class Noted:
         """The pipeline, for messages."""
         self.wanted = [requires_grad for _, _, requires_grad in facts.tensors]
         """Whether each tensor requires a gradient."""
+        self.wanted_places = [place for place, is_wanted in enumerate(self.wanted) if is_wanted]
         self.saved = Saved()
         """What the last forward saves, traced or not. Those of other layouts save other sets."""
         self.slices: list[Slice | None] = []
@@ -196,6 +197,11 @@ class Noted:
         self._traced: set[Saved] = set()
         self.quantized = quantized
         """How to make the parameters; None if none is quantized."""
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether gradients of parameters share memory with others."""
+        return any(self.slices)
 
     def parameters(self, given: Tensors) -> Tensors:
         """The parameters, from what a graph gives of them."""

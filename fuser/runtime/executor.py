@@ -27,7 +27,6 @@ from fuser.precision.delayed_scaling import (
     DelayedScales,
     end_with_backward,
     evaluation,
-    record_until_backward_ends,
 )
 from fuser.precision.recomputation import is_checkpointed_forward, is_in_checkpoint
 from fuser.recipe import DelayedScaling
@@ -471,10 +470,9 @@ class _PipelineFunction(torch.autograd.Function):
             group = conditions.group
             if group is not None:
                 group = group(run.described) if states else None
-            for state in states:
-                record_until_backward_ends(state, group)
-            if conditions.region is not None and conditions.region.recorded:
-                end_with_backward(conditions.region)
+            region = conditions.region
+            if states or (region is not None and region.recorded):
+                end_with_backward(states, group, region)
             return result
         except BaseException as error:
             # Finished steps have dropped their tensors; this drops those of the others.

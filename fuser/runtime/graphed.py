@@ -24,7 +24,6 @@ from fuser.precision.delayed_scaling import (
     holds_steps,
     note_uses,
     noting_uses,
-    record_until_backward_ends,
 )
 from fuser.runtime.captured import Captured, CapturedStates, accumulating_weights
 from fuser.runtime.gradient_paths import accumulating_leaf
@@ -395,10 +394,7 @@ class _Replay(torch.autograd.Function):
         graph.check_backward(saved)
         versions.check()
         grads = graph.replay_backward(grad_outputs, ctx.next_functions)
-        for state in states:
-            record_until_backward_ends(state, conditions.group)
-        if conditions.region is not None and conditions.region.recorded:
-            end_with_backward(conditions.region)
+        end_with_backward(states, conditions.group, conditions.region)
         return (None, None, None, *grads)
 
 

@@ -381,8 +381,8 @@ DELAYED_SCALING = (
         "a region's scales of the past are those of the newest step",
         "precision/delayed_scaling.py",
         "DelayedScales._leave_past_scale",
-        "self._regions.clear()",
-        "",
+        "regions, self._regions = self._regions, {}",
+        "regions = self._regions",
         "test_recomputation.py test_delayed_scaling.py",
         select="interleave or recomputed or checkpointing",
     ),
@@ -457,9 +457,9 @@ DELAYED_SCALING = (
     Mutant(
         "the gradients' amaxes are reduced over all ranks instead of the group",
         "precision/delayed_scaling.py",
-        "record_until_backward_ends",
-        "_running_backward().states[state] = group",
-        "_running_backward().states[state] = None",
+        "end_with_backward",
+        "running.states[weakref.ref(state)] = group",
+        "running.states[weakref.ref(state)] = None",
         "test_amax_reduction.py::test_amaxes_are_reduced_over_the_group_of_their_autocast_in_any_order",
     ),
     Mutant(
@@ -481,10 +481,10 @@ DELAYED_SCALING = (
     ),
     Mutant(
         "inside one autocast around the loop no step ends with its backward",
-        "runtime/executor.py",
-        "_PipelineFunction.backward",
-        "if conditions.region is not None and conditions.region.recorded:",
-        "if conditions.region is not None and not conditions.region.recorded:",
+        "precision/delayed_scaling.py",
+        "end_with_backward",
+        "if region is not None and region.recorded:",
+        "if region is not None and not region.recorded:",
         "test_delayed_scaling.py::"
         "test_one_autocast_around_the_loop_has_the_bits_of_one_around_each_step",
     ),
