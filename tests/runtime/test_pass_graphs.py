@@ -131,11 +131,17 @@ def test_microbatches_in_flight_have_graphs_of_their_own(capturer: CpuCapturer) 
     model = make()
     other = copy.deepcopy(model)
 
+    # In memory of their own: that of others may come back elsewhere.
+    xs = [torch.empty(shape, dtype=BF16, requires_grad=True) for _ in range(3)]
+    dy = torch.ones_like(model(xs[0]))
+
     def run(model: torch.nn.Module, order: list[int]) -> list[list[float]]:
-        xs = [torch.randn(shape, dtype=BF16, requires_grad=True) for _ in order]
+        for x in xs:
+            x.grad = None
+            x.data.normal_()
         ys = [model(x) for x in xs]
         for i in order:
-            ys[i].backward(torch.ones_like(ys[i]))
+            ys[i].backward(dy)
         grads = [x.grad for x in xs] + [p.grad for p in model.parameters()]
         model.zero_grad(set_to_none=True)
         return [grad.double().flatten().tolist() for grad in grads if grad is not None]
