@@ -134,6 +134,23 @@ COMPILING = (
         f"{TEST}test_writes_to_an_output_change_neither_the_input_nor_another_output",
     ),
     Mutant(
+        "two results of a replayed backward may be one tensor",
+        RUNNER,
+        "Runner._backward",
+        "is_separate = all(map(operator.is_, results, gradients))",
+        "pass",
+        "test_pass_graphs.py::test_results_of_replayed_operations_share_no_memory",
+    ),
+    Mutant(
+        "all calls of an op have one number",
+        "precision/numbered_calls.py",
+        "number_call",
+        "number = next(_call_numbers) + op._number",
+        "number = op._number",
+        "test_compiled.py",
+        select="delayed",
+    ),
+    Mutant(
         "strides are no part of what tells passes apart",
         VALUES,
         "Given.sizes",

@@ -135,6 +135,14 @@ PASS_GRAPHS = (
         "test_pass_graphs.py::test_a_linear_below_autograd_leaves_a_graph_as_its_product",
     ),
     Mutant(
+        "what autocast casts is in no graph",
+        "cuda/sequence.py",
+        "_written_to",
+        "if call.function in _COPIES:",
+        "if call.function is _aten.clone.default:",
+        "test_pass_graphs.py::test_a_weight_that_autocast_casts_is_cast_in_the_graph",
+    ),
+    Mutant(
         "a graph squeezes the product with a vector at its capture alone",
         "cuda/sequence.py",
         "_Recorder.dispatched",

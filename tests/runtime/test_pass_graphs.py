@@ -20,6 +20,7 @@ from test_recorded import BF16, BLOCKS, MODELS, PAIRS, RECIPES, under
 import fuser
 from fuser.cuda import pass_graphs, sequence
 from fuser.cuda.pass_graphs import PassGraphs
+from fuser.runtime.compiled_runner import Runner
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
@@ -292,6 +293,35 @@ def test_a_weight_that_autocast_casts_is_cast_in_the_graph(
     calls = [action.function for action in before if type(action) is sequence.TorchCall]
     assert all(type(function) is torch._ops.OpOverload and function.is_view for function in calls)
     assert not {"to", "reshape", "contiguous"} & {f.overloadpacket.__name__ for f in calls}
+
+
+def test_results_of_replayed_operations_share_no_memory(
+    capturer: CpuCapturer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum's two gradients are that of its result, and an operation returns a copy of each."""
+    shared: list[bool] = []
+    backward = Runner.backward
+
+    def noted(self: Runner, given: Any, *, is_fake: bool) -> list[torch.Tensor]:
+        results = backward(self, given, is_fake=is_fake)
+        if not is_fake:
+            taken = {tensor.data_ptr() for tensor in (*given.grads, *given.saved, *given.params)}
+            places = [tensor.data_ptr() for tensor in results]
+            shared.append(len({*places} - taken) < len(places))
+        return results
+
+    monkeypatch.setattr(Runner, "backward", noted)
+    model = fuser.Sequential(fuser.RMSNorm(64, dtype=BF16), fuser.AddExtraInput(), fuser.Bias(64))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x, other = (torch.randn(16, 64, dtype=BF16, requires_grad=True) for _ in range(2))
+    dy = torch.randn(16, 64, dtype=BF16)
+    for _ in range(6):
+        compiled(x, other).backward(dy)
+        assert torch.equal(other.grad, dy)
+        model.zero_grad()
+        x.grad = other.grad = None
+    assert len(shared) == 6
+    assert not any(shared)
 
 
 @pytest.mark.parametrize("recipe_name", ["none", "current None", "delayed"])
