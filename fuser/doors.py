@@ -126,6 +126,10 @@ class PassRunner:
         """
         return None
 
+    def replays(self, plan: Any) -> Sequence[tuple[str | None, str]]:
+        """How earlier calls of a compiled plan have run: sides, None for both, and texts."""
+        return ()
+
     @staticmethod
     def constant_launches(
         cache: dict[Any, Any],

@@ -169,7 +169,7 @@ class LaunchSequence:
         self._device: int | None = None
         self.graphs: PassGraphs | None = None
         """The CUDA graphs that replace its calls where addresses come back."""
-        self.no_graphs = "it has not been played"
+        self.no_graphs = "it has not been repeated"
         """Why there are none; empty if there may be."""
         self._first: list[Action] = []
         self.pieces: tuple[Piece, ...] = ()
@@ -189,6 +189,21 @@ class LaunchSequence:
     def is_written(self) -> bool:
         """Whether its code has been generated, at its first repetition."""
         return bool(self._written)
+
+    def described(self) -> str:
+        """How the repetitions of the function have run."""
+        graphs = self.graphs
+        refusal = self.no_graphs if graphs is None else graphs.refusal
+        if not pass_graphs.Switch.is_on:
+            refusal = "graphs are turned off"
+        if graphs is not None and not refusal:
+            if graphs.hits:
+                return (
+                    f"a CUDA graph in {graphs.hits} of {graphs.calls} repetitions, found by the "
+                    f"addresses of tensors; {graphs.count} in all"
+                )
+            refusal = f"no addresses have come back in {graphs.calls} repetitions"
+        return f"{'launched call by call' if self.is_written else 'recorded'}: {refusal}"
 
     def play(self, inputs: Sequence[torch.Tensor | None], is_packed: bool = False) -> Any:
         """Repeat the actions over other inputs of the same layout; the result has new tensors.

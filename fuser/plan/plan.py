@@ -207,7 +207,8 @@ class FusionPlan:
     of op ``i``, and ``grad_activation_bytes[i]`` those of its gradient; the last
     entries are for the output. ``notes`` are sentences of the operations about
     themselves. ``layout`` and ``padding`` are notes on the
-    tensors given to ``plan``; a cached plan has none. ``modules`` are called
+    tensors given to ``plan``; a cached plan has none. ``replays`` say how the calls until then have
+    run. ``modules`` are called
     between the pipelines, in a plan for several, and are not modelled. ``nodes``
     are the autograd nodes into which ``plan`` says that the pipeline is cut if
     somebody waits for single gradients, and ``waiting`` who waits now; both are
@@ -246,6 +247,7 @@ class FusionPlan:
     features: tuple[int, ...] = ()
     wholes: tuple[str, ...] = ()
     baselines: tuple[Baseline, ...] = ()
+    replays: tuple[Note, ...] = field(default=(), compare=False)
 
     def __repr__(self) -> str:
         steps = ", ".join(
@@ -292,6 +294,10 @@ class FusionPlan:
             for note in notes:
                 title = f"{note.title(self.ops)} over {span(note.ops)}"
                 lines.append(f"  {note.side:<8} {title} {note.text}")
+        lines += ["", "calls until here"] if self.replays else []
+        for note in self.replays:
+            place = f"{note.side or 'both':<8} {span(note.ops)} {note.text}"
+            lines += textwrap.wrap(place, 96, initial_indent="  ", subsequent_indent=" " * 11)
         if self.refusals:
             lines += ["", "not used"]
         refusals = _alike(self.refusals, "side", "fusion", "reason")
@@ -490,6 +496,7 @@ class FusionPlan:
             "layout": [{**vars(note), "ops": list(note.ops)} for note in self.layout],
             "padding": [{**vars(note), "ops": list(note.ops)} for note in self.padding],
             "notes": [{**vars(note), "ops": list(note.ops)} for note in self.notes],
+            "replays": [{**vars(note), "ops": list(note.ops)} for note in self.replays],
             "refusals": [{**vars(r), "ops": list(r.ops)} for r in self.refusals],
             "kept": [
                 {**vars(k), "ops": list(k.ops), "rebuilt_by": list(k.rebuilt_by)} for k in self.kept
@@ -627,6 +634,7 @@ def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
         layout=first.layout + moved(second.layout),
         padding=first.padding + moved(second.padding),
         notes=first.notes + moved(second.notes),
+        replays=first.replays + moved(second.replays),
         nodes=_nodes_of(first) + moved(_nodes_of(second)),
         waiting=first.waiting or second.waiting,
         extra_outputs=first.extra_outputs + second.extra_outputs,

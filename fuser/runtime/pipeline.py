@@ -27,7 +27,7 @@ from fuser.plan.graph import (
     returned_outputs,
     with_quantized_outputs,
 )
-from fuser.plan.plan import FusionPlan
+from fuser.plan.plan import FusionPlan, Note
 from fuser.plan.planner import features_of, make_plan
 from fuser.plan.registered import FusionFunction, RegisteredFusions, check_has_methods
 from fuser.plan.saved_inputs import Limit, budget
@@ -299,7 +299,9 @@ class OperationFuser:
         plan = run.plan
         if plan.features != features_of(graph):  # it was made for tensors of other columns
             plan = make_plan(graph, run.key, _registered).plan
-        plan = replace(plan, **notes)
+        every = tuple(range(len(self.basic_ops)))
+        replays = [Note(every, text, side=side) for side, text in PASSES.guest.replays(run)]
+        plan = replace(plan, replays=tuple(replays), **notes)
         # FSDP awaits all gradients of a module, and calls hooks of its parameters itself.
         are_gathered = PARAMETERS.guest.are_gathered(self.basic_ops, self._slots)
         if run.can_be_cut and not are_gathered:

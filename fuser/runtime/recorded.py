@@ -46,7 +46,7 @@ from fuser.precision.delayed_scaling import (
     noting_uses,
 )
 from fuser.precision.recomputation import is_in_checkpoint
-from fuser.recipe import DelayedScaling
+from fuser.recipe import DelayedScaling, Recipe
 from fuser.runtime.gradient_paths import Needed, needing
 from fuser.runtime.known_parameters import (
     MOST_LAYOUTS,
@@ -90,6 +90,18 @@ def is_recordable(ops: Iterable[FusibleOperation]) -> bool:
     )
 
 
+def _refusal(recipe: Recipe | None, ops: Iterable[FusibleOperation]) -> str | None:
+    """Why passes of ``ops`` are not recorded; None if they are."""
+    if recipe is not None and recipe.custom():
+        return "the recipe is custom"
+    for op in ops:
+        if not is_recordable((op,)):
+            return f"{type(op).__name__} runs code that is not fuser's, or reads sizes on the host"
+    if isinstance(recipe, DelayedScaling) and recipe.keeps_columns("input"):
+        return "columns of inputs that are kept share their memory"
+    return None
+
+
 class RecordingPasses(PassRunner):
     """Passes and launches that are recorded once, and then repeated."""
 
@@ -97,12 +109,18 @@ class RecordingPasses(PassRunner):
 
     def recorded(self, plan: Any, steps: Iterable[FusibleOperation]) -> RecordedPasses | None:
         recipe = plan.key.recipe
-        if (recipe is not None and recipe.custom()) or not is_recordable([*plan.ops, *steps]):
+        if _refusal(recipe, [*plan.ops, *steps]) is not None:
             return None
-        delayed = recipe if isinstance(recipe, DelayedScaling) else None
-        if delayed is not None and delayed.keeps_columns("input"):
-            return None  # what is saved shares memory with inputs
-        return RecordedPasses(plan.ops, delayed)
+        return RecordedPasses(plan.ops, recipe if isinstance(recipe, DelayedScaling) else None)
+
+    def replays(self, plan: Any) -> list[tuple[str | None, str]]:
+        if plan.recorded is not None:
+            recorded: RecordedPasses = plan.recorded
+            return recorded.described()
+        if not plan.runs_kernels:
+            return []
+        refusal = _refusal(plan.key.recipe, plan.ops) or "a fusion is not fuser's, or it is cut"
+        return [(None, f"step by step: {refusal}")]
 
 
 PASSES.open(RecordingPasses())
@@ -173,6 +191,13 @@ class RecordedPasses:
         """Whether what a backward alone reads may be one tensor."""
         self._forwards: _Recordings[RecordedForward] = _Recordings()
         self._readers: dict[int, Reader] = {}
+
+    def described(self) -> list[tuple[str | None, str]]:
+        """How the passes of each layout have run, the latest last: a side, and a text."""
+        found: list[tuple[str | None, str]] = []
+        for forward in self._forwards.values():
+            found += forward.described()
+        return found
 
     def emptied(self) -> RecordedPasses:
         """As this was at first."""
@@ -491,6 +516,17 @@ class RecordedForward:
             versions[i] = Versions(picked(tensors), owner)
         given = self.given(tensors) if known.given else ()
         return output, produced, (self, versions, given), saved, None, known.specs
+
+    def described(self) -> list[tuple[str | None, str]]:
+        """How its passes have run: for each a side and a text."""
+        if self._recording is None:
+            return [("forward", f"step by step: {self.refusal}")] if self.refusal else []
+        passes = [("forward", self._recording.sequence)]
+        passes += [("backward", sequence) for sequence in self._backwards.values()]
+        return [
+            (side, one.described() if one.is_complete else f"step by step: {one.refusal}")
+            for side, one in passes
+        ]
 
     @property
     def holds_parameters(self) -> bool:

@@ -21,6 +21,7 @@ import fuser
 from fuser.cuda import pass_graphs, sequence
 from fuser.cuda.pass_graphs import PassGraphs
 from fuser.runtime.compiled_runner import Runner
+from fuser.tensors import Float8CurrentScalingQuantizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
@@ -158,6 +159,77 @@ def test_microbatches_in_flight_have_graphs_of_their_own(capturer: CpuCapturer) 
         assert all_of(other) == found
     finally:
         fuser.graph_passes(True)
+
+
+def said(model: Any, shape: Any, recipe: Any = None) -> list[tuple[str | None, str]]:
+    """How the plan says that the calls until then have run."""
+    with under(recipe):
+        plan = model.plan(torch.empty(shape, dtype=BF16, device="meta", requires_grad=True))
+    assert plan.to_dict()["replays"] == [
+        {"ops": [*note.ops], "text": note.text, "fusion": None, "side": note.side}
+        for note in plan.replays
+    ]
+    words = " ".join(str(plan).split())
+    assert all(note.text in words for note in plan.replays)
+    assert bool(plan.replays) == ("calls until here" in words)
+    return [(note.side, note.text) for note in plan.replays]
+
+
+@pytest.mark.parametrize("recipe_name", ["none", "delayed"])
+def test_a_plan_says_which_passes_are_graphs(
+    recipe_name: str, capturer: CpuCapturer, graphs: list[PassGraphs]
+) -> None:
+    make, shape = MODELS["swiglu"]
+    model, recipe = make(), RECIPES[recipe_name]
+    assert said(model, shape, recipe) == []
+    steps = Steps(model, shape, recipe)
+    for number in range(3 if recipe_name == "delayed" else 2):  # the first makes the states
+        steps.run(number)
+    found = [("forward", "recorded: it has not been repeated")]
+    assert said(model, shape, recipe)[:1] == found
+    for number in range(STEPS):
+        steps.run(number)
+    texts = [
+        (side, f"a CUDA graph in {one.hits} of {one.calls} repetitions, found by the addresses of "
+         f"tensors; {one.count} in all")
+        for side, one in zip(("forward", "backward"), graphs, strict=True)
+    ]  # fmt: skip
+    assert min(one.hits for one in graphs) > 0
+    assert said(model, shape, recipe) == texts
+    fuser.graph_passes(False)
+    try:
+        off = "launched call by call: graphs are turned off"
+        assert said(model, shape, recipe) == [("forward", off), ("backward", off)]
+    finally:
+        fuser.graph_passes(True)
+
+
+def test_a_plan_says_why_passes_are_no_graphs(
+    capturer: CpuCapturer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, shape = MODELS["swiglu"]
+    few = fuser.Sequential(fuser.RMSNorm(shape[-1], dtype=BF16))
+    steps = Steps(few, shape, None)
+    for number in range(4):
+        steps.run(number)
+    reason = "launched call by call: it has too few launches"
+    assert said(few, shape) == [("forward", reason), ("backward", reason)]
+
+    model = make()
+    capturer.error = RuntimeError("no memory\nand more")
+    steps = Steps(model, shape, None)
+    for number in range(STEPS):
+        steps.run(number)
+    reason = "launched call by call: its capture failed: no memory"
+    assert said(model, shape) == [("forward", reason), ("backward", reason)]
+
+    class Own(fuser.RMSNorm):
+        """Code of a user."""
+
+    reason = "step by step: Own runs code that is not fuser's, or reads sizes on the host"
+    assert said(fuser.Sequential(Own(shape[-1], dtype=BF16)), shape) == [(None, reason)]
+    custom = fuser.recipe.CustomRecipe(qfactory=lambda _: Float8CurrentScalingQuantizer())
+    assert said(make(), shape, custom) == [(None, "step by step: the recipe is custom")]
 
 
 def test_a_pass_whose_capture_fails_is_played_and_says_why(
