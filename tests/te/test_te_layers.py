@@ -261,10 +261,16 @@ def places(queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         *(("no_mask", None), ("causal", None), ("causal", (2, 0)), ("padding", (2, 1))),
         *(("causal_bottom_right", None), ("padding", None), ("padding_causal", None)),
         *(("arbitrary", None), ("padding,causal", None), ("causal,padding", None)),
+        *(("no_mask", window) for window in ((0, 0), (0, 1), (1, 0), (-1, 0), (0, -1))),
+        *(("causal", (0, 0)), ("causal", (1, 0)), ("padding", (2, 0)), ("padding", (-1, 0))),
+        *(("causal_bottom_right", (0, 0)), ("causal_bottom_right", (2, 0))),
+        ("padding_causal", (2, 0)),
     ],
 )
 def test_attention_sees_what_its_mask_says(kind: str, window: Any, layout: str) -> None:
-    queries, keys = 6, 9 if kind in ("no_mask", "causal_bottom_right", "arbitrary") else 6
+    has_more_keys = kind in ("causal_bottom_right", "arbitrary")
+    has_more_keys |= (kind, window) == ("no_mask", None)
+    queries, keys = 6, 9 if has_more_keys else 6
     q = torch.randn(queries, 2, 4, 8)
     k, v = torch.randn(2, keys, 2, 2, 8)
     place, key = places(queries, keys)
@@ -274,10 +280,11 @@ def test_attention_sees_what_its_mask_says(kind: str, window: Any, layout: str) 
         place = place + keys - queries
     if "causal" in kind:
         sees = sees & (key <= place)
-    if window is not None:
-        sees = sees & (key >= place - window[0])
-        if kind == "padding":
-            sees = sees & (key <= place + window[1])
+    left, right = window or (-1, -1)
+    if left >= 0:
+        sees = sees & (key >= place - left)
+    if right >= 0:
+        sees = sees & (key <= place + right)
     if "padding" in kind:
         mask = torch.zeros(2, 1, 1, keys, dtype=torch.bool)
         mask[1, ..., 4:] = True
