@@ -493,4 +493,21 @@ TE_PROGRAMS = (
         "return None",
         "test_te_functions.py::test_the_group_of_amaxes_is_that_of_the_forward",
     ),
+    Mutant(
+        "a window of no keys on the left is one of all",
+        ATTENTION,
+        "_window",
+        "if left >= 0:\n    sees &= key >= place - left",
+        "if left > 0:\n    sees &= key >= place - left",
+        "test_te_layers.py::test_attention_sees_what_its_mask_says",
+    ),
+    Mutant(
+        "a weight without a master weight begins with its values before quantization",
+        OPTIMIZERS,
+        "_Fused._values_of",
+        "quantized.get_high_precision_init_val() if self.master_weights else None",
+        "quantized.get_high_precision_init_val()",
+        "test_te_optimizers.py::"
+        "test_master_weights_alone_begin_with_the_values_before_quantization",
+    ),
 )

@@ -139,6 +139,31 @@ def test_sgd_takes_the_steps_of_torch(
     assert_steps_are_torchs(stored, has_master, steps, {})
 
 
+@pytest.mark.parametrize("cls", ["AdamW", "SGD"])
+@pytest.mark.parametrize("has_master", [True, False], ids=["master", "alone"])
+@pytest.mark.parametrize("stored", QUANTIZED)
+def test_master_weights_alone_begin_with_the_values_before_quantization(
+    stored: str, has_master: bool, cls: str
+) -> None:
+    """A weight without one is updated from the values that it has."""
+    torch.manual_seed(0)
+    scaling = formats.deterministic(formats.RECIPES[stored])
+    with fuser.quantized_model_init(recipe=scaling, preserve_high_precision_init_val=True):
+        weight: Any = fuser.BasicLinear(SHAPE[1], SHAPE[0], dtype=BF16).weight
+    first, present = weight.get_high_precision_init_val().float(), values_of(weight)
+    begun = first if has_master else present
+    plain = torch.nn.Parameter(begun.clone())
+    weight.grad = torch.randn(SHAPE).to(BF16)
+    plain.grad = weight.grad.float()
+    ours: Any = {"AdamW": fused.FusedAdam, "SGD": fused.FusedSGD}[cls]
+    ours([weight], lr=0.1, weight_decay=0.5, master_weights=has_master).step()
+    getattr(torch.optim, cls)([plain], lr=0.1, weight_decay=0.5).step()
+    assert_held(weight, plain.detach())
+    other = plain.detach() - begun + (present if has_master else first)
+    assert int((rounded_as(weight, other) != values_of(weight)).sum()) > 2 * SHAPE[0]
+    assert weight.get_high_precision_init_val() is None
+
+
 @pytest.mark.parametrize("stored", ["fp32", "bf16", "current"])
 def test_gradients_are_read_from_where_the_optimizer_is_told(stored: str) -> None:
     weight: Any = weight_in(stored)
