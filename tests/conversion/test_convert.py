@@ -179,6 +179,69 @@ class LookAlike(nn.Module):
         return y
 
 
+class PackedLookAlike(PackedMLP):
+    """A packed feed-forward whose product is ``combine(gate, up)``."""
+
+    def __init__(self, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.combine = combine
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        y: torch.Tensor = self.down(self.combine(gate, up))
+        return y
+
+
+PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "gate first": lambda g, u: F.silu(g) * u,
+    "gate last": lambda g, u: u * F.silu(g),
+    "function": lambda g, u: torch.mul(u, F.silu(g)),
+    "method": lambda g, u: u.mul(F.silu(g)),
+    "written out": lambda g, u: u * (g * torch.sigmoid(g)),
+}
+
+
+class Residual(nn.Module):
+    """The sum of a norm's input and of what a feed-forward makes of its output."""
+
+    def __init__(self, add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.mlp = GatedMLP()
+        self.add = add
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.add(x, self.mlp(self.norm(x)))
+
+
+SUMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "residual first": lambda x, y: x + y,
+    "residual last": lambda x, y: y + x,
+    "function": lambda x, y: torch.add(y, x),
+    "method": lambda x, y: y.add(x),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "combine"),
+    [
+        pytest.param(kind, combine, id=f"{kind.__name__}-{name}")
+        for kinds, ways in (((LookAlike, PackedLookAlike), PRODUCTS), ((Residual,), SUMS))
+        for kind in kinds
+        for name, combine in ways.items()
+    ],
+)
+def test_products_and_sums_are_converted_in_either_order(kind: Any, combine: Any) -> None:
+    model, x = seeded(lambda: kind(combine)), data()
+    expected = results(model, x)
+    report = fuser.convert(model)
+    assert len(report.converted) == 1, str(report)
+    assert not report.left, str(report)
+    assert pipelines_run(model, x) == 1
+    assert_same(results(model, x), expected, bits=False)
+    torch.testing.assert_close(results(model, x)["y"], expected["y"], rtol=1e-5, atol=1e-6)
+
+
 class SwappedHalves(PackedMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         up, gate = self.gate_up(x).chunk(2, dim=-1)

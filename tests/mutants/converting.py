@@ -538,4 +538,12 @@ CONVERTING = (
         "",
         "test_refusals.py::test_a_forward_that_a_class_gets_later_is_seen",
     ),
+    Mutant(
+        "a product is a gated activation if the activation is its first factor",
+        CHAINS,
+        "Chains._activation",
+        "self._gate(node, one, two, stops) or self._gate(node, two, one, stops)",
+        "self._gate(node, one, two, stops)",
+        "test_convert.py::test_products_and_sums_are_converted_in_either_order",
+    ),
 )
