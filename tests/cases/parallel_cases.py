@@ -19,6 +19,7 @@ import torch.distributed as dist
 from paths import ROOT
 from ranks import RANKS, device_type, part
 from said import said as pattern_of
+from torch.distributed.device_mesh import init_device_mesh
 
 import fuser
 from fuser import gemm, modules
@@ -367,8 +368,9 @@ def copies(rank: int) -> Any:
     group = dist.new_group(list(range(RANKS)))
     op = column(group)
     copied = copy.deepcopy(op)
-    with pytest.raises(fuser.StateError, match=pattern_of("groups-cannot-pickled-belongs")):
-        pickle.dumps(op)
+    for one in (op, column(init_device_mesh(device_type(), (RANKS,)))):
+        with pytest.raises(fuser.StateError, match=pattern_of("groups-cannot-pickled-belongs")):
+            pickle.dumps(one)
     again = pickle.loads(pickle.dumps(column()))
     return {
         "same": copied.tensor_parallel_group is group,

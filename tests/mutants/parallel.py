@@ -316,4 +316,44 @@ PARALLEL = (
         "pass",
         "test_te_layers.py::test_a_group_that_is_set_later_is_that_of_every_op",
     ),
+    Mutant(
+        "fewer rows than ranks are scattered, so that no rank has any",
+        "communication/groups.py",
+        "check_divides",
+        "if shape[0] % ranks:",
+        "if shape[0] > ranks and shape[0] % ranks:",
+        "test_parallel_ops.py::test_rows_that_ranks_do_not_divide_are_refused",
+    ),
+    Mutant(
+        "an op with a mesh is pickled, and comes back with the group of all ranks",
+        "communication/groups.py",
+        "GroupRef.__reduce__",
+        "if self.group is None:",
+        "if not isinstance(self.group, dist.ProcessGroup):",
+        "test_parallel_ops.py::test_an_op_for_some_ranks_is_not_pickled_as_one_for_all",
+    ),
+    Mutant(
+        "scales of ranks are compared where rowwise copies are gathered alone",
+        "communication/quantized_gather.py",
+        "start_quantized_gather",
+        "for name in _buffers_of(source, usage):\n"
+        "    buffer = getattr(source, name)\n"
+        "    if name in units:\n"
+        "        dim, unit = units[name]\n"
+        "        pending[name] = start_all_gather("
+        "buffer.narrow(dim, 0, rows // unit), group, dim)\n"
+        "        continue\n"
+        "    buffers[name] = buffer\n"
+        "    if checks_scales:",
+        "for name in _buffers_of(source, usage):\n"
+        "    buffer = getattr(source, name)\n"
+        "    if name in units:\n"
+        "        dim, unit = units[name]\n"
+        "        pending[name] = start_all_gather("
+        "buffer.narrow(dim, 0, rows // unit), group, dim)\n"
+        "        continue\n"
+        "    buffers[name] = buffer\n"
+        "    if checks_scales and usage == 'rowwise':",
+        "test_tensor_parallel.py::test_scales_that_all_rows_share_are_equal_in_either_copy",
+    ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -35,7 +37,7 @@ from fuser.plan.cost import COLLECTIVES
 from fuser.recipe import MXFP8BlockScaling
 from fuser.specs import Collective, TensorSpec
 
-TWO = PlannedGroup(2)
+TWO, FOUR = PlannedGroup(2), PlannedGroup(4)
 ROW_OF_TWO: Any = {
     "device": "meta",
     "tensor_parallel_mode": "row",
@@ -240,6 +242,28 @@ def test_a_copied_op_has_the_group_and_a_pickled_one_cannot(of: Any) -> None:
         assert each["same"]
         for y in ("y", "again"):
             assert_close(each[y], part(X @ WEIGHT.t(), rank, 1))
+
+
+WITH_A_GROUP: dict[str, Any] = {
+    "AllGather": fuser.AllGather,
+    "AllReduce": fuser.AllReduce,
+    "ReduceScatter": fuser.ReduceScatter,
+    "BasicLinear": lambda group: fuser.BasicLinear(
+        8, 8, tensor_parallel_mode="row", tensor_parallel_group=group
+    ),
+    "Bias": lambda group: fuser.Bias(8, tensor_parallel=True, tensor_parallel_group=group),
+    "MoeDispatch": lambda group: fuser.MoeDispatch(4, expert_parallel_group=group),
+    "modules.Linear": lambda group: modules.Linear(8, 8, parallel_mode="row", tp_group=group),
+}
+
+
+@pytest.mark.parametrize("name", WITH_A_GROUP)
+def test_an_op_for_some_ranks_is_not_pickled_as_one_for_all(name: str) -> None:
+    make = WITH_A_GROUP[name]
+    assert copy.deepcopy(make(TWO))
+    with pytest.raises(fuser.StateError, match=said("groups-cannot-pickled-belongs")):
+        pickle.dumps(make(TWO))
+    assert pickle.loads(pickle.dumps(make(None)))
 
 
 def test_parts_of_a_weight_are_initialised_in_the_trackers_context(of: Any) -> None:
@@ -487,6 +511,53 @@ def test_without_process_groups_ops_communicate_nothing() -> None:
     model = fuser.Sequential(fuser.AllGather(), fuser.AllReduce(), fuser.ReduceScatter())
     assert torch.equal(run(model, X, DY)["dx"], DY)
     assert "all-" not in str(model.plan(X))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("rows", range(7))
+def test_rows_that_ranks_do_not_divide_are_refused(rows: int, ranks: int) -> None:
+    """Fewer rows than ranks too; but not an input without rows."""
+    group = PlannedGroup(ranks)
+    linear = fuser.BasicLinear(
+        8 * ranks,
+        8,
+        tensor_parallel_mode="row",
+        tensor_parallel_group=group,
+        sequence_parallel=True,
+    )
+    x = torch.empty(rows, 8)
+    for op in (fuser.ReduceScatter(group), linear):
+        model = fuser.Sequential(op)
+        if rows % ranks == 0:
+            assert model.plan(x).forward
+            continue
+        with pytest.raises(fuser.InputError, match=f"scatters {rows} rows .* {ranks} ranks"):
+            model.plan(x)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_features_that_ranks_do_not_divide_are_refused(size: int) -> None:
+    makes: dict[str, Any] = {
+        "Bias's size": lambda: fuser.Bias(size, tensor_parallel=True, tensor_parallel_group=FOUR),
+        **{
+            f"BasicLinear's {name}": lambda mode=mode, sizes=sizes: fuser.BasicLinear(
+                *sizes, device="meta", tensor_parallel_mode=mode, tensor_parallel_group=FOUR
+            )
+            for name, mode, sizes in (
+                ("in_features", "row", (size, 8)),
+                ("out_features", "column", (8, size)),
+            )
+        },
+        "Linear's in_features": lambda: fuser.Linear(
+            size, 8, device="meta", tensor_parallel_mode="row", tensor_parallel_group=FOUR
+        ),
+        "LayerNormMLP's ffn_hidden_size": lambda: modules.LayerNormMLP(
+            8, size, device="meta", set_parallel_mode=True, tp_group=FOUR
+        ),
+    }
+    for name, make in makes.items():
+        with pytest.raises(fuser.InputError, match=f"{name} is {size}, and 4 ranks"):
+            make()
 
 
 def test_shapes_are_known_on_meta_and_of_no_rows(of: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import oracles
 import pytest
 import torch
 from ranks import RANKS, device_type, part, results_of
+from said import said
 from torch.utils._pytree import tree_map_only
 
 import fuser
@@ -148,10 +150,31 @@ def gathered_rows(quantizer: Any, rows: int, usage: str, rank: int) -> Any:
     return [(operand.data.clone(), operand.scale_inv.clone()) for operand in pairs]
 
 
+SCALES = {
+    f"{'equal' if are_equal else 'other'} scales, {usage}": (usage, are_equal)
+    for usage in ("rowwise", "columnwise")
+    for are_equal in (True, False)
+}
+
+
+def gathered_scales(usage: str, are_equal: bool, rank: int) -> Any:
+    """The values of gathered rows that each rank has quantized with its own scale."""
+    scale = torch.tensor([1.0 if are_equal else 1.0 + rank], device=device_type())
+    own = fuser.Float8Quantizer(scale, torch.zeros_like(scale), fuser.DType.kFloat8E4M3)
+    rows = own(torch.full((32, 32), 1.0 + rank, device=device_type()))
+    group = torch.distributed.group.WORLD
+    try:
+        whole = start_quantized_gather(rows, usage, group, checks_scales=True).wait()
+    except fuser.StateError as error:
+        return str(error)
+    operand = whole.operand(usage)
+    return operand.data.view(torch.float8_e4m3fn).float() * operand.scale_inv
+
+
 def cases() -> dict[str, Any]:
     gathered = {
         name: functools.partial(gathered_rows, *options) for name, options in GATHERED.items()
-    }
+    } | {name: functools.partial(gathered_scales, *options) for name, options in SCALES.items()}
     return gathered | {
         f"{place}, {name}": functools.partial(parallel_case, mode, sequence, recipe)
         for place, (mode, sequence) in MODES.items()
@@ -172,6 +195,22 @@ def test_rows_of_ranks_with_padded_scales_are_gathered_as_the_whole(
         assert isinstance(each, list), each[1]
         for mine, other in zip(*each, strict=True):
             assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_that_all_rows_share_are_equal_in_either_copy(
+    results: dict[str, list[Any]], name: str
+) -> None:
+    usage, are_equal = SCALES[name]
+    for found in results[name]:
+        if are_equal:
+            rows = torch.tensor([1.0, 2.0]).repeat_interleave(32)[:, None].expand(64, 32)
+            expected = rows if usage == "rowwise" else rows.T
+            assert torch.equal(found.cpu(), expected)
+        elif device_type() == "cpu":
+            assert re.search(said("quantized-gather-cannot-gathered-ranks"), found)
+        else:
+            assert found.isnan().all()
 
 
 @functools.cache
