@@ -473,6 +473,14 @@ PLANNER = (
         "[True, weight_needs_grad]",
         "test_modelled_times.py::test_an_input_without_a_gradient_saves_the_other_product_of_backward",
     ),
+    Mutant(
+        "routers of planned decoders have biases",
+        "modules/decoder.py",
+        "MixtureOfExperts.__init__",
+        "torch.nn.Linear(sizes.hidden, sizes.experts, bias=False, **options)",
+        "torch.nn.Linear(sizes.hidden, sizes.experts, **options)",
+        "test_model_plan.py::test_decoders_have_the_weights_that_their_sizes_say",
+    ),
 )
 
 PLAN_KEYS = (

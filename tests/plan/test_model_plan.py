@@ -334,6 +334,17 @@ def test_decoders_have_the_operations_that_their_sizes_say(sizes: Transformer) -
     assert flops == pytest.approx(tokens * sizes.flops_per_token + router + 0.5 * attention)
 
 
+@pytest.mark.parametrize("sizes", [TINY, MOE, BLOCKS], ids=lambda sizes: sizes.name)
+def test_decoders_have_the_weights_that_their_sizes_say(sizes: Transformer) -> None:
+    """And those of norms and routers; no linear has a bias."""
+    model = Decoder(sizes, device="meta")
+    norms = sizes.layers * (1 + bool(sizes.heads)) + bool(sizes.vocab)
+    router = sizes.layers * sizes.experts * sizes.hidden
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == sizes.parameters + norms * sizes.hidden + router
+    assert not [name for name in model.state_dict() if "bias" in name]
+
+
 @pytest.mark.parametrize("sizes", [TINY, MOE], ids=lambda sizes: sizes.name)
 def test_decoders_run(sizes: Transformer) -> None:
     torch.manual_seed(0)
