@@ -777,3 +777,28 @@ def test_the_report_is_at_most_100_columns_wide(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_probe_reports_an_error_instead_of_raising_it() -> None:
     assert doctor.run_probe().error is not None
+
+
+def test_the_time_of_a_launch_is_that_of_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one launch; the first call also waits for the device."""
+    seconds, arange = 0.0, torch.arange
+
+    def passes(more: float) -> None:
+        nonlocal seconds
+        seconds += more
+
+    def probe(x: torch.Tensor, y: torch.Tensor, alpha: float) -> None:
+        passes(3e-6)
+        torch.add(x, x, alpha=alpha, out=y)
+
+    def arange_on_the_cpu(size: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+        return arange(size, dtype=dtype, device="cpu")
+
+    monkeypatch.setattr(torch, "arange", arange_on_the_cpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: passes(0.5))
+    monkeypatch.setattr(doctor.time, "perf_counter", lambda: seconds)
+    monkeypatch.setattr(doctor, "probe", probe)
+    result = doctor.run_probe()
+    assert result.error is None
+    assert result.launch_us == pytest.approx(3.0)
+    assert result.compile_ms == pytest.approx(500.003)

@@ -567,4 +567,14 @@ SEQUENCES = (
         "dy, gamma, d_extra)",
         "test_unaligned.py::test_a_norm_is_computed_by_vectors_if_each_of_its_tensors_is_aligned",
     ),
+    Mutant(
+        "the host time of a launch that doctor shows contains the time of the device",
+        "testing/doctor.py",
+        "_launch_seconds",
+        "    seconds = (time.perf_counter() - start) / count\n"
+        "    torch.cuda.synchronize()\n"
+        "    return seconds",
+        "    torch.cuda.synchronize()\n    return (time.perf_counter() - start) / count",
+        "test_command_line.py::test_the_time_of_a_launch_is_that_of_the_host_alone",
+    ),
 )
