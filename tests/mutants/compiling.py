@@ -544,4 +544,38 @@ COMPILING = (
         "of_op[0]",
         "test_compiled_experts.py::test_the_dtype_of_its_own_weights_decides_whether_a_layer_reads_sizes",
     ),
+    Mutant(
+        "a graph without a recipe runs in a thread under one",
+        "runtime/compiled_passes.py",
+        "Passes._check_recipe",
+        "if recipe is not self.recipe and recipe != self.recipe:",
+        "if self.recipe is not None and recipe != self.recipe:",
+        "test_compiled.py::test_a_thread_under_another_recipe_is_refused_and_the_next_call_works",
+    ),
+    Mutant(
+        "a graph keeps the recordings of all layouts",
+        "runtime/compiled_runner.py",
+        "Runner._keep",
+        "while len(self._recorded_passes) >= MOST_LAYOUTS:\n"
+        "    self._recorded_passes.pop(next(iter(self._recorded_passes)))",
+        "pass",
+        "test_compiled.py::test_many_layouts_in_turn_keep_few_recordings",
+    ),
+    Mutant(
+        "a graph knows the layouts of parameters that are gone",
+        "runtime/compiled_runner.py",
+        "Runner._layout",
+        "while len(self._layouts) >= MOST_LAYOUTS:\n"
+        "    self._layouts.pop(next(iter(self._layouts)))",
+        "pass",
+        "test_compiled.py::test_many_layouts_in_turn_keep_few_recordings",
+    ),
+    Mutant(
+        "a graph knows the sizes of all forwards",
+        "runtime/compiled_runner.py",
+        "Runner._keep",
+        "while key not in passes and len(passes) >= MOST_SIZES:",
+        "while False:",
+        "test_compiled.py::test_a_backward_after_too_many_other_layouts_is_refused",
+    ),
 )

@@ -29,7 +29,7 @@ import fuser
 from fuser import modules
 from fuser import recipe as recipes
 from fuser.runtime import compiled as passes
-from fuser.runtime import compiled_runner
+from fuser.runtime import compiled_runner, recorded
 from fuser.tensors import Float8Quantizer, nvfp4
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -634,6 +634,41 @@ def test_ten_numbers_of_tokens_are_few_graphs_of_kernels(recipe: Any) -> None:
         assert graphs() <= 3 + (recipe is MXFP8)
 
 
+def test_many_layouts_in_turn_keep_few_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, most in (
+        (compiled_runner, "MOST_LAYOUTS", 2),
+        (compiled_runner, "MOST_SIZES", 2),
+        (recorded, "MOST_LAYOUTS", 2),
+    ):
+        monkeypatch.setattr(module, name, most)
+    passes._passes.clear()
+    with on_kernels():
+        model = fuser.BasicLinear(WIDTH, WIDTH)
+        compiled = whole(fuser.Sequential(model), dynamic=True)
+        for count in range(2, 12):
+            for _ in range(3):
+                compiled(rows(count)).sum().backward()
+            model.weight = torch.nn.Parameter(model.weight.detach().clone())
+        (made,) = passes._passes.values()
+        (runner,) = made.runners()
+        gc.collect()
+        kept = [one for one in gc.get_objects() if type(one) is recorded.RecordedForward]
+        assert 0 < len(kept) <= 3 * 2
+        assert len(runner._layouts) <= 2
+
+
+def test_a_backward_after_too_many_other_layouts_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiled_runner, "MOST_SIZES", 2)
+    compiled = whole(fuser.Linear(WIDTH, WIDTH), dynamic=True)
+    outputs = [compiled(rows(count)).sum() for count in (2, 3, 4, 3)]
+    outputs[1].backward()
+    outputs[2].backward()
+    with pytest.raises(fuser.StateError, match=r"is not known: .* 2 other layouts ago"):
+        outputs[0].backward()
+
+
 def test_train_and_eval_are_compiled_once() -> None:
     model, x = Blocks(1), rows()
     compiled = whole(model, "eager")
@@ -1224,21 +1259,35 @@ def test_keyword_arguments_of_ops_break_the_graph() -> None:
 # -- threads and kernels ----------------------------------------------------------------------
 
 
-def test_a_thread_under_another_recipe_is_refused_and_the_next_call_works() -> None:
+@pytest.mark.parametrize(
+    ("traced", "of_thread"),
+    [(CURRENT, None), (None, CURRENT), (CURRENT, MXFP8), (MXFP8, CURRENT)],
+    ids=str,
+)
+def test_a_thread_under_another_recipe_is_refused_and_the_next_call_works(
+    traced: Any, of_thread: Any
+) -> None:
+    """A graph is that of the recipe which any thread has entered last."""
     model, x = Blocks(1), rows()
     compiled = whole(model)
-    with under(CURRENT):
-        expected = compiled(x)
-        failures: list[BaseException] = []
+    has_entered, may_call = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
 
-        def call() -> None:  # a thread starts without a recipe
+    def call() -> None:  # a thread starts without a recipe
+        with under(of_thread):
+            has_entered.set()
+            may_call.wait()
             try:
                 compiled(x)
             except fuser.StateError as error:
                 failures.append(error)
 
-        thread = threading.Thread(target=call)
-        thread.start()
+    thread = threading.Thread(target=call)
+    thread.start()
+    has_entered.wait()
+    with fuser.autocast(enabled=traced is not None, recipe=traced):
+        expected = compiled(x)
+        may_call.set()
         thread.join()
         assert "another thread uses" in str(failures[0])
         assert torch.equal(compiled(x), expected)
