@@ -101,4 +101,12 @@ INSPECTION = (
         "has_recipe",
         "test_inspection.py::test_a_recipe_was_active_if_it_was_in_one_of_the_calls_of_an_op",
     ),
+    Mutant(
+        "the first operand of a product is named as the one that loses most",
+        "inspection/report.py",
+        "_score",
+        "min(known)[1]",
+        "known[0][1]",
+        "test_inspection.py::test_the_operand_that_loses_most_is_named",
+    ),
 )

@@ -551,6 +551,24 @@ def test_the_layer_that_loses_most_is_ranked_first() -> None:
     assert last != "1"
 
 
+@pytest.mark.parametrize("recipe", [recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling()])
+@pytest.mark.parametrize(
+    ("coarse", "product"),
+    [("input", "forward"), ("weight", "forward"), ("grad_output", "dgrad")],
+)
+def test_the_operand_that_loses_most_is_named(coarse: str, product: str, recipe: Any) -> None:
+    tensors = {name: torch.ones(64, 64) for name in ("input", "weight", "grad_output")}
+    tensors[coarse][:, ::2] = 1.0625  # between two values of every format; ones are exact
+    model = fuser.Sequential(fuser.BasicLinear(64, 64))
+    with torch.no_grad():
+        model[0].weight.copy_(tensors["weight"])
+    with fuser.inspect(model) as report:
+        step(model, tensors["input"], tensors["grad_output"], recipe)
+    assert {row.tensor for row in report.rows() if row.snr_db != math.inf} == {coarse}
+    (score,) = report.ranked()
+    assert (score.tensor, score.product) == (coarse, product)
+
+
 def test_the_ratio_of_a_ranked_product_is_that_of_its_result() -> None:
     """Of a forward, the worst product under an override, against fp64."""
     model = fuser.Sequential(fuser.BasicLinear(2048, 512))
