@@ -553,6 +553,23 @@ COMPILING = (
         "test_compiled.py::test_a_thread_under_another_recipe_is_refused_and_the_next_call_works",
     ),
     Mutant(
+        "a recorded graph without a recipe runs in a thread under one",
+        "runtime/compiled_passes.py",
+        "Passes._replayed",
+        "if recipe is not self.recipe and recipe != self.recipe:",
+        "if self.recipe is not None and recipe != self.recipe:",
+        "test_compiled.py::test_a_thread_under_another_recipe_is_refused_and_the_next_call_works",
+    ),
+    Mutant(
+        "a recorded graph of an autocast runs outside of it",
+        "runtime/compiled_passes.py",
+        "Passes._replayed",
+        "if self.is_around and not is_autocast_entered():",
+        "if False:",
+        "test_compiled.py::"
+        "test_a_recorded_part_in_a_thread_outside_of_the_autocast_around_it_is_refused",
+    ),
+    Mutant(
         "a graph keeps the recordings of all layouts",
         "runtime/compiled_runner.py",
         "Runner._keep",

@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import itertools
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -1259,19 +1260,10 @@ def test_keyword_arguments_of_ops_break_the_graph() -> None:
 # -- threads and kernels ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("traced", "of_thread"),
-    [(CURRENT, None), (None, CURRENT), (CURRENT, MXFP8), (MXFP8, CURRENT)],
-    ids=str,
-)
-def test_a_thread_under_another_recipe_is_refused_and_the_next_call_works(
-    traced: Any, of_thread: Any
-) -> None:
-    """A graph is that of the recipe which any thread has entered last."""
-    model, x = Blocks(1), rows()
-    compiled = whole(model)
+def refusal_in_a_thread(compiled: Any, x: torch.Tensor, of_thread: Any, around: Any) -> str:
+    """The refusal of a call in a thread under a recipe, while this one is in another autocast."""
     has_entered, may_call = threading.Event(), threading.Event()
-    failures: list[BaseException] = []
+    failures: list[str] = []
 
     def call() -> None:  # a thread starts without a recipe
         with under(of_thread):
@@ -1280,17 +1272,52 @@ def test_a_thread_under_another_recipe_is_refused_and_the_next_call_works(
             try:
                 compiled(x)
             except fuser.StateError as error:
-                failures.append(error)
+                failures.append(str(error))
 
     thread = threading.Thread(target=call)
     thread.start()
     has_entered.wait()
-    with fuser.autocast(enabled=traced is not None, recipe=traced):
-        expected = compiled(x)
+    with fuser.autocast(enabled=around is not None, recipe=around):
+        for _ in range(4):  # on kernels, they are recorded
+            expected = compiled(x)
         may_call.set()
         thread.join()
-        assert "another thread uses" in str(failures[0])
         assert torch.equal(compiled(x), expected)
+    (failure,) = failures
+    return failure
+
+
+@pytest.mark.parametrize("has_kernels", [False, True], ids=["torch", "kernels"])
+@pytest.mark.parametrize(
+    ("traced", "of_thread"),
+    [(CURRENT, None), (None, CURRENT), (CURRENT, MXFP8)],
+    ids=str,
+)
+def test_a_thread_under_another_recipe_is_refused_and_the_next_call_works(
+    traced: Any, of_thread: Any, has_kernels: bool
+) -> None:
+    """A graph is that of the recipe which any thread has entered last."""
+    passes._passes.clear()
+    with on_kernels() if has_kernels else contextlib.nullcontext():
+        compiled = whole(fuser.Linear(WIDTH, WIDTH, dtype=BF16))
+        failure = refusal_in_a_thread(compiled, rows(64, BF16), of_thread, traced)
+    assert "another thread uses" in failure
+    (made,) = passes._passes.values()
+    assert [bool(runner._recorded_passes) for runner in made.runners()] == [has_kernels]
+
+
+@pytest.mark.parametrize("around", [MXFP8, None], ids=str)
+def test_a_recorded_part_in_a_thread_outside_of_the_autocast_around_it_is_refused(
+    around: Any,
+) -> None:
+    """Also an autocast that turns quantization off."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH)
+    ).bfloat16()
+    fuser.convert(model, recipe=CURRENT, keep=())
+    with on_kernels():
+        failure = refusal_in_a_thread(whole(model), rows(64, BF16), None, around)
+    assert re.search(said("compiled-passes-converted-module-called"), failure)
 
 
 def test_four_threads_may_call_one_compiled_model() -> None:
