@@ -24,7 +24,14 @@ import fuser.te
 from fuser.recipe import QuantizerRole
 from fuser.runtime import graphs
 from fuser.te import pytorch as te
-from fuser.te.pytorch import cpu_offload, cross_entropy, custom_recipes, distributed, rope
+from fuser.te.pytorch import (
+    cpu_offload,
+    cross_entropy,
+    custom_recipes,
+    distributed,
+    recipes,
+    rope,
+)
 
 HERE = "fuser.te.pytorch"
 _TRACKER = f"{HERE}.CudaRNGStatesTracker"
@@ -528,10 +535,14 @@ ignores(f"{HERE}.custom_recipes.mxfp8_factory", "all tensors are E4M3 in blocks 
 @sets("fuser.te.install", version="2.4.0")
 def _the_version_that_programs_are_told(given: Given) -> None:
     modules = {n: m for n, m in sys.modules.items() if not n.startswith("transformer_engine")}
+    classes = [getattr(recipes, name) for name in recipes.__all__]
     with (
         mock.patch.dict(sys.modules, modules, clear=True),
         mock.patch.object(sys, "meta_path", list(sys.meta_path)),
+        contextlib.ExitStack() as stack,
     ):
+        for cls in classes:  # they are named by that path, which later tests do not have
+            stack.enter_context(mock.patch.object(cls, "__module__", cls.__module__))
         fuser.te.install(**given)
         assert sys.modules["transformer_engine"].__version__ == "2.4.0"
         assert importlib.metadata.version("transformer-engine") == "2.4.0"
