@@ -61,6 +61,8 @@ MOST_SIZES = 4096
 class _Pass(NamedTuple):
     """What a backward needs of its forward besides tensors; equal for equal sizes."""
 
+    key: tuple[object, ...]
+    """The sizes, and which inputs and outputs are saved."""
     places: list[Place]
     made: tuple[int, ...]
     """The saved tensors that are neither inputs nor outputs."""
@@ -246,10 +248,12 @@ class Runner:
                 break
         key = (*key, inputs, outs)
         self._noted.note_saved(where, is_fake=is_fake)
-        while key not in passes and len(passes) >= MOST_SIZES:
+        if key in passes:
+            del passes[key]  # the last one is the latest
+        elif len(passes) >= MOST_SIZES:
             passes.pop(next(iter(passes)))
         of_made = tuple(next(i for i, t in enumerate(held) if t is tensor) for tensor in made)
-        known = _Pass(places, of_made, recorded, copied, contexts, parts, ends, specs, set())
+        known = _Pass(key, places, of_made, recorded, copied, contexts, parts, ends, specs, set())
         passes[key] = known
         if recorded is not None:
             while len(self._recorded_passes) >= MOST_LAYOUTS:
@@ -275,6 +279,8 @@ class Runner:
         plan, (sizes, of_inputs, of_outputs, grads, saved, params, _) = self.plan, given
         key = (*_key(sizes), tuple(of_inputs), tuple(of_outputs))
         known = self._known_passes[is_fake].get(key)
+        if known is None and not is_fake:
+            known = self._recorded_pass(key)
         if known is None:
             raise StateError(
                 f"A compiled {self._noted.title} runs the backward of a forward that is not "
@@ -344,6 +350,10 @@ class Runner:
         if layout is not None and is_separate:
             known.separate.add(layout)
         return results
+
+    def _recorded_pass(self, key: tuple[object, ...]) -> _Pass | None:
+        """That of a forward which is repeated, and so was noted many layouts ago."""
+        return next((known for known in self._recorded_passes.values() if known.key == key), None)
 
     def _summed(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """The gradients of a backward, those of parameters of some rows added over ranks."""

@@ -670,6 +670,26 @@ def test_a_backward_after_too_many_other_layouts_is_refused(
         outputs[0].backward()
 
 
+@pytest.mark.parametrize("has_kernels", [False, True], ids=["torch", "kernels"])
+def test_the_latest_layouts_are_known_however_old_they_are(
+    has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among ever new ones, where a layout that recurs is recorded and where it is not."""
+    monkeypatch.setattr(compiled_runner, "MOST_SIZES", 2)
+    passes._passes.clear()
+    with on_kernels() if has_kernels else contextlib.nullcontext():
+        model = fuser.Linear(WIDTH, WIDTH)
+        compiled = whole(model, dynamic=True)
+        for count in range(2, 10):
+            outputs = [compiled(rows(n)).sum() for n in (64, count)]
+            for y in outputs:
+                y.backward()
+        (made,) = passes._passes.values()
+        assert [bool(runner._recorded_passes) for runner in made.runners()] == [has_kernels]
+    expected = sum(rows(n).sum(0) for n in range(2, 10)) + 8 * rows(64).sum(0)
+    torch.testing.assert_close(model.weight.grad[0], expected, rtol=1e-4, atol=1e-3)
+
+
 def test_train_and_eval_are_compiled_once() -> None:
     model, x = Blocks(1), rows()
     compiled = whole(model, "eager")
