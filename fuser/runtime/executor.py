@@ -120,12 +120,14 @@ class CompiledPlan:
             if op.accumulates_into_main_grad
             and any(positions := _main_grad_positions(op, key.ops[i], 1 + sum(param_counts[:i])))
         ]
-        writer = PlanCodegen(key, ops, sources, returned, param_counts, self.places, neighbours)
+        writer = PlanCodegen(
+            key, ops, sources, returned, param_counts, self.places, forward, backward, neighbours
+        )
         self.saving = writer.saving
-        self.source, self._forward, self._backward = writer.write(forward, backward)
+        self.source, self._forward, self._backward = writer.write()
         self._names, self._titles = writer.names, writer.titles
         self._backward_steps, self._param_counts = backward, param_counts
-        self._last_forward = writer.methods["forward"][-1]
+        self._last_forward = forward[-1][0]
         # A quantized tensor that arrives or leaves cannot be recorded.
         is_whole = neighbours.before is None and neighbours.after is None
         steps = [op for op, _ in (*forward, *backward)]

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fuser.op import BasicOperation, OperationContext
-from fuser.runtime.codegen import PlannedOps, method_of
+from fuser.op import BasicOperation, OperationContext, method_of
+from fuser.runtime.codegen import PlannedOps
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.gradient_paths import Needed
 from fuser.source import compiled
@@ -133,11 +133,11 @@ def _contexts(given: Any) -> Sequence[Any]:
 
 
 def _keeping(backward: Function) -> Function:
-    def kept(contexts: Any, dx: Any, *rest: Any, **options: Any) -> Any:
+    def kept(contexts: Any, dx: Any, *rest: Any) -> Any:
         for context in _contexts(contexts):
             context.rebuilt_output = None  # its kernel would store that over what is kept
         _contexts(contexts)[0].entering = dx
-        return backward(contexts, dx, *rest, **options)
+        return backward(contexts, dx, *rest)
 
     return kept
 
@@ -145,12 +145,12 @@ def _keeping(backward: Function) -> Function:
 def _from_kept(backward: Function, *, is_alone: bool) -> Function:
     """A step's backward from the gradient that entered it; ``is_alone``: without its own dx."""
 
-    def from_kept(contexts: Any, dx: Any, *rest: Any, **options: Any) -> Any:
+    def from_kept(contexts: Any, dx: Any, *rest: Any) -> Any:
         context = _contexts(contexts)[0]
         entering = context.entering
         if is_alone:
             context.input_requires_grad = False
-        leaving, *others = backward(contexts, entering, *rest, **options)
+        leaving, *others = backward(contexts, entering, *rest)
         return (entering if leaving is None else leaving, *others)
 
     return from_kept
@@ -159,10 +159,9 @@ def _from_kept(backward: Function, *, is_alone: bool) -> Function:
 def _left_out(method: str, count: int) -> Function:
     """A step's backward that leaves the gradient as it is: nothing reads it."""
     if method == "op_backward":
-        return lambda contexts, dx, *rest: (dx, ())
-    if method == "step_backward":
-        return lambda contexts, dx, *rest: (dx, (), ())
-    return lambda contexts, dx, **options: (dx, [()] * count, [()] * count)
+        return lambda context, dx: (dx, ())
+    params = ((),) * count if method == "fuser_backward" else ()
+    return lambda contexts, dx, grads: (dx, params, ())
 
 
 def _can_be_kept(gradient: Any) -> bool:

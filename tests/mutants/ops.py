@@ -598,8 +598,8 @@ SENTENCES = (
     Mutant(
         "a backward that drops the gradient of an earlier op is not named",
         "runtime/codegen.py",
-        "PlanCodegen._add_none_check",
-        "self.src.add(f\"if dx is None: {self.src.bind(f'no_gradient_{indices[0]}', refuse)}()\")",
+        "PlanCodegen._add_backward_call",
+        "src.add(f\"if dx is None: {src.bind(f'no_gradient_{first}', refuse)}()\")",
         "pass",
         "test_custom_ops.py::test_a_custom_op_that_drops_the_gradient_on_the_way_is_named",
     ),
@@ -671,7 +671,7 @@ SENTENCES = (
     Mutant(
         "a shape that torch refuses is not explained",
         "runtime/diagnose.py",
-        "explain_shape_error",
+        "explain_forward",
         "if isinstance(error, FuserError):",
         "if not isinstance(error, FuserError):",
         "test_executor.py::test_what_torch_refuses_is_a_sentence_where_the_op_knows_one",
