@@ -38,7 +38,7 @@ from fuser.runtime.diagnose import (
     refuse_no_output,
     refuse_param_grads,
 )
-from fuser.runtime.users_methods import UsersMethods
+from fuser.runtime.users_methods import UsersMethods, parts_of
 from fuser.source import SourceCode
 from fuser.specs import PlanKey, QuantSpec
 from fuser.tensors import Quantizer
@@ -269,8 +269,7 @@ class PlanCodegen:
         shown = span(tuple(self.neighbours.start + i for i in indices))
         self.titles[name] = f"fuser {side} {shown} {type(op).__name__}"
         call: Any = op
-        is_users = op.is_external or op.has_own_methods()
-        if method.startswith("fuser_") or (method == "op_backward" and is_users):
+        if method.startswith("fuser_"):
             members = [(i, self.ops[i], self.param_counts[i]) for i in indices]
             call = UsersMethods(op, members, self._needed_outputs(indices))
         return method, self.src.bind(name, getattr(call, method))
@@ -354,7 +353,12 @@ class PlanCodegen:
             if not self.key.ops[reader].keeps_input:
                 self._add_taking(reader, self._rebuilt_input(reader))
         first, method = indices[0], method_of(op, "backward")
-        if method == "op_backward":
+        if method == "op_backward" and (op.is_external or op.has_own_methods()):
+            parts = src.bind(f"parts{number}", functools.partial(parts_of, op, method))
+            is_right = "type(result) is tuple and len(result) == 2 and type(result[1]) is tuple"
+            src.add(f"result = backward{number}(c{first}, dx)")
+            src.add(f"dx, p{first} = result if {is_right} else {parts}(result)", "del result")
+        elif method == "op_backward":
             src.add(f"dx, p{first} = backward{number}(c{first}, dx)")
         else:
             grads = _tuple(

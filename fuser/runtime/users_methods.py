@@ -10,8 +10,8 @@ import torch
 
 from fuser.doors import VIEW
 from fuser.errors import StateError
-from fuser.op import BasicOperation, FusibleOperation, OperationContext, StepInputs
-from fuser.op.step import Contexts
+from fuser.op import BasicOperation, FusibleOperation, StepInputs
+from fuser.op.step import Contexts, rows
 from fuser.plan.graph import assumes_extra_outputs
 from fuser.runtime.diagnose import note_extra_outputs
 
@@ -23,7 +23,7 @@ _RESULTS = {
 
 
 class UsersMethods:
-    """``op_backward``, and ``fuser_`` methods with the arguments of ``step_`` methods.
+    """``fuser_forward`` and ``fuser_backward``, with the arguments of ``step_`` methods.
 
     Parameters
     ----------
@@ -46,96 +46,90 @@ class UsersMethods:
         self.needed = needed
         self.indices = [index for index, _, _ in ops]
         self.param_counts = [count for _, _, count in ops]
-        self.extra_inputs = _Rows(member.num_extra_inputs for _, member, _ in ops)
-        self.extra_outputs = _Rows(member.num_extra_outputs for _, member, _ in ops)
+        self.input_counts = [member.num_extra_inputs for _, member, _ in ops]
+        self.output_counts = [member.num_extra_outputs for _, member, _ in ops]
+        self.has_inputs, self.has_outputs = any(self.input_counts), any(self.output_counts)
+        self.is_one = len(ops) == 1
         self.assumes_outputs = isinstance(op, BasicOperation) and assumes_extra_outputs(op)
 
-    def op_backward(self, ctx: OperationContext, dy: torch.Tensor) -> Any:
-        return self._parts("op_backward", self.op.op_backward(ctx, dy))
-
     def fuser_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> Any:
-        entering = x.shape, x.dtype
+        entering = (x.shape, x.dtype) if self.assumes_outputs else None
+        extras, after, kwargs = inputs
         before = ctxs[0].grad_input_quantizer
         if before is not None and self.op.is_external:
             before = VIEW.guest.of(before, None)
         result = self.op.fuser_forward(
             list(ctxs),
             x,
-            basic_op_extra_inputs=self.extra_inputs.of(inputs.extras),
+            basic_op_extra_inputs=[extras] if self.is_one else rows(extras, self.input_counts),
             prev_op_grad_output_quantizer=before,
-            next_op_input_quantizer=inputs.quantizer,
-            basic_op_kwargs=list(inputs.kwargs),
+            next_op_input_quantizer=after,
+            basic_op_kwargs=list(kwargs),
         )
-        output, extras = self._parts("fuser_forward", result)
-        if not (self.extra_outputs.total or any(extras)):
+        output, made = parts_of(self.op, "fuser_forward", result)
+        if not self.has_outputs and not any(made):
             return output, ()
-        rows = self._checked(extras, "extra outputs", self.extra_outputs.counts)
+        made = self._checked(made, "extra outputs", self.output_counts)
         for place, k, read in self.needed:
-            if rows[place][k] is None:
+            if made[place][k] is None:
                 raise StateError(f"{type(self.op).__name__} returned None for {read}.")
-        outputs = tuple(itertools.chain(*rows))
-        if self.assumes_outputs:
+        outputs = made[0] if self.is_one else tuple(itertools.chain(*made))
+        if entering is not None:
             note_extra_outputs(self.op, entering, outputs)
         return output, outputs
 
     def fuser_backward(self, ctxs: Contexts, dy: torch.Tensor, grads: Any) -> Any:
         result = self.op.fuser_backward(
-            list(ctxs), dy, basic_op_grad_extra_outputs=self.extra_outputs.of(grads)
+            list(ctxs),
+            dy,
+            basic_op_grad_extra_outputs=[grads] if self.is_one else rows(grads, self.output_counts),
         )
-        dx, params, extras = self._parts("fuser_backward", result)
+        dx, params, extras = parts_of(self.op, "fuser_backward", result)
         if not (params and len(params) == len(self.indices)):
             params = self._checked(params, "parameters", self.param_counts)
-        if self.extra_inputs.total:
-            rows = self._checked(extras, "extra inputs", self.extra_inputs.counts)
-            return dx, params, tuple(itertools.chain(*rows))
-        return dx, params, ()
-
-    def _parts(self, method: str, result: Any) -> Any:
-        """The parts of a result. A tensor is none, though it may have as many rows."""
-        names = _RESULTS[method]
-        try:
-            parts = () if isinstance(result, torch.Tensor) else tuple(result)
-        except TypeError:
-            parts = ()
-        if len(parts) == len(names):
-            tensors = [part for part in parts[1:] if isinstance(part, torch.Tensor)]
-            if not tensors:
-                return parts
-            result = tensors[0]
-        form = type(result).__name__
-        if isinstance(result, (tuple, list)):
-            form = f"{form} of {len(result)}"
-        cls = type(self.op).__name__
-        raise StateError(f"{cls}.{method} returns ({', '.join(names)}); it returned a {form}.")
+        if not self.has_inputs:
+            return dx, params, ()
+        extras = self._checked(extras, "extra inputs", self.input_counts)
+        return dx, params, extras[0] if self.is_one else itertools.chain(*extras)
 
     def _checked(
         self, given: Iterable[Iterable[Any] | None] | None, what: str, counts: list[int]
     ) -> list[tuple[Any, ...]]:
         """One row of tensors for each basic op; those of the last ops may be left out if empty."""
+        if type(given) is list and len(given) == 1 == len(counts):  # as of most ops
+            (row,) = given
+            if type(row) is tuple and len(row) == counts[0]:
+                return given
         name, first, last = type(self.op).__name__, self.indices[0], self.indices[-1]
         if given is None:
             raise StateError(
                 f"{name} returned None in the place of its rows of {what}; it returns "
                 f"{len(counts)}, for ops {first} to {last}, of {counts} {what}."
             )
-        rows = [tuple(row or ()) for row in given]
-        rows += [()] * (len(counts) - len(rows))
-        if [len(row) for row in rows] != counts:
+        found = [tuple(row or ()) for row in given]
+        found += [()] * (len(counts) - len(found))
+        if [len(row) for row in found] != counts:
             raise StateError(
                 f"{name} replaces ops {first} to {last}, which have {counts} {what}, and returned "
-                f"{[len(row) for row in rows]}."
+                f"{[len(row) for row in found]}."
             )
-        return rows
+        return found
 
 
-class _Rows:
-    """How tensors are divided among basic ops."""
-
-    def __init__(self, counts: Iterable[int]) -> None:
-        self.counts = list(counts)
-        self.total = sum(self.counts)
-        ends = itertools.accumulate(self.counts)
-        self.slices = [slice(e - n, e) for n, e in zip(self.counts, ends, strict=True)]
-
-    def of(self, tensors: Sequence[Any]) -> list[Any]:
-        return [tensors[row] for row in self.slices]
+def parts_of(op: FusibleOperation, method: str, result: Any) -> Any:
+    """The parts of the result of a method. A tensor is none, though it may have as many rows."""
+    names, parts = _RESULTS[method], result
+    if type(result) is not tuple:
+        try:
+            parts = () if isinstance(result, torch.Tensor) else tuple(result)
+        except TypeError:
+            parts = ()
+    if len(parts) == len(names):
+        if not isinstance(parts[1], torch.Tensor) and not isinstance(parts[-1], torch.Tensor):
+            return parts
+        result = parts[1] if isinstance(parts[1], torch.Tensor) else parts[-1]
+    form = type(result).__name__
+    if isinstance(result, (tuple, list)):
+        form = f"{form} of {len(result)}"
+    cls = type(op).__name__
+    raise StateError(f"{cls}.{method} returns ({', '.join(names)}); it returned a {form}.")
