@@ -1,8 +1,8 @@
 """Generated code of a plan: one Python function for forward and one for backward.
 
 A plan runs the same steps at every call, so its code is generated once, with a name for every step,
-context and extra tensor; tracebacks show it. This saves 5 us compared to a loop over steps, of the
-110 us that a training step of Linear-GELU-Linear on 16x128 takes on a CPU.
+context and extra tensor; tracebacks show it. A loop over records of steps takes 4 to 6% more of a
+training step of Linear-GELU-Linear on 16x128 on a CPU, and as many lines.
 """
 
 from __future__ import annotations
@@ -85,9 +85,8 @@ class PlanCodegen:
     Names: ``x`` is the main input or output, and ``dx`` its gradient. For op i:
     ``c{i}`` is the context, ``s{i}`` its saved tensors, ``n{i}`` their end among all
     saved tensors, ``p{i}`` the gradients of its parameters, or those of all ops of a step that
-    begins with it; ``out{i}_{k}`` is its
-    extra output k, ``spec{i}_{k}`` the shape and dtype of that, ``dout{i}_{k}`` its
-    gradient, and ``din{i}_{k}`` the gradient of its extra input k.
+    begins with it; ``out{i}_{k}`` is its extra output k, ``spec{i}_{k}`` the shape and dtype of
+    that, ``dout{i}_{k}`` its gradient, and ``din{i}_{k}`` the gradient of its extra input k.
     """
 
     def __init__(
@@ -106,6 +105,7 @@ class PlanCodegen:
         self.returned, self.param_counts, self.places = returned, param_counts, places
         self.steps = {"forward": forward, "backward": backward}
         self.saving = [i for i, op_key in enumerate(key.ops) if op_key.requires_grad]
+        self.covered = {i for _, indices in backward for i in indices}
         self.titles: dict[str, str] = {}
         # While a step is written: the linear whose wgrad comes after the next one.
         self.waiting: int | None = None
@@ -289,7 +289,6 @@ class PlanCodegen:
 
     def _write_backward(self) -> None:
         src, steps = self.src, self.steps["backward"]
-        covered = {i for _, indices in steps for i in indices}
         src.add("")
         with src.block("def backward(contexts, held, ends, dx, dout, specs):"):
             src.add("saved = held.pop()  # each op frees its part when its step is done")
@@ -297,7 +296,7 @@ class PlanCodegen:
             src.add(f"{self._each('n{i}, ', self.saving)}= ends")
             start = ""
             for i in range(len(self.ops)):
-                is_read = i in self.saving and i in covered
+                is_read = i in self.saving and i in self.covered
                 src.add(f"c{i}.saved_tensors = {f'saved[{start}:n{i}]' if is_read else 'None'}")
                 if i in self.saving:
                     start = f"n{i}"
@@ -446,7 +445,6 @@ class PlanCodegen:
         the next gradient of a tensor to the first in place, which would round a quantized one.
         """
         src, steps = self.src, self.steps["backward"]
-        covered = {i for _, indices in steps for i in indices}
         external = {i for op, indices in steps if op.is_external for i in indices}
         grad = "{0} if type({0}) is tensor else plain({0})"
         wants_dx = self.key.ops[0].input_requires_grad
@@ -460,14 +458,16 @@ class PlanCodegen:
             counts |= {indices[0]: sum(own.values())} if is_one else own
         for i, count in enumerate(self.param_counts):
             row = f"map(plain, p{i} or ())" if i in external else f"(p{i} or ())"
-            results += [f"*{row}"] if i in counts else ["None"] * count * (i not in covered)
+            results += [f"*{row}"] if i in counts else ["None"] * count * (i not in self.covered)
         taken = sorted(
             (source.caller_index, i, k)
             for i, row in enumerate(self.sources)
             for k, source in enumerate(row)
             if source.caller_index is not None
         )
-        results += [grad.format(f"din{i}_{k}") if i in covered else "None" for _, i, k in taken]
+        results += [
+            grad.format(f"din{i}_{k}") if i in self.covered else "None" for _, i, k in taken
+        ]
         rows = "".join(f"p{i}, " if i in counts else "(), " for i in range(len(self.ops)))
         wanted = [counts.get(i, 0) for i in range(len(self.ops))]
         refuse = functools.partial(refuse_param_grads, self.ops, wanted)
