@@ -121,7 +121,7 @@ def parts_of(op: FusibleOperation, method: str, result: Any) -> Any:
     names, parts = _RESULTS[method], result
     if type(result) is not tuple:
         try:
-            parts = () if isinstance(result, torch.Tensor) else tuple(result)
+            parts = tuple(result)
         except TypeError:
             parts = ()
     if len(parts) == len(names):

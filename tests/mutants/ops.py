@@ -669,6 +669,23 @@ SENTENCES = (
         "test_grouping.py::test_keyword_arguments_of_basic_ops_are_a_list_of_dicts_that_fit",
     ),
     Mutant(
+        "the rows of a tensor are taken for the parts of a result",
+        "runtime/users_methods.py",
+        "parts_of",
+        "if not isinstance(parts[1], torch.Tensor) and not isinstance(parts[-1], torch.Tensor):",
+        "if True:",
+        "test_bad_input.py",
+        select="something_else or no_tuple",
+    ),
+    Mutant(
+        "an op with extra outputs may return more of them",
+        "runtime/users_methods.py",
+        "UsersMethods._checked",
+        "if type(row) is tuple and len(row) == counts[0]:",
+        "if type(row) is tuple:",
+        "test_user_fusions.py test_bad_input.py test_channels.py test_custom_ops.py",
+    ),
+    Mutant(
         "a shape that torch refuses is not explained",
         "runtime/diagnose.py",
         "explain_forward",
