@@ -66,14 +66,14 @@ class UsersMethods:
             next_op_input_quantizer=after,
             basic_op_kwargs=list(kwargs),
         )
-        output, made = parts_of(self.op, "fuser_forward", result)
-        if not self.has_outputs and not any(made):
+        output, outputs = parts_of(self.op, "fuser_forward", result)
+        if not self.has_outputs and not any(outputs):
             return output, ()
-        made = self._checked(made, "extra outputs", self.output_counts)
+        of_ops = self._checked(outputs, "extra outputs", self.output_counts)
         for place, k, read in self.needed:
-            if made[place][k] is None:
+            if of_ops[place][k] is None:
                 raise StateError(f"{type(self.op).__name__} returned None for {read}.")
-        outputs = made[0] if self.is_one else tuple(itertools.chain(*made))
+        outputs = of_ops[0] if self.is_one else tuple(itertools.chain(*of_ops))
         if entering is not None:
             note_extra_outputs(self.op, entering, outputs)
         return output, outputs
@@ -106,14 +106,14 @@ class UsersMethods:
                 f"{name} returned None in the place of its rows of {what}; it returns "
                 f"{len(counts)}, for ops {first} to {last}, of {counts} {what}."
             )
-        found = [tuple(row or ()) for row in given]
-        found += [()] * (len(counts) - len(found))
-        if [len(row) for row in found] != counts:
+        checked = [tuple(row or ()) for row in given]
+        checked += [()] * (len(counts) - len(checked))
+        if [len(row) for row in checked] != counts:
             raise StateError(
                 f"{name} replaces ops {first} to {last}, which have {counts} {what}, and returned "
-                f"{[len(row) for row in found]}."
+                f"{[len(row) for row in checked]}."
             )
-        return found
+        return checked
 
 
 def parts_of(op: FusibleOperation, method: str, result: Any) -> Any:
