@@ -39,12 +39,12 @@ from fuser.runtime.diagnose import (
     refuse_param_grads,
 )
 from fuser.runtime.users_methods import UsersMethods, parts_of
-from fuser.source import SourceCode
+from fuser.source import SourceCode, compiled
 from fuser.specs import PlanKey, QuantSpec
 from fuser.tensors import Quantizer
 from fuser.wrapper_tensor import WrapperTensor
 
-_NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 # After these errors the generated code checks the results: a wrong result may be the cause.
 _CHECKED_ERRORS = "(AttributeError, LookupError, RuntimeError, TypeError, ValueError)"
@@ -121,7 +121,7 @@ class PlanCodegen:
             "total": _total,
             "plain": _plain,
             "marked": _marked,
-            "no_kwargs": _NO_KWARGS,
+            "no_kwargs": _EMPTY,
             "in_one_launch": in_one_launch,
             "alone": contextlib.nullcontext,
             "NotInOneLaunch": NotInOneLaunch,
@@ -167,16 +167,18 @@ class PlanCodegen:
                 **op.context_constants(key.window(i, i + 1)),
             )
 
-    def write(self) -> tuple[str, Any, Any]:
-        """The source, and its two functions."""
         self._write_forward()
         if self.saving:
             self._write_backward()
         # Comments for readers of the source or of a traceback, which do not show these values.
         quantizers = {n: value for n, value in self.names.items() if isinstance(value, Quantizer)}
         self.src.add(*(f"# {name} = {value!r}" for name, value in quantizers.items()))
-        functions = self.src.functions("plan")
-        return str(self.src), functions["forward"], functions.get("backward")
+        self.source = str(self.src)
+
+    def functions(self, changes: Mapping[str, Any] = _EMPTY) -> tuple[Any, Any]:
+        """Forward, and backward or None, with ``changes`` of what they call by name."""
+        functions = compiled(self.source, "plan", {**self.names, **changes})
+        return functions["forward"], functions.get("backward")
 
     def _write_forward(self) -> None:
         src = self.src

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fuser.op import BasicOperation, OperationContext, method_of
-from fuser.runtime.codegen import PlannedOps
+from fuser.op import OperationContext, method_of
+from fuser.runtime.codegen import PlanCodegen
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.gradient_paths import Needed
-from fuser.source import compiled
 from fuser.tensors import QuantizedTensor
 from fuser.torch_private import keeps_graph
 
@@ -41,26 +40,12 @@ class _Kept(NamedTuple):
 
 
 class SplitBackward:
-    """The two parts of a plan's generated backward.
+    """The two parts of a plan's generated backward."""
 
-    Parameters
-    ----------
-    source, names, steps
-        The code of the plan, what it calls by name, and the steps of backward in their order.
-    ops, param_counts
-        The pipeline's ops, and the number of parameters of each.
-    """
-
-    def __init__(
-        self,
-        source: str,
-        names: dict[str, Any],
-        steps: PlannedOps,
-        ops: Sequence[BasicOperation],
-        param_counts: Sequence[int],
-    ) -> None:
+    def __init__(self, code: PlanCodegen) -> None:
         first, second = {}, {}
-        for number, (op, indices) in enumerate(steps):
+        names, ops, param_counts = code.names, code.ops, code.param_counts
+        for number, (op, indices) in enumerate(code.steps["backward"]):
             name = f"backward{number}"
             has_params = any(param_counts[i] for i in indices)
             extras = sum(ops[i].num_extra_inputs + ops[i].num_extra_outputs for i in indices)
@@ -70,8 +55,8 @@ class SplitBackward:
                 second[name] = _from_kept(names[name], is_alone=is_alone and has_params)
             else:
                 second[name] = _left_out(method_of(op, "backward"), len(indices))
-        self._first = compiled(source, "plan", names | first)["backward"]
-        self._second = compiled(source, "plan", names | second)["backward"]
+        _, self._first = code.functions(first)
+        _, self._second = code.functions(second)
         self._params = slice(1, 1 + sum(param_counts))
 
     def part(
@@ -118,8 +103,7 @@ class SplittablePlan(CompiledPlan):
     @functools.cached_property
     def split(self) -> SplitBackward:
         """The two parts of backward."""
-        source, names, steps = self.source, self._names, self._backward_steps
-        return SplitBackward(source, names, steps, self.ops, self._param_counts)
+        return SplitBackward(self.code)
 
     def part_of_backward(
         self, ctx: Any, needed: Needed, grads: tuple[torch.Tensor | None, ...]
