@@ -2,6 +2,7 @@
 
 from fuser.op.arguments import (
     QUANTIZER_ARGUMENTS,
+    is_plain,
     keyword_names,
     method_of,
     pipeline_arguments,
