@@ -212,7 +212,6 @@ CURES_OF_PLACES: tuple[tuple[str, str, str], ...] = (
         "names as native, or 16 bits.",
     ),
     ("reference/mxfp8.py", "InputError", LAUNCHER),
-    ("runtime/codegen.py", "StateError", OWN_OP),
     ("runtime/compiled_values.py", "StateError", COMPILED),
     ("runtime/diagnose.py", "StateError", OWN_OP),
     (
@@ -243,6 +242,7 @@ CURES_OF_PLACES: tuple[tuple[str, str, str], ...] = (
         "StateError",
         "Change what the end of the message names, or export the model without this part.",
     ),
+    ("runtime/users_methods.py", "StateError", OWN_OP),
     ("tensors/quantizer.py", "KernelUnavailable", "Nothing: torch computes it."),
     ("testing/check.py", "AssertionError", OWN_OP),
 )

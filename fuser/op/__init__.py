@@ -1,6 +1,12 @@
 """Operations: base classes and functions for authors of ops and fusions."""
 
-from fuser.op.arguments import QUANTIZER_ARGUMENTS, is_plain, keyword_names, pipeline_arguments
+from fuser.op.arguments import (
+    QUANTIZER_ARGUMENTS,
+    is_plain,
+    keyword_names,
+    method_of,
+    pipeline_arguments,
+)
 from fuser.op.basic import MAX_RECIPES, BasicOperation
 from fuser.op.context import OperationContext, autocast_dtype, context_of
 from fuser.op.fused import FusedOperation
@@ -52,6 +58,7 @@ __all__ = [
     "is_plain",
     "is_tried",
     "keyword_names",
+    "method_of",
     "modules_and_ops",
     "pipeline_arguments",
     "plain_keys",

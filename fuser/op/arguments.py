@@ -40,3 +40,21 @@ def keyword_names(cls: type[BasicOperation]) -> tuple[str, ...] | None:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     return tuple(p.name for p in parameters if p.name not in QUANTIZER_ARGUMENTS)
+
+
+def method_of(op: FusibleOperation, side: str) -> str:
+    """The method that runs ``op`` on ``"forward"`` or ``"backward"``.
+
+    ``step_`` of this library's fusions and ops with extra tensors, ``op_`` of a basic op without,
+    and else ``fuser_``, also of a class or an object that defines it anew.
+    """
+    cls, method = type(op), f"fuser_{side}"
+    is_inherited = any(
+        getattr(cls, method) is getattr(base, method) for base in (BasicOperation, FusibleOperation)
+    )
+    if is_plain(cls, side) and not (op.num_extra_inputs or op.num_extra_outputs):
+        return f"op_{side}"
+    if is_inherited and method not in op.__dict__:
+        own = f"step_{side}"
+        return method if getattr(cls, own) is getattr(FusibleOperation, own) else own
+    return method

@@ -201,7 +201,8 @@ class CuttablePlan(SplittablePlan):
             sources[i] = tuple(own)
         later = {s.place for row in self._sources[stop:] for s in row if s.producer is not None}
         outputs = [p for p in self.places if p[0] in ops and (p in later or p in self._to_caller)]
-        first, counts = sum(self._param_counts[:start]), self._param_counts[start:stop]
+        counts = self.code.param_counts[start:stop]
+        first = sum(self.code.param_counts[:start])
         run = SplittablePlan(
             self.plan,
             self._key(start, stop),

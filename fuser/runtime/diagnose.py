@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from fuser.errors import FuserError, FuserWarning, StateError
-from fuser.op import BasicOperation, FusibleOperation
+from fuser.op import BasicOperation, FusibleOperation, OperationContext, method_of
 from fuser.specs import TensorSpec
 from fuser.tensors import Quantizer
 from fuser.torch_private import functorch_transform
 
+Steps = Mapping[str, Sequence[tuple[FusibleOperation, tuple[int, ...]]]]
+"""The steps of forward and backward: each an op or a fusion, with its basic ops."""
 
-def explain_shape_error(
-    windows: Sequence[Sequence[BasicOperation]],
+
+def explain_forward(
+    ops: Sequence[BasicOperation],
+    steps: Steps,
     autocast: torch.dtype | None,
+    error: Exception,
     step: int,
     x: torch.Tensor,
-    error: RuntimeError,
 ) -> None:
-    """Ask the ops of a step that torch refused to run whether they can take ``x`` at all.
+    """Raise an error that names the op which made a forward fail: by what it returned or got.
 
-    So an op that fails by itself on a wrong shape need not check shapes at every call.
+    ``x`` is the main input of the step. Where torch refused it, the ops of the step are asked
+    whether they can take it at all. So an op that fails by itself on a wrong shape need not check
+    shapes at every call.
     """
     if isinstance(error, FuserError):
         return
+    if not isinstance(x, torch.Tensor):
+        refuse_output(steps["forward"][step - 1][0], x)
+    if not isinstance(error, RuntimeError):
+        return
     spec: TensorSpec | None = TensorSpec(tuple(x.shape), x.dtype)
-    for op in windows[step]:
-        if spec is None or op.num_extra_inputs:
+    for i in steps["forward"][step][1]:
+        if spec is None or ops[i].num_extra_inputs:
             return
-        spec = op.output_spec(spec, (), autocast)
+        spec = ops[i].output_spec(spec, (), autocast)
 
 
 def refuse_param_grads(
@@ -75,82 +85,29 @@ def note_extra_outputs(
         )
 
 
-RESULTS = {
-    "op_backward": ("grad_input", "param_grads"),
-    "fuser_forward": ("output", "extra_outputs"),
-    "fuser_backward": ("grad_input", "param_grads", "grad_extra_inputs"),
-}
-"""The parts of the results of ops' methods, which a plan unpacks."""
-
-
-def check_result(
-    methods: Sequence[tuple[str, str]], owners: Mapping[str, int], at: Mapping[str, Any]
-) -> None:
-    """Raise an error that names the method whose result a plan could not unpack, if that failed.
-
-    ``at`` are the local names of the plan where it failed, ``methods`` class and method of each
-    step. A tensor may be unpacked into its rows, and fail later: ``owners`` gives the step for
-    each name that must not be a tensor.
-    """
-    step, result = at["step"], at["result"]
-    for name in ("made", "params", "extras", *owners):
-        if isinstance(at.get(name), torch.Tensor):
-            step, result = owners.get(name, step), at[name]
-    cls, method = methods[step]
-    names = RESULTS.get(method, ())
-    is_apart = isinstance(result, (tuple, list)) and len(result) in (0, len(names))
-    if not is_apart:
-        form = type(result).__name__
-        if isinstance(result, (tuple, list)):
-            form = f"{form} of {len(result)}"
-        raise StateError(f"{cls}.{method} returns ({', '.join(names)}); it returned a {form}.")
-
-
-def check_forward(
-    check: Callable[[Mapping[str, Any]], None],
-    methods: Sequence[tuple[str, str]],
-    at: dict[str, Any],
-) -> None:
-    """Raise an error that names the method, if its result made a forward fail."""
-    try:
-        check(at)
-        result = at["result"]
-        is_unpacked = isinstance(result, tuple) and not result
-        if not isinstance(at["error"], FuserError) and not isinstance(at["x"], torch.Tensor):
-            refuse_output(methods[at["step"] - is_unpacked], at["x"])
-    finally:
-        at.clear()  # the frame keeps it, and with the error it would be a cycle
-
-
-def refuse_output(method: tuple[str, str], output: Any) -> NoReturn:
+def refuse_output(op: FusibleOperation, output: Any) -> NoReturn:
     """Raise an error that names the method whose output is not a tensor."""
-    kind = type(output).__name__
-    raise StateError(f"The output of {'.'.join(method)} must be a tensor; it is a {kind}.")
+    method, kind = f"{type(op).__name__}.{method_of(op, 'forward')}", type(output).__name__
+    raise StateError(f"The output of {method} must be a tensor; it is a {kind}.")
 
 
-def check_backward(
-    check: Callable[[Mapping[str, Any]], None],
+def explain_backward(
     ops: Sequence[BasicOperation],
-    methods: Mapping[str, Sequence[tuple[str, str]]],
-    windows: Mapping[str, Sequence[tuple[int, ...]]],
+    steps: Steps,
     autocast: torch.dtype | None,
-    at: dict[str, Any],
+    error: Exception,
+    step: int,
+    contexts: Sequence[OperationContext],
+    dx: Any,
 ) -> None:
     """Raise an error that names the op or fusion, if its result made a backward fail.
 
-    Such a result has another form, or is a gradient of another shape than its tensor, or comes
-    from a fused forward that did not save the tensors that the backward of an op unpacks.
-    ``methods`` and ``windows`` are those of the steps of both sides.
+    Such a result is a gradient of another shape than its tensor, or comes from a fused forward
+    that did not save the tensors that the backward of an op unpacks.
     """
-    try:
-        check(at)
-        error, step, contexts, dx = (at[name] for name in ("error", "step", "contexts", "dx"))
-    finally:
-        at.clear()  # the frame keeps it, and with the error it would be a cycle
-    has_sentence = isinstance(error, FuserError)
-    if has_sentence:
+    if isinstance(error, FuserError):
         return
-    window = windows["backward"][step]
+    window = steps["backward"][step][1]
     first = contexts[0].__dict__.get("first_shapes")
     if step and first is not None and isinstance(dx, torch.Tensor):
         spec: TensorSpec | None = TensorSpec(first[0], contexts[0].input_dtype)
@@ -159,16 +116,15 @@ def check_backward(
                 spec = None if op.num_extra_inputs else op.output_spec(spec, (), autocast)
         if spec is not None:
             _check_shape(f"Op {_origin(ops, window[-1] + 1)}", dx, "its input", spec.shape)
-    for i in window:
-        place = next(n for n, ran in enumerate(windows["forward"]) if i in ran)
-        cls, method = methods["forward"][place]
+    is_missing = "to unpack" in str(error) or "Saved.__new__() " in str(error)
+    for i in window if is_missing else ():
+        ran, of = next(each for each in steps["forward"] if i in each[1])
         saved = contexts[i].saved_tensors
-        is_fused = len(windows["forward"][place]) > 1 and windows["forward"][place] != window
-        is_missing = "to unpack" in str(error) or "Saved.__new__() " in str(error)
-        if is_fused and saved is not None and is_missing:
+        if len(of) > 1 and of != window and saved is not None:
             raise StateError(
                 f"The backward of op {i} ({type(ops[i]).__name__}) failed ({error}): "
-                f"{cls}.{method} ran its forward, and saved {len(saved)} tensors in its context."
+                f"{type(ran).__name__}.{method_of(ran, 'forward')} ran its forward, and saved "
+                f"{len(saved)} tensors in its context."
             ) from error
 
 

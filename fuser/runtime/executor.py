@@ -49,7 +49,6 @@ from fuser.runtime.gradient_paths import (
 )
 from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.saved_tensors import put_together, taken_apart
-from fuser.source import compiled
 from fuser.specs import OpKey, PlanKey
 from fuser.tensors import QuantizedTensor
 from fuser.tensors.observation import note_run, observed, observing
@@ -119,12 +118,12 @@ class CompiledPlan:
             if op.accumulates_into_main_grad
             and any(positions := _main_grad_positions(op, key.ops[i], 1 + sum(param_counts[:i])))
         ]
-        writer = PlanCodegen(key, ops, sources, returned, param_counts, self.places, neighbours)
-        self.saving = writer.saving
-        self.source, self._forward, self._backward = writer.write(forward, backward)
-        self._names, self._titles = writer.names, writer.titles
-        self._backward_steps, self._param_counts = backward, param_counts
-        self._last_forward = writer.methods["forward"][-1]
+        self.code = PlanCodegen(
+            key, ops, sources, returned, param_counts, self.places, forward, backward, neighbours
+        )
+        self.source, self.saving = self.code.source, self.code.saving
+        self._forward, self._backward = self.code.functions()
+        self._last_forward = forward[-1][0]
         # A quantized tensor that arrives or leaves cannot be recorded.
         is_whole = neighbours.before is None and neighbours.after is None
         steps = [op for op, _ in (*forward, *backward)]
@@ -142,7 +141,7 @@ class CompiledPlan:
         self.recipe_states = [
             op.__dict__
             for i, op in enumerate(ops)
-            if i in writer.constant_ops or any(map(op.num_quantizers, modes))
+            if i in self.code.constant_ops or any(map(op.num_quantizers, modes))
         ]
 
     def recording_apart(self) -> CompiledPlan:
@@ -242,9 +241,10 @@ class CompiledPlan:
 
         Recordings are made of these, so that their steps have ranges too.
         """
-        ranged = {name: _in_range(title, self._names[name]) for name, title in self._titles.items()}
-        functions = compiled(self.source, "plan", self._names | ranged)
-        return functions["forward"], functions.get("backward")
+        names = self.code.names
+        return self.code.functions(
+            {name: _in_range(title, names[name]) for name, title in self.code.titles.items()}
+        )
 
     def part_of_backward(
         self, ctx: Any, needed: Needed, grads: tuple[torch.Tensor | None, ...]

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fuser.op import BasicOperation, OperationContext
-from fuser.runtime.codegen import PlannedOps, method_of
+from fuser.op import OperationContext, method_of
+from fuser.runtime.codegen import PlanCodegen
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.gradient_paths import Needed
-from fuser.source import compiled
 from fuser.tensors import QuantizedTensor
 from fuser.torch_private import keeps_graph
 
@@ -41,26 +40,12 @@ class _Kept(NamedTuple):
 
 
 class SplitBackward:
-    """The two parts of a plan's generated backward.
+    """The two parts of a plan's generated backward."""
 
-    Parameters
-    ----------
-    source, names, steps
-        The code of the plan, what it calls by name, and the steps of backward in their order.
-    ops, param_counts
-        The pipeline's ops, and the number of parameters of each.
-    """
-
-    def __init__(
-        self,
-        source: str,
-        names: dict[str, Any],
-        steps: PlannedOps,
-        ops: Sequence[BasicOperation],
-        param_counts: Sequence[int],
-    ) -> None:
+    def __init__(self, code: PlanCodegen) -> None:
         first, second = {}, {}
-        for number, (op, indices) in enumerate(steps):
+        names, ops, param_counts = code.names, code.ops, code.param_counts
+        for number, (op, indices) in enumerate(code.steps["backward"]):
             name = f"backward{number}"
             has_params = any(param_counts[i] for i in indices)
             extras = sum(ops[i].num_extra_inputs + ops[i].num_extra_outputs for i in indices)
@@ -70,8 +55,8 @@ class SplitBackward:
                 second[name] = _from_kept(names[name], is_alone=is_alone and has_params)
             else:
                 second[name] = _left_out(method_of(op, "backward"), len(indices))
-        self._first = compiled(source, "plan", names | first)["backward"]
-        self._second = compiled(source, "plan", names | second)["backward"]
+        _, self._first = code.functions(first)
+        _, self._second = code.functions(second)
         self._params = slice(1, 1 + sum(param_counts))
 
     def part(
@@ -118,8 +103,7 @@ class SplittablePlan(CompiledPlan):
     @functools.cached_property
     def split(self) -> SplitBackward:
         """The two parts of backward."""
-        source, names, steps = self.source, self._names, self._backward_steps
-        return SplitBackward(source, names, steps, self.ops, self._param_counts)
+        return SplitBackward(self.code)
 
     def part_of_backward(
         self, ctx: Any, needed: Needed, grads: tuple[torch.Tensor | None, ...]
@@ -133,11 +117,11 @@ def _contexts(given: Any) -> Sequence[Any]:
 
 
 def _keeping(backward: Function) -> Function:
-    def kept(contexts: Any, dx: Any, *rest: Any, **options: Any) -> Any:
+    def kept(contexts: Any, dx: Any, *rest: Any) -> Any:
         for context in _contexts(contexts):
             context.rebuilt_output = None  # its kernel would store that over what is kept
         _contexts(contexts)[0].entering = dx
-        return backward(contexts, dx, *rest, **options)
+        return backward(contexts, dx, *rest)
 
     return kept
 
@@ -145,12 +129,12 @@ def _keeping(backward: Function) -> Function:
 def _from_kept(backward: Function, *, is_alone: bool) -> Function:
     """A step's backward from the gradient that entered it; ``is_alone``: without its own dx."""
 
-    def from_kept(contexts: Any, dx: Any, *rest: Any, **options: Any) -> Any:
+    def from_kept(contexts: Any, dx: Any, *rest: Any) -> Any:
         context = _contexts(contexts)[0]
         entering = context.entering
         if is_alone:
             context.input_requires_grad = False
-        leaving, *others = backward(contexts, entering, *rest, **options)
+        leaving, *others = backward(contexts, entering, *rest)
         return (entering if leaving is None else leaving, *others)
 
     return from_kept
@@ -159,10 +143,9 @@ def _from_kept(backward: Function, *, is_alone: bool) -> Function:
 def _left_out(method: str, count: int) -> Function:
     """A step's backward that leaves the gradient as it is: nothing reads it."""
     if method == "op_backward":
-        return lambda contexts, dx, *rest: (dx, ())
-    if method == "step_backward":
-        return lambda contexts, dx, *rest: (dx, (), ())
-    return lambda contexts, dx, **options: (dx, [()] * count, [()] * count)
+        return lambda context, dx: (dx, ())
+    params = ((),) * count if method == "fuser_backward" else ()
+    return lambda contexts, dx, grads: (dx, params, ())
 
 
 def _can_be_kept(gradient: Any) -> bool:

@@ -59,17 +59,17 @@ NODES = (
     Mutant(
         "the op after a cut quantizes no gradient for the op before it",
         "runtime/codegen.py",
-        "PlanCodegen._wanted_grad",
-        "reader = self._op(index - 1) if index else self.neighbours.before",
-        "reader = self._op(index - 1) if index else None",
+        "PlanCodegen._wanted",
+        'reader, name, op_name = self.neighbours.before, "grad_output", "op_before"',
+        'reader, name, op_name = None, "grad_output", "op_before"',
         "test_autograd_nodes.py::test_a_quantized_tensor_passes_a_cut",
     ),
     Mutant(
         "the op after a cut gets an input that was not quantized for it",
         "runtime/codegen.py",
-        "PlanCodegen._wanted_input",
-        "reader = self._op(index) if inside else self.neighbours.after",
-        "reader = self._op(index) if inside else None",
+        "PlanCodegen._wanted",
+        "recipe, reader = self.key.recipe, self.neighbours.after",
+        "recipe, reader = self.key.recipe, None",
         "test_autograd_nodes.py::test_a_quantized_tensor_passes_a_cut",
     ),
     Mutant(
@@ -313,7 +313,7 @@ NODES = (
     Mutant(
         "profiles number the ops of a node from 0",
         "runtime/codegen.py",
-        "PlanCodegen._title",
+        "PlanCodegen._add_step",
         "shown = span(tuple(self.neighbours.start + i for i in indices))",
         "shown = span(indices)",
         "test_autograd_nodes.py::test_the_first_gradient_comes_in_the_first_quarter_of_backward",

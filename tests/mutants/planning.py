@@ -55,9 +55,9 @@ CHANNELS = (
     Mutant(
         "an extra output is dropped after its first reader",
         "runtime/codegen.py",
-        "PlanCodegen._read_last",
-        "last |= {source.place: i for source in row if source.producer is not None}",
-        "last = {source.place: i for source in row if source.producer is not None} | last",
+        "PlanCodegen._add_output_specs",
+        "if readers[-1] in indices and",
+        "if readers[0] in indices and",
         "test_channels.py",
     ),
     Mutant(

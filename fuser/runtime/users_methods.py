@@ -1,0 +1,135 @@
+"""Methods of a user's op or fusion as a plan calls them, with checks of what they return."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fuser.doors import VIEW
+from fuser.errors import StateError
+from fuser.op import BasicOperation, FusibleOperation, StepInputs
+from fuser.op.step import Contexts, rows
+from fuser.plan.graph import assumes_extra_outputs
+from fuser.runtime.diagnose import note_extra_outputs
+
+_RESULTS = {
+    "op_backward": ("grad_input", "param_grads"),
+    "fuser_forward": ("output", "extra_outputs"),
+    "fuser_backward": ("grad_input", "param_grads", "grad_extra_inputs"),
+}
+
+
+class UsersMethods:
+    """``fuser_forward`` and ``fuser_backward``, with the arguments of ``step_`` methods.
+
+    Parameters
+    ----------
+    op
+        The op or the fusion.
+    ops
+        The index of each basic op whose work it does, the op, and the number of its parameters.
+    needed
+        The extra outputs that other ops or the caller read: the place of the op among these, the
+        index, and a description.
+    """
+
+    def __init__(
+        self,
+        op: FusibleOperation,
+        ops: Sequence[tuple[int, BasicOperation, int]],
+        needed: Sequence[tuple[int, int, str]],
+    ) -> None:
+        self.op: Any = op
+        self.needed = needed
+        self.indices = [index for index, _, _ in ops]
+        self.param_counts = [count for _, _, count in ops]
+        self.input_counts = [member.num_extra_inputs for _, member, _ in ops]
+        self.output_counts = [member.num_extra_outputs for _, member, _ in ops]
+        self.has_inputs, self.has_outputs = any(self.input_counts), any(self.output_counts)
+        self.is_one = len(ops) == 1
+        self.assumes_outputs = isinstance(op, BasicOperation) and assumes_extra_outputs(op)
+
+    def fuser_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> Any:
+        entering = (x.shape, x.dtype) if self.assumes_outputs else None
+        extras, after, kwargs = inputs
+        before = ctxs[0].grad_input_quantizer
+        if before is not None and self.op.is_external:
+            before = VIEW.guest.of(before, None)
+        result = self.op.fuser_forward(
+            list(ctxs),
+            x,
+            basic_op_extra_inputs=[extras] if self.is_one else rows(extras, self.input_counts),
+            prev_op_grad_output_quantizer=before,
+            next_op_input_quantizer=after,
+            basic_op_kwargs=list(kwargs),
+        )
+        output, outputs = parts_of(self.op, "fuser_forward", result)
+        if not self.has_outputs and not any(outputs):
+            return output, ()
+        of_ops = self._checked(outputs, "extra outputs", self.output_counts)
+        for place, k, read in self.needed:
+            if of_ops[place][k] is None:
+                raise StateError(f"{type(self.op).__name__} returned None for {read}.")
+        outputs = of_ops[0] if self.is_one else tuple(itertools.chain(*of_ops))
+        if entering is not None:
+            note_extra_outputs(self.op, entering, outputs)
+        return output, outputs
+
+    def fuser_backward(self, ctxs: Contexts, dy: torch.Tensor, grads: Any) -> Any:
+        result = self.op.fuser_backward(
+            list(ctxs),
+            dy,
+            basic_op_grad_extra_outputs=[grads] if self.is_one else rows(grads, self.output_counts),
+        )
+        dx, params, extras = parts_of(self.op, "fuser_backward", result)
+        if not (params and len(params) == len(self.indices)):
+            params = self._checked(params, "parameters", self.param_counts)
+        if not self.has_inputs:
+            return dx, params, ()
+        extras = self._checked(extras, "extra inputs", self.input_counts)
+        return dx, params, extras[0] if self.is_one else itertools.chain(*extras)
+
+    def _checked(
+        self, given: Iterable[Iterable[Any] | None] | None, what: str, counts: list[int]
+    ) -> list[tuple[Any, ...]]:
+        """One row of tensors for each basic op; those of the last ops may be left out if empty."""
+        if type(given) is list and len(given) == 1 == len(counts):  # as of most ops
+            (row,) = given
+            if type(row) is tuple and len(row) == counts[0]:
+                return given
+        name, first, last = type(self.op).__name__, self.indices[0], self.indices[-1]
+        if given is None:
+            raise StateError(
+                f"{name} returned None in the place of its rows of {what}; it returns "
+                f"{len(counts)}, for ops {first} to {last}, of {counts} {what}."
+            )
+        checked = [tuple(row or ()) for row in given]
+        checked += [()] * (len(counts) - len(checked))
+        if [len(row) for row in checked] != counts:
+            raise StateError(
+                f"{name} replaces ops {first} to {last}, which have {counts} {what}, and returned "
+                f"{[len(row) for row in checked]}."
+            )
+        return checked
+
+
+def parts_of(op: FusibleOperation, method: str, result: Any) -> Any:
+    """The parts of the result of a method. A tensor is none, though it may have as many rows."""
+    names, parts = _RESULTS[method], result
+    if type(result) is not tuple:
+        try:
+            parts = tuple(result)
+        except TypeError:
+            parts = ()
+    if len(parts) == len(names):
+        if not isinstance(parts[1], torch.Tensor) and not isinstance(parts[-1], torch.Tensor):
+            return parts
+        result = parts[1] if isinstance(parts[1], torch.Tensor) else parts[-1]
+    form = type(result).__name__
+    if isinstance(result, (tuple, list)):
+        form = f"{form} of {len(result)}"
+    cls = type(op).__name__
+    raise StateError(f"{cls}.{method} returns ({', '.join(names)}); it returned a {form}.")
