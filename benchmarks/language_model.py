@@ -8,10 +8,12 @@ attention in fuser too. They run alternately (timing.py). On a CPU sizes are sma
 script.
 
     python benchmarks/language_model.py --out out/language_model.csv
+    python benchmarks/language_model.py --layers 8 --only "torch.compile|fuser compiled.*"
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -167,6 +169,7 @@ def main(argv: list[str] | None = None) -> None:
         for name in NAMES
     }
     parser = new_parser(__doc__, texts)
+    parser.add_argument("--only", metavar="REGEX", help="the variants whose names match, whole")
     given = parsed(parser, argv, texts)
     if given.chart:
         parser.error("language_model.py draws no chart.")
@@ -181,6 +184,9 @@ def main(argv: list[str] | None = None) -> None:
     print("  ".join(f"{name} {value}" for name, value in where.items()))
     print(f"{count / 1e6:.0f} million parameters, {sizes}")
     chosen = [name for name in VARIANTS if not (given.no_compile and VARIANTS[name][0] in COMPILED)]
+    chosen = [name for name in chosen if re.fullmatch(given.only or ".*", name)]
+    if not chosen:
+        parser.error(f"--only is {given.only}; there are {'; '.join(VARIANTS)}.")
     records = measured(chosen, options, given.rounds)
     say(table(records))
     Sink(given.out, where).write(records)
