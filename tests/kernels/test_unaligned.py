@@ -280,16 +280,20 @@ GATED = (Stage("swiglu"), Stage("add_extra_input"))
 
 def chains() -> None:
     def of(name: str, stages: tuple[Stage, ...], operands: tuple[str | None, ...]) -> None:
-        wide = K * (2 if stages[0].name == "swiglu" else 1)
-        shapes = {"bias": (wide,), "extra": (M, K)}
+        def wide() -> int:
+            return K * (2 if stages[0].name == "swiglu" else 1)
+
+        def shape(operand: str) -> tuple[int, ...]:
+            return (wide(),) if operand == "bias" else (M, K)
+
         given = [n for n in operands if n is not None]
 
         def listed(t: Tensors) -> list[torch.Tensor | None]:
             return [None if n is None else t[n] for n in operands]
 
         def inputs() -> Tensors:
-            more = {n: drawn(*shapes[n], seed=i + 2) for i, n in enumerate(given)}
-            return {"x": drawn(M, wide), **more}
+            more = {n: drawn(*shape(n), seed=i + 2) for i, n in enumerate(given)}
+            return {"x": drawn(M, wide()), **more}
 
         CASES[f"pointwise, {name}"] = Case(
             inputs,
@@ -307,8 +311,8 @@ def chains() -> None:
                 size = pointwise.workspace_size(stages, M, K, BF16, has_grad)
             work = {"workspace": empty(size, dtype=F32)} if size else {}
             return {
-                "dx": empty(M, wide, dtype=BF16),
-                **{f"d_{n}": empty(*shapes[n], dtype=BF16) for n in given},
+                "dx": empty(M, wide(), dtype=BF16),
+                **{f"d_{n}": empty(*shape(n), dtype=BF16) for n in given},
                 **work,
                 **({"y": empty(M, K, dtype=BF16)} if ends_in_one else {}),
             }
@@ -355,8 +359,8 @@ def formats_of_8_and_4_bits() -> None:
         inputs = case.pop("inputs", x)
         CASES[name] = Case(inputs, shapes, launched, made, ("x",), **case)
 
-    def data(k: int = K, m: int = M) -> Tensors:
-        return {"row": empty(M, k), "col": empty(K, m)}
+    def data(in_a_byte: int = 1) -> Tensors:
+        return {"row": empty(M, K // in_a_byte), "col": empty(K, M // in_a_byte)}
 
     CASES["amax"] = Case(
         lambda: {"x": drawn(M, K), "out": torch.zeros(1)},
@@ -446,7 +450,7 @@ def formats_of_8_and_4_bits() -> None:
         "nvfp4",
         "row row_scale row_amax col col_scale col_amax",
         lambda: {
-            **data(K // 2, M // 2),
+            **data(2),
             "row_scale": empty(*formats.nvfp4_scale_shape(M, K, False)),
             "col_scale": empty(*formats.nvfp4_scale_shape(M, K, True)),
             **{f"{name}_amax": empty(1, dtype=F32) for name in ("row", "col")},
@@ -754,6 +758,29 @@ def test_the_rows_of_each_input_alone_may_be_an_odd_distance_apart(name: str) ->
             return spaced(x) if of == one else x
 
         assert_as_expected(case, change)
+
+
+# The formats of small blocks have whole blocks alone.
+ANY_WIDTH = [n for n, case in CASES.items() if case.rows and not n.startswith(("mxfp8", "nvfp4"))]
+
+
+@pytest.mark.parametrize("width", [K - 3, K - 4])
+@pytest.mark.parametrize("name", ANY_WIDTH)
+def test_rows_of_no_whole_vectors_may_begin_at_vectors(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a matrix of the first columns of a wider one: its last vectors reach into the others."""
+    case, whole = CASES[name], K
+    monkeypatch.setitem(globals(), "K", width)
+
+    def change(of: str, tensor: torch.Tensor) -> torch.Tensor:
+        if of not in case.rows:
+            return tensor
+        rows, columns = tensor.shape
+        memory = torch.full((rows, whole * (columns // width)), torch.inf, dtype=tensor.dtype)
+        return memory[:, :columns].copy_(tensor)
+
+    assert_as_expected(case, change)
 
 
 @pytest.mark.parametrize("one", ["dx", "y"])
