@@ -124,6 +124,13 @@ def spaced(tensor: torch.Tensor) -> torch.Tensor:
     return memory[:, :-1].copy_(tensor)
 
 
+def at_vectors(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in rows that begin at multiples of 64 elements, with infinities between."""
+    rows, columns = tensor.shape
+    memory = torch.full((rows, formats.round_up(columns, 64)), torch.inf, dtype=tensor.dtype)
+    return memory[:, :columns].copy_(tensor)
+
+
 def named(names: str, values: Any) -> Tensors:
     return dict(zip(names.split(), values, strict=True))
 
@@ -770,17 +777,9 @@ def test_rows_of_no_whole_vectors_may_begin_at_vectors(
     name: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a matrix of the first columns of a wider one: its last vectors reach into the others."""
-    case, whole = CASES[name], K
+    case = CASES[name]
     monkeypatch.setitem(globals(), "K", width)
-
-    def change(of: str, tensor: torch.Tensor) -> torch.Tensor:
-        if of not in case.rows:
-            return tensor
-        rows, columns = tensor.shape
-        memory = torch.full((rows, whole * (columns // width)), torch.inf, dtype=tensor.dtype)
-        return memory[:, :columns].copy_(tensor)
-
-    assert_as_expected(case, change)
+    assert_as_expected(case, lambda of, x: at_vectors(x) if of in case.rows else x)
 
 
 @pytest.mark.parametrize("one", ["dx", "y"])
@@ -839,6 +838,20 @@ def test_a_norm_is_computed_by_vectors_if_each_of_its_tensors_is_aligned(
             assert is_by_vectors(given | {name: shifted(tensor)}) == is_read_alone, name
             if name in ("x", "dy", "d_extra"):
                 assert not is_by_vectors(given | {name: spaced(tensor)}), name
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("made", PRODUCERS)
+def test_a_norm_of_no_whole_vectors_is_not_computed_by_vectors(
+    made: str, norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "K", K - 3)
+    names, is_by_vectors = PRODUCERS[made]
+    every = norm_tensors(norm, BF16)
+    given = {name: every[name] for name in names.split() if name in every}
+    given |= {n: at_vectors(t) for n, t in given.items() if n in ("x", "dy", "d_extra")}
+    with emulated():
+        assert not is_by_vectors(given)
 
 
 HARD = {"inf": float("inf"), "-inf": -float("inf"), "NaN": float("nan")}
