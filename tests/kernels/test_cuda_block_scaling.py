@@ -49,6 +49,8 @@ def test_scales_of_every_kind(
     [
         Input(130, 257),
         Input(144, 136, torch.float32),
+        Input(24, 21),
+        Input(21, 24),
         Input(16, 24, torch.bfloat16, "shifted"),
         Input(160, 8, special="nan"),
         Input(0, 5),

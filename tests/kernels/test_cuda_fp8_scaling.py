@@ -58,7 +58,10 @@ def test_delayed_scaling_records_a_nan(case: Input, copies: tuple[bool, bool]) -
 
 @pytest.mark.parametrize(
     ("m", "k", "shift"),
-    [(1, 1, 0), (130, 257, 0), (144, 136, 0), (144, 136, 1), (8, 8, 0), (16, 8, 0), (0, 5, 0)],
+    [
+        *((1, 1, 0), (130, 257, 0), (144, 136, 0), (144, 136, 1)),
+        *((8, 8, 0), (16, 8, 0), (16, 12, 0), (0, 5, 0)),
+    ],
 )
 def test_a_transpose_moves_every_byte(m: int, k: int, shift: int) -> None:
     cases.check_transpose(EMULATOR, m, k, shift)

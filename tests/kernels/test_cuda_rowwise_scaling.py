@@ -47,6 +47,8 @@ def test_rows_and_columns_without_elements_have_the_scale_of_the_smallest_amax(c
     [
         Input(130, 257),
         Input(144, 136, torch.float32),
+        Input(24, 21),
+        Input(21, 24),
         Input(16, 24, torch.bfloat16, "shifted"),
         Input(160, 8, special="nan"),
         Input(0, 5),

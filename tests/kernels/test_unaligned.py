@@ -124,6 +124,13 @@ def spaced(tensor: torch.Tensor) -> torch.Tensor:
     return memory[:, :-1].copy_(tensor)
 
 
+def at_vectors(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in rows that begin at multiples of 64 elements, with infinities between."""
+    rows, columns = tensor.shape
+    memory = torch.full((rows, formats.round_up(columns, 64)), torch.inf, dtype=tensor.dtype)
+    return memory[:, :columns].copy_(tensor)
+
+
 def named(names: str, values: Any) -> Tensors:
     return dict(zip(names.split(), values, strict=True))
 
@@ -280,16 +287,20 @@ GATED = (Stage("swiglu"), Stage("add_extra_input"))
 
 def chains() -> None:
     def of(name: str, stages: tuple[Stage, ...], operands: tuple[str | None, ...]) -> None:
-        wide = K * (2 if stages[0].name == "swiglu" else 1)
-        shapes = {"bias": (wide,), "extra": (M, K)}
+        def wide() -> int:
+            return K * (2 if stages[0].name == "swiglu" else 1)
+
+        def shape(operand: str) -> tuple[int, ...]:
+            return (wide(),) if operand == "bias" else (M, K)
+
         given = [n for n in operands if n is not None]
 
         def listed(t: Tensors) -> list[torch.Tensor | None]:
             return [None if n is None else t[n] for n in operands]
 
         def inputs() -> Tensors:
-            more = {n: drawn(*shapes[n], seed=i + 2) for i, n in enumerate(given)}
-            return {"x": drawn(M, wide), **more}
+            more = {n: drawn(*shape(n), seed=i + 2) for i, n in enumerate(given)}
+            return {"x": drawn(M, wide()), **more}
 
         CASES[f"pointwise, {name}"] = Case(
             inputs,
@@ -307,8 +318,8 @@ def chains() -> None:
                 size = pointwise.workspace_size(stages, M, K, BF16, has_grad)
             work = {"workspace": empty(size, dtype=F32)} if size else {}
             return {
-                "dx": empty(M, wide, dtype=BF16),
-                **{f"d_{n}": empty(*shapes[n], dtype=BF16) for n in given},
+                "dx": empty(M, wide(), dtype=BF16),
+                **{f"d_{n}": empty(*shape(n), dtype=BF16) for n in given},
                 **work,
                 **({"y": empty(M, K, dtype=BF16)} if ends_in_one else {}),
             }
@@ -355,8 +366,8 @@ def formats_of_8_and_4_bits() -> None:
         inputs = case.pop("inputs", x)
         CASES[name] = Case(inputs, shapes, launched, made, ("x",), **case)
 
-    def data(k: int = K, m: int = M) -> Tensors:
-        return {"row": empty(M, k), "col": empty(K, m)}
+    def data(in_a_byte: int = 1) -> Tensors:
+        return {"row": empty(M, K // in_a_byte), "col": empty(K, M // in_a_byte)}
 
     CASES["amax"] = Case(
         lambda: {"x": drawn(M, K), "out": torch.zeros(1)},
@@ -446,7 +457,7 @@ def formats_of_8_and_4_bits() -> None:
         "nvfp4",
         "row row_scale row_amax col col_scale col_amax",
         lambda: {
-            **data(K // 2, M // 2),
+            **data(2),
             "row_scale": empty(*formats.nvfp4_scale_shape(M, K, False)),
             "col_scale": empty(*formats.nvfp4_scale_shape(M, K, True)),
             **{f"{name}_amax": empty(1, dtype=F32) for name in ("row", "col")},
@@ -756,6 +767,21 @@ def test_the_rows_of_each_input_alone_may_be_an_odd_distance_apart(name: str) ->
         assert_as_expected(case, change)
 
 
+# The formats of small blocks have whole blocks alone.
+ANY_WIDTH = [n for n, case in CASES.items() if case.rows and not n.startswith(("mxfp8", "nvfp4"))]
+
+
+@pytest.mark.parametrize("width", [K - 3, K - 4])
+@pytest.mark.parametrize("name", ANY_WIDTH)
+def test_rows_of_no_whole_vectors_may_begin_at_vectors(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a matrix of the first columns of a wider one: its last vectors reach into the others."""
+    case = CASES[name]
+    monkeypatch.setitem(globals(), "K", width)
+    assert_as_expected(case, lambda of, x: at_vectors(x) if of in case.rows else x)
+
+
 @pytest.mark.parametrize("one", ["dx", "y"])
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_a_backward_of_a_norm_writes_y_beside_an_aligned_dx_alone(norm: str, one: str) -> None:
@@ -812,6 +838,20 @@ def test_a_norm_is_computed_by_vectors_if_each_of_its_tensors_is_aligned(
             assert is_by_vectors(given | {name: shifted(tensor)}) == is_read_alone, name
             if name in ("x", "dy", "d_extra"):
                 assert not is_by_vectors(given | {name: spaced(tensor)}), name
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("made", PRODUCERS)
+def test_a_norm_of_no_whole_vectors_is_not_computed_by_vectors(
+    made: str, norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "K", K - 3)
+    names, is_by_vectors = PRODUCERS[made]
+    every = norm_tensors(norm, BF16)
+    given = {name: every[name] for name in names.split() if name in every}
+    given |= {n: at_vectors(t) for n, t in given.items() if n in ("x", "dy", "d_extra")}
+    with emulated():
+        assert not is_by_vectors(given)
 
 
 HARD = {"inf": float("inf"), "-inf": -float("inf"), "NaN": float("nan")}

@@ -268,6 +268,14 @@ COMPILING = (
         f"{TEST}test_fusions_that_are_registered_after_compiling_count",
     ),
     Mutant(
+        "in a graph a pipeline has the fusions of others",
+        RUNNER,
+        "copied",
+        "OperationFuser(ops, pipeline.fusions, ",
+        "OperationFuser(ops, ",
+        f"{TEST}test_a_graph_has_the_fusions_of_its_sequential",
+    ),
+    Mutant(
         "Dynamo does not compare the structures of composites",
         TRACED,
         "_traced_pipeline",

@@ -6,6 +6,14 @@ QUANTIZED = "test_recorded_quantized_parameters.py::"
 
 PASS_GRAPHS = (
     Mutant(
+        "a pass keeps what it has given to launches that are no graph",
+        "cuda/sequence.py",
+        "LaunchSequence._with_graphs",
+        "if passed:",
+        "if False:",
+        "test_pass_graphs.py::test_a_backward_whose_graph_may_come_frees_what_its_forward_packed",
+    ),
+    Mutant(
         "pieces of a packed result begin at any byte",
         "cuda/sequence.py",
         "LaunchSequence.pack",

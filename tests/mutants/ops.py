@@ -370,6 +370,14 @@ FUSED_OPS = (
         "test_fusion_refusals.py::test_refuses_with_a_reason_that_names_the_values_and_runs_unfused",
     ),
     Mutant(
+        "the gradients of an activation and its bias finish the activation alone",
+        "fused_ops/backward_activation_bias.py",
+        "BackwardActivationBias.kernels",
+        '(f"{name}_bias", 2)',
+        '(f"{name}_bias", 1)',
+        "test_fusions.py::test_the_kernels_of_a_fusion_finish_each_of_its_ops_once",
+    ),
+    Mutant(
         "an addition and a norm expose the sum though nobody asked",
         "fused_ops/forward_add_norm.py",
         "_ForwardAddNorm.step_forward",
@@ -377,6 +385,15 @@ FUSED_OPS = (
         "exposes_sum = len(self.members) >= 2",
         "test_kernels_in_pipelines.py::"
         "test_an_evaluation_writes_the_sum_before_a_norm_only_if_it_is_returned",
+    ),
+    Mutant(
+        "an addition and a norm broadcast an extra input of another shape",
+        "fused_ops/forward_add_norm.py",
+        "_ForwardAddNorm.step_forward",
+        "add.check_extra(x.shape, extra.shape)",
+        "pass",
+        "test_fusions.py::"
+        "test_an_extra_input_of_another_shape_is_refused_in_a_call_that_needs_no_new_plan",
     ),
     Mutant(
         "the scale is left out of the gradients of linear and scale",
@@ -453,6 +470,15 @@ FUSED_OPS = (
 )
 
 SENTENCES = (
+    Mutant(
+        "a keyword that is no text is given to an op that takes any",
+        "runtime/checks.py",
+        "check_keywords",
+        "not isinstance(key, str) or (taken is not None and key not in taken)",
+        "taken is not None and key not in taken",
+        "test_sequential.py::"
+        "test_a_keyword_that_is_no_text_is_refused_by_an_op_that_takes_any_and_by_others",
+    ),
     Mutant(
         "a TypeError of a constructor's body is taken for wrong arguments",
         "errors.py",

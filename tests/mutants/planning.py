@@ -4,6 +4,15 @@ from mutants.mutant import Mutant
 
 CHANNELS = (
     Mutant(
+        "the last extra output has the shape of the main one if that has no gradient",
+        "runtime/codegen.py",
+        "PlanCodegen._write_forward",
+        'specs += "(x.shape, x.dtype), "',
+        "pass",
+        "test_gradient_paths.py::"
+        "test_an_extra_output_alone_has_gradients_if_the_main_output_has_another_shape_or_dtype",
+    ),
+    Mutant(
         "a channel that fans out hands back one of its gradients",
         "runtime/codegen.py",
         "_total",
@@ -264,6 +273,30 @@ CHANNELS = (
 )
 
 PLANNER = (
+    Mutant(
+        "layers of a plan are in the order of their digits",
+        "plan/model.py",
+        "joined_paths",
+        "sorted(int(names[differ[0]]) for names in split)",
+        "[int(n) for n in sorted(names[differ[0]] for names in split)]",
+        "test_model_plan.py::test_paths_that_differ_in_one_number_are_one",
+    ),
+    Mutant(
+        "a plan speaks of links for what forward sends alone",
+        "plan/plan.py",
+        "FusionPlan.__str__",
+        "any(step.link_bytes_per_token for step in self.forward + self.backward)",
+        "any(step.link_bytes_per_token for step in self.forward)",
+        "test_plan.py::test_text_says_of_either_side_what_its_steps_do",
+    ),
+    Mutant(
+        "a plan speaks of emulated products of forward alone",
+        "plan/plan.py",
+        "FusionPlan.__str__",
+        'any("(emulated)" in step.kernel for step in self.forward + self.backward)',
+        'any("(emulated)" in step.kernel for step in self.forward)',
+        "test_plan.py::test_text_says_of_either_side_what_its_steps_do",
+    ),
     Mutant(
         "groups of which one is frozen have no gradient of weights in plain torch",
         "plan/plain_torch.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,10 +32,13 @@ from oracles import (
     randomize,
     run_formula,
 )
+from said import sentence
 from torch.utils.flop_counter import FlopCounterMode
 
 import fuser
 import fuser.runtime.pipeline
+from fuser.errors import InputError
+from fuser.recipe import Float8CurrentScaling, MXFP8BlockScaling
 
 # -- fires, equals, is named -------------------------------------------------------------
 
@@ -229,6 +233,48 @@ def test_a_norms_gradient_and_another_are_added_before_they_are_rounded(
     # fp32 moves a few sums over the middle between two numbers.
     assert error(run(fused, leaves(inputs))["gradient of x"]) <= 1.01 * once
     assert error(run(unfused, leaves(inputs))["gradient of x"]) > 1.1 * once
+
+
+@every_window
+def test_the_kernels_of_a_fusion_finish_each_of_its_ops_once(
+    window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the planner counts as launches; another sum is another time, and another cover."""
+    counts: list[tuple[str, int, int]] = []
+    for fusion in fuser.FUSIONS:
+
+        def counted(cls: Any, *ops: Any, own: Any = fusion.kernels, **where: Any) -> Any:
+            kernels = own(*ops, **where)
+            finished = sum(count for _, count in kernels)
+            counts.append((cls.__name__, finished, len(where["key"].ops)))
+            return kernels
+
+        monkeypatch.setattr(fusion, "kernels", classmethod(counted))
+    for recipe, device in itertools.product(
+        (None, Float8CurrentScaling(), MXFP8BlockScaling()), (None, "h200")
+    ):
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            model, inputs = window.model(), leaves(window.inputs(torch.float32, 1))
+            model.plan(*inputs, device=device)
+    assert window.fusion in {name for name, *_ in counts}
+    assert [each for each in counts if each[1] != each[2]] == []
+
+
+@pytest.mark.parametrize("window", [w for w in WINDOWS if any(c.extra for c in w.cases)], ids=str)
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_an_extra_input_of_another_shape_is_refused_in_a_call_that_needs_no_new_plan(
+    window: Window, fusions: Any
+) -> None:
+    """Of the same dtype: keys of calls contain no shapes. No shape is broadcast."""
+    model, (x, *extras) = window.model(fusions=fusions), window.inputs(torch.float32, 1)
+    model(x, *extras)
+    main = tuple(extras[0].shape)
+    for shape in ((1, main[1]), main[1:], (5, 1), (1, *main)):
+        with pytest.raises(InputError) as caught:
+            model(x, torch.zeros(shape))
+        refusal = sentence("add-extra-input-shape-main-two", shape, main)
+        assert str(caught.value).startswith(refusal)
+    assert len(model.plans) == 1
 
 
 # -- gradients that nobody asked for -----------------------------------------------------

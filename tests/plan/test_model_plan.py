@@ -527,6 +527,8 @@ def test_a_wrong_input_of_a_pipeline_is_its_own_error() -> None:
         (["a.b", "a.b"], "a.b"),
         (["a.0.b.1", "a.1.b.0"], "a.0.b.1 ..."),
         (["3", "4"], "3-4"),
+        (["a.10", "a.9", "a.2"], "a.2,9-10"),
+        ([f"a.{i}.b" for i in range(12)], "a.0-11.b"),
     ],
 )
 def test_paths_that_differ_in_one_number_are_one(paths: list[str], joined: str) -> None:

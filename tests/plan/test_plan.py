@@ -290,6 +290,22 @@ def test_text_says_what_is_before_emulated_products() -> None:
         assert str(model.plan(x)).endswith(said)
 
 
+@pytest.mark.parametrize("side", ["forward", "backward"])
+def test_text_says_of_either_side_what_its_steps_do(side: str) -> None:
+    """The links of a column parallel linear carry bytes in backward alone, those of a row's not."""
+    plan = mlp().plan(torch.empty(2, 8, requires_grad=True))
+    link = "Bytes sent to other ranks take the time of the link, without overlap."
+    emulated = "An emulated product dequantizes its operands before it."
+    for change, sentence in (
+        ({"link_bytes_per_token": 4.0}, link),
+        ({"kernel": "mm (emulated)"}, emulated),
+    ):
+        first, *rest = plan.steps(side)
+        steps = {side: (dataclasses.replace(first, **change), *rest)}
+        assert sentence not in str(plan).splitlines()
+        assert sentence in str(dataclasses.replace(plan, **steps)).splitlines()
+
+
 def test_text_keeps_large_numbers_short() -> None:
     text = str(mlp(4096).plan(torch.empty(2, 4096, device="meta")))
     assert re.search(r"\d+\.\d kB", text)

@@ -434,6 +434,18 @@ def test_a_keyword_that_its_op_does_not_take_is_refused_fused_or_not(
         model(tensor(), op_kwargs={target: {"colour": "red"}})
 
 
+@pytest.mark.parametrize("key", [1, None, b"flag", ("flag",)], ids=repr)
+@pytest.mark.parametrize("op", [Recording, fuser.GELU, fuser.Bias], ids=lambda op: op.__name__)
+def test_a_keyword_that_is_no_text_is_refused_by_an_op_that_takes_any_and_by_others(
+    op: Any, key: Any
+) -> None:
+    model = fuser.Sequential(op(N) if op is fuser.Bias else op())
+    with pytest.raises(
+        fuser.errors.InputTypeError, match=said("checks-no-keyword-argument", None, repr(key))
+    ):
+        model(tensor(), op_kwargs={0: {key: 1}})
+
+
 # -- channels ----------------------------------------------------------------------
 
 

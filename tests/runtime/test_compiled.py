@@ -11,7 +11,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import every_format as formats
 import pytest
@@ -548,19 +548,36 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
+class Hundred(fuser.FusedOperation):
+    """What no other fusion computes: 100 times the input."""
+
+    window: ClassVar[Any] = (fuser.GELU, fuser.ConstantScale)
+    side: ClassVar[Any] = "joint"
+
+    def fuser_forward(self, ctxs: Any, x: torch.Tensor, **_: Any) -> Any:  # type: ignore[override]
+        return x * 100, [(), ()]
+
+    def fuser_backward(self, ctxs: Any, dy: torch.Tensor, **_: Any) -> Any:  # type: ignore[override]
+        return dy * 100, [(), ()], [(), ()]
+
+
+@pytest.mark.parametrize("others", [(), fuser.FUSIONS], ids=["alone", "with fuser's"])
+def test_a_graph_has_the_fusions_of_its_sequential(others: Any) -> None:
+    model, x = fuser.Sequential(fuser.GELU(), fuser.ConstantScale(2.0)), rows()
+    compiled = whole(lambda x: model(x), "eager")
+    for fusions in (others, (*others, Hundred)):
+        model.fusions = fusions
+        expected = step(model, model, x)
+        assert torch.equal(expected[0], 100 * x) == (Hundred in fusions)
+        assert_equal(step(compiled, model, x), expected)
+
+
 def test_fusions_that_are_registered_after_compiling_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from fuser.runtime import pipeline
 
     monkeypatch.setattr(pipeline, "_registered", pipeline._registered)
-
-    class Hundred(fuser.FusedOperation):
-        def fuser_forward(self, ctxs: Any, x: torch.Tensor, **_: Any) -> Any:  # type: ignore[override]
-            return x * 100, [(), ()]
-
-        def fuser_backward(self, ctxs: Any, dy: torch.Tensor, **_: Any) -> Any:  # type: ignore[override]
-            return dy * 100, [(), ()], [(), ()]
 
     def fuse(ops: Any, *, recipe: Any = None) -> Any:
         kinds = [fuser.GELU, fuser.ConstantScale]

@@ -123,6 +123,36 @@ def test_the_op_that_makes_a_needed_extra_output_is_reached(way: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda: fuser.Linear(WIDTH, WIDTH // 2),
+        fuser.SwiGLU,
+        lambda: fuser.Reshape((-1,)),
+        lambda: fuser.Linear(WIDTH, WIDTH, dtype=torch.bfloat16),
+    ],
+    ids=["linear", "glu", "reshape", "dtype"],
+)
+def test_an_extra_output_alone_has_gradients_if_the_main_output_has_another_shape_or_dtype(
+    last: Any, way: str
+) -> None:
+    first = fuser.Linear(WIDTH, WIDTH)
+    model = fuser.Sequential(first, fuser.MakeExtraOutput(), last())
+    with running(way, model) as steps:
+        for step in range(steps):
+            model.zero_grad()
+            x = oracles.random_tensor((ROWS, WIDTH), torch.float32, step).requires_grad_()
+            y, extra = model(x)
+            extra.square().sum().backward()
+    assert (y.shape, y.dtype) != (extra.shape, extra.dtype)
+    z, weight, bias = (t.detach().double().requires_grad_() for t in (x, first.weight, first.bias))
+    torch.nn.functional.linear(z, weight, bias).square().sum().backward()
+    for found, exact in ((x, z), (first.weight, weight), (first.bias, bias)):
+        torch.testing.assert_close(found.grad.double(), exact.grad, rtol=1e-4, atol=1e-3)
+    assert all(parameter.grad is None for parameter in model[2].parameters())
+
+
 class WithoutGradient(torch.autograd.Function):
     """The identity, which has no gradient."""
 

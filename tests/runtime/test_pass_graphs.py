@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,6 +127,33 @@ def test_another_parameter_in_other_memory_is_read(
     for i in range(STEPS):
         assert steps.run(i) == expected[i], i
     assert all(each.hits > hits for each, hits in zip(graphs, before, strict=False))
+
+
+def test_a_backward_whose_graph_may_come_frees_what_its_forward_packed(
+    capturer: CpuCapturer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When its launches have read it: it is the memory of a whole pass."""
+    make, shape = MODELS["swiglu"]
+    model, run = make(), PassGraphs.run
+    is_freed: list[bool] = []
+
+    def watched(self: PassGraphs, body: Any, addresses: Any, tensors: Any) -> None:
+        self.refusal = "it is never captured"
+        (packed,) = [weakref.ref(t) for t in tensors if t.dtype is torch.uint8]
+
+        def launches(tensors: list[torch.Tensor]) -> None:
+            body(tensors)
+            is_freed.append(packed() is None)
+
+        run(self, launches, addresses, tensors)
+
+    monkeypatch.setattr(PassGraphs, "run", watched)
+    steps = Steps(model, shape, None)
+    for i in range(STEPS):
+        steps.run(i)
+    count = len(is_freed) // 2
+    assert count >= 2
+    assert is_freed == [False, True] * count, "a forward keeps it for its backward"
 
 
 def test_microbatches_in_flight_have_graphs_of_their_own(capturer: CpuCapturer) -> None:
