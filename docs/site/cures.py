@@ -35,6 +35,10 @@ EXCEPTION = (
     "The exception is one of your code, and the command ends: correct the code, and run it again."
 )
 
+UNRECORDED = (
+    "Nothing is wrong: the plan says why its steps run one by one, which takes more time of the "
+    "host. Put what the note names into a pipeline of its own; the rest is then repeated."
+)
 UNCAPTURED = (
     "Capture the parts before and after this op; or make the op without that argument, and "
     "experts with a capacity."
@@ -205,6 +209,7 @@ CURES_OF_PLACES: tuple[tuple[str, str, str], ...] = (
     ),
     ("plan/registered.py", "StateError", "Return ops that replace each op of the pipeline once."),
     ("plan/why_kept.py", "refusal", KEPT),
+    ("runtime/recorded.py", "refusal", UNRECORDED),
     (
         "precision/availability.py",
         "warning",

@@ -194,10 +194,8 @@ class RecordedPasses:
 
     def described(self) -> list[tuple[str | None, str]]:
         """How the passes of each layout have run, the latest last: a side, and a text."""
-        found: list[tuple[str | None, str]] = []
-        for forward in self._forwards.values():
-            found += forward.described()
-        return found
+        forwards = self._forwards.values()
+        return [line for forward in forwards for line in forward.described()]
 
     def emptied(self) -> RecordedPasses:
         """As this was at first."""
