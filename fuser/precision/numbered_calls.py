@@ -25,7 +25,7 @@ from fuser.torch_private import dispatch_modes, graph_task, outside_fake_mode
 # Forwards that wait for a backward, and backwards that a retained graph may repeat.
 MOST_CALLS = 65536
 # Of a process: the number of a call is its rank among all calls, times this, plus that of its op.
-MOST_OPS = 1 << 24
+MOST_OPS = 1 << 28
 
 
 class ForwardCall(NamedTuple):
