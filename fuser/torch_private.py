@@ -10,6 +10,7 @@ no other file uses such names. Elsewhere are the methods and tables that a subcl
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import operator
@@ -211,6 +212,22 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 
 
 # -- operations --------------------------------------------------------------------------
+
+
+@functools.cache
+def is_composite(function: torch._ops.OpOverload) -> bool:
+    """Whether an operation is calls of others alone, which torch makes at autograd.
+
+    Below it a call comes whole. ``silu_backward`` has kernels too, with bits of their own.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    kernels = ("CPU", "CUDA", "CompositeExplicitAutograd")
+    schema = function._schema
+    name = ".".join(filter(None, (schema.name, schema.overload_name)))
+    return has_kernel(name, "CompositeImplicitAutograd") and not any(
+        has_kernel(name, key) for key in kernels
+    )
+
 
 _BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 

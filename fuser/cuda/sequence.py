@@ -28,6 +28,7 @@ from fuser.torch_private import (
     cuda_device,
     empty_on_gpu,
     gelu,
+    is_composite,
     is_profiler_enabled,
     scaled_mm,
 )
@@ -896,10 +897,9 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.with_calls and any(issubclass(kind, WrapperTensor) for kind in types):
             with self:  # the operations on its buffers are recorded
                 return types[0].__torch_dispatch__(func, types, args, kwargs)
-        with self:
-            result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:  # torch has it as calls of others alone
-            return result
+        if is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         if func is _aten._unsafe_view.default:  # of a product that has no other name
             func = _aten.view.default
         if func is _aten.squeeze_.dim and self.with_calls:

@@ -138,9 +138,17 @@ PASS_GRAPHS = (
         "a linear below autograd is one call of torch",
         "cuda/sequence.py",
         "_Recorder.dispatched",
-        "if result is not NotImplemented:",
+        "if is_composite(func):",
         "if False:",
         "test_pass_graphs.py::test_a_linear_below_autograd_leaves_a_graph_as_its_product",
+    ),
+    Mutant(
+        "an operation that has kernels is taken apart",
+        "torch_private.py",
+        "is_composite",
+        'kernels = ("CPU", "CUDA", "CompositeExplicitAutograd")',
+        "kernels = ()",
+        "test_pass_graphs.py::test_an_operation_with_kernels_of_its_own_is_one_call",
     ),
     Mutant(
         "what autocast casts is in no graph",

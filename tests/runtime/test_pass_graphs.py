@@ -395,6 +395,23 @@ def test_a_weight_that_autocast_casts_is_cast_in_the_graph(
     assert not {"to", "reshape", "contiguous"} & {f.overloadpacket.__name__ for f in calls}
 
 
+def test_an_operation_with_kernels_of_its_own_is_one_call() -> None:
+    """torch also has some as calls of others, with other bits, for devices without a kernel."""
+    aten = torch.ops.aten
+    with torch.no_grad():
+        x, dy = torch.randn(8, 64, dtype=BF16), torch.randn(8, 64, dtype=BF16)
+
+        def calls() -> tuple[torch.Tensor, ...]:
+            return aten.silu_backward(dy, x), F.layer_norm(x, (64,)), x.to(torch.float32)
+
+        made, result, slotted = sequence.record([x, dy], calls, with_calls=True)
+        made.result = slotted(result)
+        assert all(map(torch.equal, made.play((x, dy)), calls()))
+    functions = [action.function for action in made.actions if type(action) is sequence.TorchCall]
+    expected = (aten.silu_backward, aten.native_layer_norm, aten._to_copy)
+    assert functions == [packet.default for packet in expected]
+
+
 def test_results_of_replayed_operations_share_no_memory(
     capturer: CpuCapturer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
