@@ -194,7 +194,7 @@ class RecordedPasses:
 
     def described(self) -> list[tuple[str | None, str]]:
         """How the passes of each layout have run, the latest last: a side, and a text."""
-        forwards = self._forwards.values()
+        forwards = list(self._forwards.values())  # another thread may record
         return [line for forward in forwards for line in forward.described()]
 
     def emptied(self) -> RecordedPasses:
@@ -520,7 +520,7 @@ class RecordedForward:
         if self._recording is None:
             return [("forward", f"step by step: {self.refusal}")] if self.refusal else []
         passes = [("forward", self._recording.sequence)]
-        passes += [("backward", sequence) for sequence in self._backwards.values()]
+        passes += [("backward", sequence) for sequence in list(self._backwards.values())]
         return [
             (side, one.described() if one.is_complete else f"step by step: {one.refusal}")
             for side, one in passes

@@ -85,7 +85,8 @@ class UsersMethods:
             basic_op_grad_extra_outputs=[grads] if self.is_one else rows(grads, self.output_counts),
         )
         dx, params, extras = parts_of(self.op, "fuser_backward", result)
-        if not (params and len(params) == len(self.indices)):
+        is_right = params and len(params) == len(self.indices)
+        if not is_right or torch.Tensor in map(type, params):
             params = self._checked(params, "parameters", self.param_counts)
         if not self.has_inputs:
             return dx, params, ()
@@ -100,13 +101,20 @@ class UsersMethods:
             (row,) = given
             if type(row) is tuple and len(row) == counts[0]:
                 return given
+        method = "fuser_forward" if what == "extra outputs" else "fuser_backward"
+        if isinstance(given, torch.Tensor):
+            raise _of_other_form(self.op, method, given)
         name, first, last = type(self.op).__name__, self.indices[0], self.indices[-1]
         if given is None:
             raise StateError(
                 f"{name} returned None in the place of its rows of {what}; it returns "
                 f"{len(counts)}, for ops {first} to {last}, of {counts} {what}."
             )
-        checked = [tuple(row or ()) for row in given]
+        checked = []
+        for row in given:
+            if isinstance(row, torch.Tensor):
+                raise _of_other_form(self.op, method, row)
+            checked.append(tuple(row or ()))
         checked += [()] * (len(counts) - len(checked))
         if [len(row) for row in checked] != counts:
             raise StateError(
@@ -125,11 +133,17 @@ def parts_of(op: FusibleOperation, method: str, result: Any) -> Any:
         except TypeError:
             parts = ()
     if len(parts) == len(names):
-        if not isinstance(parts[1], torch.Tensor) and not isinstance(parts[-1], torch.Tensor):
+        if not isinstance(parts[1], torch.Tensor):
             return parts
-        result = parts[1] if isinstance(parts[1], torch.Tensor) else parts[-1]
+        result = parts[1]
+    raise _of_other_form(op, method, result)
+
+
+def _of_other_form(op: FusibleOperation, method: str, result: Any) -> StateError:
+    """The error that names the method whose result, or a part of it, has another form."""
     form = type(result).__name__
     if isinstance(result, (tuple, list)):
         form = f"{form} of {len(result)}"
     cls = type(op).__name__
-    raise StateError(f"{cls}.{method} returns ({', '.join(names)}); it returned a {form}.")
+    parts = ", ".join(_RESULTS[method])
+    return StateError(f"{cls}.{method} returns ({parts}); it returned a {form}.")

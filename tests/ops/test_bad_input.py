@@ -908,6 +908,50 @@ def test_a_fusion_that_returns_something_else_is_named(rows: int, side: str) -> 
     assert str(caught.value) == f"Odd.fuser_{side} returns {wanted[side]}"
 
 
+class _RowOfNoTuple(_NoTuple):
+    """Returns a tensor where a row of tensors belongs, as of an op with one."""
+
+    num_extra_inputs = 1
+
+    def __init__(self, part: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+        self.part = part
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
+        return self.op_forward(basic_op_ctxs[0], input_), [()]
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: torch.Tensor, **kwargs: Any) -> Any:
+        result: list[Any] = [grad_output, [(grad_output.sum(0),)], [(grad_output,)]]
+        result[self.part] = [grad_output.sum(0)]
+        return tuple(result)
+
+
+@pytest.mark.parametrize("part", [1, 2])
+def test_an_op_that_returns_a_tensor_for_a_row_of_gradients_is_named(part: int) -> None:
+    x = X.clone().requires_grad_()
+    with pytest.raises(fuser.StateError) as caught:
+        fuser.Sequential(_RowOfNoTuple(part), fuser.GELU())(x, torch.ones_like(x)).sum().backward()
+    assert str(caught.value) == (
+        "_RowOfNoTuple.fuser_backward returns (grad_input, param_grads, grad_extra_inputs); it "
+        "returned a Tensor."
+    )
+
+
+@pytest.mark.parametrize("part", ["extras", "all"])
+def test_what_a_backward_returns_for_extra_inputs_that_it_has_not_is_not_read(part: str) -> None:
+    def backward(self: Any, ctxs: Any, dy: torch.Tensor, **kwargs: Any) -> Any:
+        return dy * 2, [(), ()], dy if part == "all" else [dy, dy]
+
+    window = (fuser.GELU, fuser.ConstantScale)
+    body = {"side": "backward", "fuser_backward": backward, "window": window}
+    fusion = type("Doubling", (FusedOperation,), body)
+    x = X.clone().requires_grad_()
+    fuser.Sequential(fuser.GELU(), fuser.ConstantScale(2.0), fusions=(fusion,))(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
 def test_an_op_that_fails_by_itself_is_not_blamed_for_what_it_returns() -> None:
     class Fails(_NoTuple):
         def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:

@@ -864,3 +864,17 @@ def test_a_recording_that_cannot_be_repeated_says_why() -> None:
     other = torch.randn(4)
     made, _, _ = sequence.record([x], lambda: x + other, with_calls=True)
     assert "neither an input nor its own" in str(made.refusal)
+
+
+def test_a_thread_may_record_while_another_one_asks_how_passes_have_run() -> None:
+    passes = recorded.RecordedPasses((), None)
+
+    class Recording:
+        last_use = 0
+
+        def described(self) -> list[tuple[str | None, str]]:
+            passes._forwards["another"] = Recording()  # type: ignore[assignment]
+            return [("forward", "recorded")]
+
+    passes._forwards["one"] = Recording()  # type: ignore[assignment]
+    assert passes.described() == [("forward", "recorded")]
