@@ -20,6 +20,9 @@ import torch
 from fuser.cuda import pass_graphs, sequence
 from fuser.source import SourceCode
 
+ALIGNMENT = 64
+"""Of memory, in bytes, as torch has it on a CPU: the order of a sum may follow from it."""
+
 
 def at_its_address(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory, which it does not keep."""
@@ -73,7 +76,9 @@ class Memory:
         if free:
             address, block = heapq.heappop(free)
         else:
-            block = np.empty(count, dtype=np.uint8)
+            whole = np.empty(count + ALIGNMENT, dtype=np.uint8)
+            start = -whole.ctypes.data % ALIGNMENT
+            block = whole[start : start + count]
             address = block.ctypes.data
         block.fill(0 if is_zeroed else 255)  # NaN
         part = block[:]

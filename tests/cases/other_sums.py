@@ -49,9 +49,19 @@ def product(first: int, writes: bool, kernel: Call, *args: Any, **kwargs: Any) -
     places = order(size, a, b)
     factors = a.index_select(-1, places), b.index_select(b_dim, places)
     moved = (*args[:first], *factors, *args[first + 2 :])
-    if writes or a.dtype not in NARROW:
+    if a.dtype not in NARROW:
         return kernel(*moved, **kwargs)
+    if writes:
+        into = kwargs.get("out", args[0])
 
+        def kernel_of_copies(*args: Any) -> Any:
+            if "out" in kwargs:
+                return kernel(
+                    *args, **kwargs | {"out": torch.empty_like(into, dtype=torch.float32)}
+                )
+            return kernel(args[0].clone(), *args[1:], **kwargs)
+
+        return into.copy_(amplified(kernel_of_copies, args, moved, {}))
     return amplified(kernel, args, moved, kwargs).to(a.dtype)
 
 
