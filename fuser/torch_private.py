@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import overrides
-from torch._library import autograd as autograd_kernels
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules import module as torch_module
@@ -227,37 +226,6 @@ def is_composite(function: torch._ops.OpOverload) -> bool:
     return has_kernel(name, "CompositeImplicitAutograd") and not any(
         has_kernel(name, key) for key in kernels
     )
-
-
-_BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
-
-
-def register_gradient(
-    library: torch.library.Library,
-    operation: Any,
-    function: Callable[..., Any],
-    gradient: Callable[..., Any],
-    keep: Callable[..., None],
-) -> None:
-    """``torch.library.register_autograd``, with a shorter way where no gradient is recorded.
-
-    There ``function``, what the operation does on plain tensors, is called at once. torch's own
-    kernel calls the operation again below autograd, which converts all arguments once more.
-    """
-    info = autograd_kernels.Info(gradient, keep)
-    through_autograd = autograd_kernels.make_autograd_impl(operation.default, info)
-
-    def kernel(keys: Any, *args: Any) -> Any:
-        if not torch.is_grad_enabled():
-            below = keys & torch._C._after_autograd_keyset
-            below = below.remove(torch._C.DispatchKey.ADInplaceOrView)
-            if below.highestPriorityTypeId() in _BACKENDS:  # no mode, wrapper or transform
-                with torch._C._AutoDispatchBelowAutograd():
-                    return function(*args)
-        return through_autograd(keys, *args)
-
-    name = operation.default._schema.name.partition("::")[2]
-    library.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
 scaled_mm = torch._scaled_mm

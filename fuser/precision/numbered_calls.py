@@ -9,6 +9,7 @@ recomputation. The forward stores another tensor in the op.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
@@ -46,11 +47,12 @@ _calls: dict[Number, ForwardCall] = {}
 def number_call(op: Any) -> None:
     """Store the tensor for the next call in an op."""
     number = next(_call_numbers) + op._number
+    new = functools.partial(torch.full, (1,), number, dtype=torch.int64, device="cpu")
     if dispatch_modes() or torch.is_inference_mode_enabled():
         with outside_fake_mode(), torch.inference_mode(False):
-            tensor = torch.full((1,), number, dtype=torch.int64, device="cpu")
+            tensor = new()
     else:
-        tensor = torch.full((1,), number, dtype=torch.int64, device="cpu")
+        tensor = new()
     # Without the setter of modules: it changes nothing on which a recorded pass depends.
     op.__dict__["_next_call"] = tensor
 

@@ -19,7 +19,7 @@ from fuser.runtime.diagnose import refuse_second_derivative
 from fuser.runtime.exported import is_exported, passes_of_export
 from fuser.runtime.quantized_parameters import buffers_of
 from fuser.tensors.dispatch import HANDLERS
-from fuser.torch_private import is_compiled_ahead, register_gradient
+from fuser.torch_private import is_compiled_ahead
 
 # Part of the names of passes: another number after a change of what the operations take or return,
 # because torch keeps compiled graphs on disk.
@@ -127,8 +127,12 @@ def _define_passes(prefix: str, *tags: torch.Tag) -> Any:
         )
         for schema, function in ((_BACKWARD, _backward), (_FORWARD, _forward))
     )
-    real, gradients = functools.partial(_forward, False), functools.partial(_gradients, backward)
-    register_gradient(library, forward, real, gradients, _keep_for_backward)
+    torch.library.register_autograd(
+        f"fuser::{prefix}forward",
+        functools.partial(_gradients, backward),
+        setup_context=_keep_for_backward,
+        lib=library,
+    )
     HANDLERS[forward.default] = _with_buffers
     return forward
 

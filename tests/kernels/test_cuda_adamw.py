@@ -155,7 +155,7 @@ def test_steps_of_many_groups_are_repeated(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_step_whose_addresses_come_back_is_replayed_as_a_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the stand-in for captures, with the weights of steps that are not."""
+    """On a CPU: the weights are those of steps without graphs."""
     held, constants = torch.zeros(9), FusedAdam._constants
     monkeypatch.setattr(FusedAdam, "_constants", lambda *given: held.copy_(constants(*given)))
     found = []

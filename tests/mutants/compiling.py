@@ -142,22 +142,6 @@ COMPILING = (
         "test_pass_graphs.py::test_results_of_replayed_operations_share_no_memory",
     ),
     Mutant(
-        "modes do not see an operation below autograd",
-        "torch_private.py",
-        "register_gradient.kernel",
-        "if below.highestPriorityTypeId() in _BACKENDS:",
-        "if True:",
-        "test_compiled_operations.py::test_modes_see_an_operation_below_autograd",
-    ),
-    Mutant(
-        "an operation below autograd is called twice",
-        "torch_private.py",
-        "register_gradient.kernel",
-        "if not torch.is_grad_enabled():",
-        "if False:",
-        "test_compiled_operations.py::test_an_operation_below_autograd_is_called_once",
-    ),
-    Mutant(
         "all calls of an op have one number",
         "precision/numbered_calls.py",
         "number_call",

@@ -24,8 +24,6 @@ from test_compiled import (
 from test_compiled_experts import Layer, tokens
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuser
 from fuser import modules
@@ -127,47 +125,3 @@ def test_operations_that_read_no_values_are_captured() -> None:
         assert unsafe not in getattr(torch.ops.fuser, name).default.tags
     for name in ("host_forward", "host_backward"):
         assert unsafe in getattr(torch.ops.fuser, name).default.tags
-
-
-class Seen(TorchDispatchMode):
-    """Notes the operations that are called in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.functions: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.functions.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-def test_an_operation_below_autograd_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own kernel of gradients calls an operation again, with all arguments."""
-    again: list[Any] = []
-    redispatch = torch._ops.OpOverload.redispatch
-
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        again.append(self)
-        return redispatch(self, *args, **kwargs)
-
-    (forward, args), _ = calls_of(Blocks(1), rows(), None)
-    monkeypatch.setattr(torch._ops.OpOverload, "redispatch", noted)
-    expected = forward(*args)
-    assert again == [forward]  # with a gradient
-    with torch.no_grad():
-        results = forward(*args)
-    assert again == [forward]
-    assert all(map(torch.equal, results, expected))
-    assert not any(result.requires_grad for result in results)
-
-
-def test_modes_see_an_operation_below_autograd() -> None:
-    (forward, (name, x, *others)), _ = calls_of(Blocks(1), rows(), None)
-    with torch.no_grad(), Seen() as seen:
-        forward(name, x, *others)
-    assert seen.functions[0] is forward
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        results = forward(name, mode.from_tensor(x), *others)
-    assert all(isinstance(result, FakeTensor) for result in results)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="Batching rule"):
-        torch.func.vmap(lambda x: forward(name, x, *others)[0])(x[None])
