@@ -76,7 +76,7 @@ GROUPED_LINEARS = (
     Mutant(
         "dgrad of groups has the accumulator of the forward",
         PRODUCTS,
-        "QuantizedProduct._dgrad_of",
+        "QuantizedProduct._dgrad",
         '{"is_split": self.ctx.split_accumulators[1],',
         '{"is_split": self.ctx.split_accumulators[0],',
         ACCUMULATORS,
