@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
-from torch.nn import Parameter
 
+from fuser.basic_ops.initialised_weights import InitialisedWeights
 from fuser.basic_ops.linear_operands import bind, plain
-from fuser.communication import is_distributed
 from fuser.errors import InputError
 from fuser.formats import GROUP_TILE
-from fuser.op import BasicOperation, cast, default_device
-from fuser.precision.contexts import (
-    ParameterInit,
-    current_parameter_init,
-    initialised_weight,
-    weight_quantizer,
-)
+from fuser.op import cast
+from fuser.precision.contexts import current_parameter_init
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.base import note_backward_read
 from fuser.tensors.grouped import joined, one_copy
-from fuser.tensors.sharding import initialise_shard, shard_of_values
 from fuser.tensors.stacks import stack_quantizer
 from fuser.torch_private import without_autocast
 
 
-class QuantizedGroupWeights(BasicOperation):
+class QuantizedGroupWeights(InitialisedWeights):
     """Weights that are made under ``quantized_model_init``.
 
     ``weight0``, ``weight1`` and so on are quantized tensors ``[out_features, in_features]``, as the
@@ -39,7 +31,6 @@ class QuantizedGroupWeights(BasicOperation):
     """
 
     out_features: int
-    _init: ParameterInit | None
 
     def _take_parameter_init(self, op: str, *, is_one: bool) -> None:
         """Note the options of ``quantized_model_init``.
@@ -66,45 +57,13 @@ class QuantizedGroupWeights(BasicOperation):
     def _stack_quantizer(self, recipe: Recipe) -> Quantizer | None:
         return stack_quantizer(make_quantizer(recipe, "weight"), self.out_features)
 
-    def as_parameter(self, weight: Parameter, name: str) -> Parameter:
-        """``weight``; quantized if the op was made under ``quantized_model_init``."""
-        if self._init is None or not name.startswith("weight"):
-            return weight
-        quantizer = self._parameter_quantizer(name, weight.device)
-        return initialised_weight(weight, self._init, quantizer)
-
     def _parameter_quantizer(self, name: str, device: torch.device) -> Quantizer:
-        """The quantizer of a weight on ``device``."""
-        assert self._init is not None
-        recipe = self._init.recipe
-        if not isinstance(recipe, DelayedScaling):
-            of_stack = self._stack_quantizer(recipe) if name == "weight" else None
-            return of_stack or make_quantizer(recipe, "weight")
-        state, dtypes, device = self._delayed_state("forward", recipe, device)
-        state.prepare(recipe, dtypes, device)
-        quantizer = state.parameter_quantizer(_place(name))
-        assert quantizer is not None
-        return quantizer
-
-    def initialise(self, name: str, fill: Callable[[torch.Tensor], Any]) -> None:
-        """As for other ops; a quantized weight, or the shard of one, is quantized after that."""
-        parameter = getattr(self, name)
-        if self._init is None or not name.startswith("weight"):
-            super().initialise(name, fill)
-        elif is_distributed(parameter):
-            quantizer = self._parameter_quantizer(name, parameter.device)
-            make = functools.partial(
-                shard_of_values,
-                quantizer=weight_quantizer(self._init, quantizer),
-                is_kept=self._init.preserve_high_precision_init_val,
-            )
-            initialise_shard(parameter, fill, make)
-        else:
-            device = default_device(None) if parameter.is_meta else parameter.device
-            data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            fresh = Parameter(data, requires_grad=parameter.requires_grad)
-            fill(fresh)
-            self.renew(name, self.as_parameter(fresh, name))
+        if name == "weight":
+            assert self._init is not None
+            of_stack = self._stack_quantizer(self._init.recipe)
+            if of_stack is not None:
+                return of_stack
+        return super()._parameter_quantizer(name, device)
 
     def bound(self, weights: Sequence[Any]) -> Sequence[Any]:
         """The weights, with the scales of this op's state under delayed scaling."""
@@ -144,8 +103,3 @@ def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Separate weights or biases as one tensor, which is a copy."""
     with without_autocast():  # which would choose another dtype
         return torch.stack(list(parts))
-
-
-def _place(name: str) -> int:
-    """The place of a weight among the quantized tensors of the forward: inputs and weights."""
-    return 2 * int(name.removeprefix("weight")) + 1

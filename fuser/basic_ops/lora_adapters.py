@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fuser.basic_ops.grouped_quantized_weights import stacked
+from fuser.basic_ops.initialised_weights import InitialisedWeights
 from fuser.basic_ops.linear_operands import plain
 from fuser.communication import is_distributed
 from fuser.errors import InputError, StateError
@@ -17,7 +18,7 @@ from fuser.functional import pointwise
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.functional.random_seeds import dropout_seed
 from fuser.gemm.grouped import GroupProducts
-from fuser.op import BasicOperation, OperationContext, cast, check_sizes, fill_weight
+from fuser.op import OperationContext, cast, check_sizes
 from fuser.op.module_calls import module_calls
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor
@@ -50,7 +51,7 @@ class AdaptersState(NamedTuple):
     dtype: torch.dtype
 
 
-class LoRAAdapters(BasicOperation):
+class LoRAAdapters(InitialisedWeights):
     """The adapters of a linear, or of a linear for each group, whose weights are frozen.
 
     They are the last parameters, first all A and then all B. The linear's own class comes after
@@ -155,14 +156,8 @@ class LoRAAdapters(BasicOperation):
         """
         self._reset(self._adapter_names)
 
-    def _reset(self, chosen: Collection[str]) -> None:
-        for name in self._adapter_names:
-            if name in chosen:
-                is_a = name.startswith("lora_A")
-                self.initialise(name, fill_weight if is_a else torch.nn.init.zeros_)
-
     def as_parameter(self, weight: torch.nn.Parameter, name: str = "weight") -> torch.nn.Parameter:
-        fresh: torch.nn.Parameter = super().as_parameter(weight, name)  # type: ignore[misc]
+        fresh = super().as_parameter(weight, name)
         hold_once(fresh)
         return fresh
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -141,13 +141,7 @@ class LoRALinear(LoRAAdapters, BasicLinear):
 
         The adapters as :meth:`reset_adapters`. Parameters on meta are allocated first.
         """
-        super().reset_parameters()
-        self._reset(self.parameter_names[1:])
-
-    def _reset(self, chosen: Collection[str]) -> None:
-        super()._reset(chosen)
-        if "bias" in chosen:
-            self.initialise("bias", torch.nn.init.zeros_)
+        self._reset(self.parameter_names)
 
     def pre_first_fuser_forward(self) -> None:
         super().pre_first_fuser_forward()

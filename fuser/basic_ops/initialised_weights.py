@@ -1,0 +1,76 @@
+"""First values of weights, which are quantized parameters under ``quantized_model_init``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from fuser.communication import is_distributed
+from fuser.doors import PARAMETERS
+from fuser.op import BasicOperation, default_device, fill_weight
+from fuser.precision.contexts import ParameterInit, initialised_weight, weight_quantizer
+from fuser.precision.quantizer_for import make_quantizer
+from fuser.recipe import DelayedScaling
+from fuser.tensors import QuantizedTensor, Quantizer
+
+
+class InitialisedWeights(BasicOperation):
+    """An op whose weights are initialised: ``weight``, or ``weight0``, ``weight1`` and so on."""
+
+    _init: ParameterInit | None
+    """The options of ``quantized_model_init``, under which the op was made."""
+    _rng_state_tracker_function: Callable[[], Any] | None
+
+    def _reset(self, names: Iterable[str]) -> None:
+        """Initialise weights as torch.nn.Linear does, and other parameters with zeros."""
+        tracker = self._rng_state_tracker_function
+        with tracker().fork() if tracker is not None else contextlib.nullcontext():
+            for name in names:
+                is_weight = name.startswith(("weight", "lora_A"))
+                self.initialise(name, fill_weight if is_weight else torch.nn.init.zeros_)
+
+    def initialise(self, name: str, fill: Callable[[torch.Tensor], Any]) -> None:
+        """As for other ops; a weight, or its shard on this rank, is quantized after that."""
+        weight = fresh = getattr(self, name)
+        if not name.startswith("weight"):
+            super().initialise(name, fill)
+            return
+        if is_distributed(weight):
+            quantizer = None
+            if self._init is not None:
+                quantizer = self._parameter_quantizer(name, weight.device)
+                quantizer = weight_quantizer(self._init, quantizer)
+            PARAMETERS.guest.initialise(self, name, fill, quantizer)
+            return
+        if weight.is_meta or isinstance(weight, QuantizedTensor):
+            device = default_device(None) if weight.is_meta else weight.device
+            data = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+            fresh = Parameter(data, requires_grad=weight.requires_grad)
+        fill(fresh)
+        fresh = self.as_parameter(fresh, name)
+        if fresh is not weight:
+            self.renew(name, fresh)
+
+    def as_parameter(self, weight: Parameter, name: str = "weight") -> Parameter:
+        """``weight``; quantized if the op was made under ``quantized_model_init``."""
+        if self._init is None or not name.startswith("weight"):
+            return weight
+        quantizer = self._parameter_quantizer(name, weight.device)
+        return initialised_weight(weight, self._init, quantizer)
+
+    def _parameter_quantizer(self, name: str, device: torch.device) -> Quantizer:
+        """The quantizer of a weight that is a quantized parameter on ``device``."""
+        assert self._init is not None
+        recipe = self._init.recipe
+        if not isinstance(recipe, DelayedScaling):
+            return make_quantizer(recipe, "weight")
+        state, dtypes, device = self._delayed_state("forward", recipe, device)
+        state.prepare(recipe, dtypes, device)
+        group = int(name.removeprefix("weight") or 0)
+        quantizer = state.parameter_quantizer(2 * group + 1)  # after the input of its group
+        assert quantizer is not None
+        return quantizer
