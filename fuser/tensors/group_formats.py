@@ -23,6 +23,7 @@ from fuser.functional.grouped import PaddedGroups, padded_rows
 from fuser.functional.lazy import LazyTensor, source_of
 from fuser.reference import fp8_scaling as reference
 from fuser.reference import nvfp4 as nvfp4_reference
+from fuser.reference.fp8 import scale_from_amax, transpose
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
@@ -128,35 +129,19 @@ class Float8GroupsQuantizer(Quantizer):
         return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        m, k = x.shape
-        row, col = x.new_zeros(m, k, dtype=torch.uint8), x.new_zeros(k, m, dtype=torch.uint8)
-        scale_inv = x.new_ones(m // GROUP_TILE, dtype=torch.float32)
-        known = self.reduced_amaxes
+        known, groups = self.reduced_amaxes, self.groups.tiles[:, 0]
         found = amaxes_of_groups(x, self.groups) if known is None else known
-        scales = self._scale().view(-1, 1).unbind() if self.scales else ()
-        start = 0
-        for g, end in enumerate(values_on_host(self.groups.padded_ends)):
-            rows, start = slice(start, end), end
-            if rows.start == end:
-                continue
-            values = x[rows]
-            if scales:
-                made = reference.quantize_delayed(values, scales[g], self.fp8_dtype)[:3]
-            else:
-                made = reference.quantize_current(
-                    values,
-                    self.fp8_dtype,
-                    pow2=self.force_pow_2_scales,
-                    eps=self.amax_epsilon,
-                    amax_value=found[g : g + 1],
-                )
-            assert made[0] is not None
-            row[rows], scale_inv[rows.start // GROUP_TILE : end // GROUP_TILE] = made[0], made[2]
-            col[:, rows] = made[0].t()
         if self.scales:
+            scale = self._scale()
             self._record(found)
-        kept = (row if self.rowwise else None, col if self.columnwise else None, scale_inv)
-        buffers = dict(zip(Float8Tensor.buffer_names, kept, strict=True))
+        else:
+            how = (self.force_pow_2_scales, self.amax_epsilon, reference.FLOAT32_MAX)
+            scale = scale_from_amax(found, self.fp8_dtype.max, *how)
+        of_tiles = scale[groups.clamp(min=0).long()].masked_fill(groups < 0, 1)
+        row = reference.cast(x, of_tiles.repeat_interleave(GROUP_TILE)[:, None], self.fp8_dtype)
+        col = transpose(row) if self.columnwise else None
+        copies = (row if self.rowwise else None, col, of_tiles.reciprocal())
+        buffers = dict(zip(Float8Tensor.buffer_names, copies, strict=True))
         return buffers if self.scales else {**buffers, AMAXES: found}
 
     def _record(self, found: torch.Tensor) -> None:
