@@ -132,7 +132,7 @@ class GroupedLinear(GroupParameters):
         self.num_groups = num_groups
         self.in_features = in_features
         self.out_features = out_features
-        self._take_parameter_init(self._sized(), is_one=single_grouped_weight)
+        self._take_parameter_init(is_one=single_grouped_weight)
         self.has_bias = bias
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias

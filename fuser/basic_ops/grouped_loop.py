@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser import gemm
+from fuser.basic_ops.grouped_parameters import are_quantized, note_reads
 from fuser.basic_ops.grouped_products import (
     Gradients,
     GroupedLinearSaved,
@@ -19,7 +20,6 @@ from fuser.basic_ops.grouped_products import (
     Values,
     Weights,
 )
-from fuser.basic_ops.grouped_quantized_weights import are_quantized, note_reads
 from fuser.basic_ops.linear_operands import original, plain, quantized, readable, saved_operand
 from fuser.functional.grouped import zero_tail
 from fuser.functional.lazy import materialize

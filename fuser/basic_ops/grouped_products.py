@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fuser.basic_ops.grouped_parameters import GroupParameters
-from fuser.basic_ops.grouped_quantized_weights import (
+from fuser.basic_ops.grouped_parameters import (
+    GroupParameters,
     are_quantized,
     note_reads,
     padded_weights,

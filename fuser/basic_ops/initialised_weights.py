@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
+from fuser.basic_ops.linear_operands import bind
 from fuser.communication import is_distributed
 from fuser.doors import PARAMETERS
 from fuser.op import BasicOperation, default_device, fill_weight
@@ -74,3 +75,11 @@ class InitialisedWeights(BasicOperation):
         quantizer = state.parameter_quantizer(2 * group + 1)  # after the input of its group
         assert quantizer is not None
         return quantizer
+
+    def bound(self, weights: Sequence[Any]) -> Sequence[Any]:
+        """The weights, with the scales of this op's state under delayed scaling."""
+        state = self._delayed.get("forward")
+        if state is not None and self._init is not None:
+            for group, weight in enumerate(weights):
+                bind(weight, state, 2 * group + 1)
+        return weights

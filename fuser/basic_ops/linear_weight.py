@@ -9,7 +9,6 @@ import torch
 
 from fuser.basic_ops.initialised_weights import InitialisedWeights
 from fuser.basic_ops.kept_weight import KeepsWeights
-from fuser.basic_ops.linear_operands import bind
 from fuser.communication import (
     Agreement,
     GroupArgument,
@@ -157,9 +156,7 @@ class LinearWeight(InitialisedWeights, KeepsWeights):
     ) -> QuantizedTensor:
         """The quantized weight; see :mod:`kept_weight` for a caller that counts microbatches."""
         if isinstance(weight, QuantizedTensor):
-            state = self._delayed.get("forward")
-            if state is not None and self._init is not None:
-                bind(weight, state, 1)
+            self.bound([weight])
             return weight
         if is_first_microbatch is None:
             return quantizer(cast(weight, dtype))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fuser.basic_ops.grouped_quantized_weights import stacked
+from fuser.basic_ops.grouped_parameters import stacked
 from fuser.basic_ops.initialised_weights import InitialisedWeights
 from fuser.basic_ops.linear_operands import plain
 from fuser.communication import is_distributed
