@@ -9,8 +9,6 @@ import torch
 from torch.nn import Parameter
 
 from fuser.basic_ops.grouped_wgrad import GroupedWeightGradients
-from fuser.basic_ops.initialised_weights import InitialisedWeights
-from fuser.basic_ops.kept_weight import KeepsWeights
 from fuser.basic_ops.linear_operands import plain
 from fuser.basic_ops.shared_memory import Versions, are_packed, pack, packed
 from fuser.errors import InputError, StateError
@@ -27,7 +25,7 @@ from fuser.tensors.stacks import stack_quantizer
 from fuser.torch_private import without_autocast
 
 
-class GroupParameters(GroupedWeightGradients, InitialisedWeights, KeepsWeights):
+class GroupParameters(GroupedWeightGradients):
     """An op with the weights ``[num_groups, out_features, in_features]``, and biases, of groups.
 
     They are separate parameters ``weight0``, ``weight1`` and so on, which share one buffer, or one
@@ -40,17 +38,8 @@ class GroupParameters(GroupedWeightGradients, InitialisedWeights, KeepsWeights):
     num_groups: int
     in_features: int
     out_features: int
-    single_grouped_bias: bool
     has_bias: bool
     scale_bias: bool
-
-    def _register(self, kind: str, buffer: torch.Tensor) -> None:
-        parts = [buffer] if self._is_one(kind) else buffer
-        for name, part in zip(self._names[kind], parts, strict=True):
-            self.register_parameter(name, Parameter(part))
-
-    def _is_one(self, kind: str) -> bool:
-        return self.single_grouped_bias if kind == "bias" else self.single_grouped_weight
 
     def _size(self, kind: str) -> tuple[int, ...]:
         """The shape of what one group has."""
@@ -65,11 +54,6 @@ class GroupParameters(GroupedWeightGradients, InitialisedWeights, KeepsWeights):
     def _dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(self, self._names["weight"][0]).dtype
         return dtype
-
-    def _parts(self, kind: str) -> list[Any]:
-        """The separate parameters of a kind, or the one parameter that has all."""
-        own = self._parameters  # without torch's lookup of an attribute, 0.5 us for each
-        return [own[n] if n in own else getattr(self, n) for n in self._names[kind]]
 
     def _separate(self) -> list[list[Parameter]]:
         """The weights, and the biases, that are separate parameters in memory."""
@@ -197,11 +181,6 @@ class GroupParameters(GroupedWeightGradients, InitialisedWeights, KeepsWeights):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._pack()
-
-    def weights_to_keep(self) -> Sequence[torch.Tensor] | None:
-        own = self._parameters
-        are_own = all(name in own for name in self._names["weight"])
-        return self._parts("weight") if are_own else None
 
     def read_weights(
         self, ctx: OperationContext, dtype: torch.dtype

@@ -575,7 +575,7 @@ class GroupedProduct:
         """The gradients of the biases that autograd gets, from those of all groups ``[G, N]``."""
         if summed is None:
             return [None] * len(self.linear._names.get("bias", ()))
-        parts = [summed] if self.linear.single_grouped_bias else summed
+        parts = [summed] if self.linear._is_one("bias") else summed
         return [p if w else None for p, w in zip(parts, self._biases_wanted, strict=True)]
 
 

@@ -31,7 +31,9 @@ class KeepsWeights(BasicOperation):
 
     def weights_to_keep(self) -> Sequence[torch.Tensor] | None:
         """The weights that a microbatch reads; None if each reading computes them."""
-        raise NotImplementedError
+        names = (self.parameter_names or ())[: self.main_grad_count]
+        weights = [w for name in names if (w := self._parameters.get(name)) is not None]
+        return weights if len(weights) == len(names) else None
 
     def kept_weights(
         self,

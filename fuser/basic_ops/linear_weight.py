@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from fuser.basic_ops.initialised_weights import InitialisedWeights
-from fuser.basic_ops.kept_weight import KeepsWeights
 from fuser.communication import (
     Agreement,
     GroupArgument,
@@ -23,7 +22,7 @@ from fuser.precision.contexts import current_parameter_init
 from fuser.tensors import QuantizedTensor, Quantizer
 
 
-class LinearWeight(InitialisedWeights, KeepsWeights):
+class LinearWeight(InitialisedWeights):
     """An op with a weight ``[local_out_features, local_in_features]``, the part of this rank."""
 
     parameter_names: Sequence[str] = ("weight",)
@@ -168,10 +167,6 @@ class LinearWeight(InitialisedWeights, KeepsWeights):
             lambda: quantizer(cast(weight, dtype)),
             lambda kept: kept._has("columnwise") or not quantizer.columnwise,
         )
-
-    def weights_to_keep(self) -> Sequence[torch.Tensor] | None:
-        weight = self._parameters.get("weight")
-        return None if weight is None else [weight]
 
 
 def parallel_text(linears: Sequence[LinearWeight]) -> str:

@@ -65,7 +65,6 @@ class LoRAAdapters(InitialisedWeights):
     alpha: float
     dropout_probability: float
     _groups: tuple[int, ...] = ()  # their number, if there are groups
-    _names: dict[str, tuple[str, ...]]  # of the parameters, by kind, but for a bias
     _adapter_names: tuple[str, ...] = ()
     _are_trained: tuple[bool, ...]  # the adapters, before they were merged
     is_merged: bool = False
@@ -83,11 +82,9 @@ class LoRAAdapters(InitialisedWeights):
         self.dropout_probability = dropout
         for kind in KINDS:
             each = (kind,) if is_one else tuple(f"{kind}{g}" for g in range(*self._groups))
-            self._names[kind] = each
+            self._names = {**self._names, kind: each}
             self._adapter_names += each
-            buffer = torch.empty(*self._groups, *self._size(kind), **options)
-            for name, part in zip(each, [buffer] if is_one else buffer, strict=True):
-                self.register_parameter(name, torch.nn.Parameter(part))
+            self._register(kind, torch.empty(*self._groups, *self._size(kind), **options))
         self.parameter_names = (*self.parameter_names, *self._adapter_names)
         self._are_trained = (True,) * len(self._adapter_names)
         if options["device"].type != "meta":
@@ -141,11 +138,6 @@ class LoRAAdapters(InitialisedWeights):
         inputs, outputs = self.in_features, self.out_features
         sizes = {"weight": (outputs, inputs), "bias": (outputs,)}
         return {**sizes, "lora_A": (self.rank, inputs), "lora_B": (outputs, self.rank)}[kind]
-
-    def _parts(self, kind: str) -> list[Any]:
-        """The parameters of a kind, ``"weight"``, ``"lora_A"`` or ``"lora_B"``: one, or many."""
-        own = self._parameters
-        return [own[n] if n in own else getattr(self, n) for n in self._names[kind]]
 
     # -- first values ---------------------------------------------------------
 

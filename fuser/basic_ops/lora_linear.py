@@ -92,7 +92,6 @@ class LoRALinear(LoRAAdapters, BasicLinear):
         of_bias = torch.nn.Parameter(torch.zeros(out_features, **factory)) if bias else None
         self.register_parameter("bias", of_bias)
         self.parameter_names = ("weight", "bias") if bias else ("weight",)
-        self._names = {"weight": ("weight",)}
         factory["dtype"] = default_dtype(adapter_dtype or self.weight.dtype)
         self._add_adapters(rank, alpha, dropout, is_one=True, **factory)
 
