@@ -114,13 +114,14 @@ class RemoteRows(LazyTensor):
             amaxes = _largest(amaxes_of_groups(rows, groups), self.group)
             how = (first.force_pow_2_scales, first.amax_epsilon, FLOAT32_MAX)
             scale = scale_from_amax(amaxes, first.fp8_dtype.max, *how)
-            return Float8GroupsQuantizer(groups, first.fp8_dtype, **_state(scale))(rows), scale
+            return Float8GroupsQuantizer(groups, first, **_state(scale))(rows), scale
         states = [q for q in quantizers if isinstance(q, Float8Quantizer)]
         own_scales = torch.cat([*(q.scale for q in states), states[0].scale])
         scale = start_all_gather(own_scales, self.group).wait()
         amaxes = torch.zeros_like(scale)
         recorded = {"amaxes": amaxes.view(-1, 1).unbind(), **_state(scale)}
-        tensor = Float8GroupsQuantizer(groups, states[0].fp8_dtype, **recorded)(rows)
+        alone = Float8CurrentScalingQuantizer(states[0].fp8_dtype)
+        tensor = Float8GroupsQuantizer(groups, alone, **recorded)(rows)
         if states[0].amax is not None:
             begin = torch.distributed.get_rank(self.group) * len(own_scales)
             own = _largest(amaxes, self.group)[begin : begin + len(states)]
