@@ -237,13 +237,17 @@ def _scaled(product: torch.Tensor, scale: float) -> torch.Tensor:
 def _multiply(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``a_g @ b_g`` for the rows of each group; ``b`` is ``[G, inner, columns]``."""
     if groups.sizes is None:
-        columns = b.shape[2]
-        y = grouped_mm(whole_vectors(a), aligned_matrices(b), groups.ends)
-        y = y if y.shape[1] == columns else y[:, :columns].contiguous()
-        return grouped.zero_tail(groups.ends, y)
+        return grouped.zero_tail(groups.ends, multiply_at_once(a, b, groups.ends))
     parts = [torch.mm(a[rows], weight) for rows, weight in zip(groups.slices(), b, strict=True)]
     rest = a.shape[0] - sum(map(len, parts))
     return torch.cat([*parts, a.new_zeros(rest, b.shape[2])])
+
+
+def multiply_at_once(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """``a_g @ b_g`` in one launch; rows after the last group are undefined."""
+    columns = b.shape[2]
+    y = grouped_mm(whole_vectors(a), aligned_matrices(b), ends)
+    return y if y.shape[1] == columns else y[:, :columns].contiguous()
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
