@@ -130,10 +130,6 @@ class Exchange(NamedTuple):
         """The number of rows that this rank sends."""
         return len(self.received_map) if self.send_sizes is None else sum(self.send_sizes)
 
-    def start_to_experts(self, rows: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
-        """Start to send ``rows``, ``[sent, ...]``; returns received rows, not sorted yet."""
-        return start_all_to_all(rows, group, self.send_sizes, self.receive_sizes)
-
     def start_to_tokens(self, rows: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
         """Start to send rows of experts, ``[received, ...]``, back; returns ``[sent, ...]``."""
         back = ops.unpermute(rows, self.received_map.view(-1, 1), None)
@@ -146,7 +142,8 @@ class Exchange(NamedTuple):
     def start_of_tokens(self, x: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
         """Start to send each token of ``x [T, ...]``; returns received rows, not sorted yet."""
         row_map = ops.row_map_of(self.inverse_map, self.sent)
-        return self.start_to_experts(ops.permute(x, row_map, self.inverse_map), group)
+        rows = ops.permute(x, row_map, self.inverse_map)
+        return start_all_to_all(rows, group, self.send_sizes, self.receive_sizes)
 
     def sorted(self, rows: torch.Tensor) -> torch.Tensor:
         """Received rows, sorted by expert."""
