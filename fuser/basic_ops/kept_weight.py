@@ -32,8 +32,11 @@ class KeepsWeights(BasicOperation):
     def weights_to_keep(self) -> Sequence[torch.Tensor] | None:
         """The weights that a microbatch reads; None if each reading computes them."""
         names = (self.parameter_names or ())[: self.main_grad_count]
-        weights = [w for name in names if (w := self._parameters.get(name)) is not None]
-        return weights if len(weights) == len(names) else None
+        try:
+            weights: list[Any] = list(map(self._parameters.__getitem__, names))
+        except KeyError:
+            return None
+        return weights
 
     def kept_weights(
         self,
