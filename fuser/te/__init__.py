@@ -3,15 +3,8 @@
 No other part of fuser uses them.
 """
 
-from fuser.te.functions import (
-    checkpoint,
-    deinterleave_glu_tensor,
-    fp8_autocast,
-    fp8_model_init,
-    get_default_recipe,
-    interleave_glu_tensor,
-    is_bf16_available,
-)
+from fuser.te import functions
+from fuser.te.functions import *  # noqa: F403
 from fuser.te.import_paths import install, missing
 from fuser.te.quantizers import (
     Float8BlockQuantizer,
@@ -29,6 +22,7 @@ from fuser.tensors import NVFP4Tensor as NVFP4TensorStorage
 from fuser.tensors import QuantizedTensor as QuantizedTensorStorage
 
 __all__ = [
+    *functions.__all__,
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensorStorage",
     "Float8CurrentScalingQuantizer",
@@ -41,13 +35,6 @@ __all__ = [
     "NVFP4Quantizer",
     "NVFP4TensorStorage",
     "QuantizedTensorStorage",
-    "checkpoint",
-    "deinterleave_glu_tensor",
-    "fp8_autocast",
-    "fp8_model_init",
-    "get_default_recipe",
     "install",
-    "interleave_glu_tensor",
-    "is_bf16_available",
     "missing",
 ]
