@@ -326,12 +326,9 @@ class InspectionReport:
         StateError
             If matplotlib is missing.
         """
-        from fuser.report.draw import drawable, write_picture
-        from fuser.report.inspection import lay_out_inspection
+        from fuser.report.draw import draw
 
-        target = drawable(path)
-        picture = lay_out_inspection(self.to_dict())
-        return write_picture(picture, str(self), target)
+        return draw(self.to_dict(), str(self), path)
 
 
 def _added(parts: Sequence[Sums]) -> Sums:
