@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -180,7 +180,7 @@ class Parallelism:
         is_recipes = ctx.has_recipe and ctx.compute_dtype is not None
         is_quantized = is_recipes and ctx.backward_override is None
         gathering = None
-        is_whole = ctx.state is not None and ctx.state.input_is_whole
+        is_whole = x is not None and x.shape[0] == grad_output.shape[0]
         if x is not None and self.gathers_input and not is_whole:
             gathering = _start_saved(x, group, is_quantized)
         dtype = ctx.compute_dtype if is_recipes else (weight if x is None else x).dtype
@@ -223,19 +223,12 @@ def _travels(key: PlanKey, role: str, spec: QuantSpec | None, side: str) -> Quan
     return travelling(recipe, spec)
 
 
-class _State(NamedTuple):
-    """What a linear that gathers its input keeps for its backward besides tensors."""
-
-    input_is_whole: bool
-    """Whether it saved the input of all ranks, and not its own rows."""
-
-
 class InputGather:
     """The quantized input of a column parallel linear, while it is gathered.
 
-    Starts at once, and ``wait`` returns the whole input with a rowwise copy. ``saved`` is what
-    backward needs: the rows of this rank, gathered again, or with ``is_whole`` the whole input,
-    where ranks cannot quantize their rows alike.
+    Starts at once, and ``wait`` returns the whole input with a rowwise copy. After it, ``saved`` is
+    what backward needs: the rows of this rank, gathered again, or the whole input, where ranks
+    cannot quantize their rows alike.
     """
 
     def __init__(
@@ -258,7 +251,6 @@ class InputGather:
         self._rows = quantized_rows(
             source, quantizer, usages, group, reduces_amaxes=ctx.reduces_amaxes
         )
-        self.is_whole = self._rows is None and self._usage is not None
         self.saved: torch.Tensor | None = None
         self._whole: QuantizedTensor | None = None
         self._values: Pending[torch.Tensor] | None = None
@@ -270,11 +262,6 @@ class InputGather:
         if wants_wgrad and override == "high_precision":
             self.saved = original(input_, dtype)
 
-    def saved_input(self, ctx: OperationContext) -> torch.Tensor | None:
-        """After :meth:`wait`, what backward reads."""
-        ctx.state = _State(self.is_whole)
-        return self.saved
-
     @property
     def of_rank(self) -> QuantizedTensor | None:
         """What this rank has quantized: its rows, or after :meth:`wait` the whole input."""
@@ -285,7 +272,7 @@ class InputGather:
         if self._bytes is None:
             assert self._values is not None
             whole = self._whole = self._quantizer(self._values.wait())
-            self.saved = whole if self.is_whole else self.saved
+            self.saved = self.saved if self._usage is None else whole
             return whole
         whole = self._bytes.wait()
         if self._usage is not None:
