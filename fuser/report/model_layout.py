@@ -28,10 +28,10 @@ BAR = 170.0  # of the longest time
 PLAIN, COMPILED = "torch eager", "torch.compile"
 
 
+@matplotlib_or_error()
 def lay_out_model(plan: Item) -> Picture:
     """The picture of a plan, given as ``ModelPlan.to_dict`` returns it, with all places."""
-    with matplotlib_or_error():
-        return _ModelLayout(plan).picture()
+    return _ModelLayout(plan).picture()
 
 
 class _ModelLayout:
