@@ -248,36 +248,26 @@ class InputGather:
             self._usage = "rowwise" if override == "dequantized" else "columnwise"
         usages = tuple(dict.fromkeys(("rowwise", self._usage or "rowwise")))
         source = input_ if isinstance(input_, QuantizedTensor) else _cast(input_, dtype)
-        self._rows = quantized_rows(
-            source, quantizer, usages, group, reduces_amaxes=ctx.reduces_amaxes
-        )
-        self.saved: torch.Tensor | None = None
-        self._whole: QuantizedTensor | None = None
-        self._values: Pending[torch.Tensor] | None = None
-        self._bytes: Pending[QuantizedTensor] | None = None
-        if self._rows is None:
-            self._values = start_all_gather(_cast(plain(input_, dtype), dtype), group)
+        rows = quantized_rows(source, quantizer, usages, group, reduces_amaxes=ctx.reduces_amaxes)
+        self._gathering: Pending[QuantizedTensor]
+        if rows is None:
+            values = start_all_gather(_cast(plain(input_, dtype), dtype), group)
+            self._gathering = Pending(lambda: quantizer(values.wait()))
         else:
-            self._bytes = self._rows.start(("rowwise",), group)
+            self._gathering = rows.start(("rowwise",), group)
+        self.of_rank = None if rows is None else rows.tensor
+        """What this rank has quantized: its rows, or after :meth:`wait` the whole input."""
+        self.saved: torch.Tensor | None = None
         if wants_wgrad and override == "high_precision":
             self.saved = original(input_, dtype)
 
-    @property
-    def of_rank(self) -> QuantizedTensor | None:
-        """What this rank has quantized: its rows, or after :meth:`wait` the whole input."""
-        return self._whole if self._rows is None else self._rows.tensor
-
     def wait(self) -> QuantizedTensor:
         """The input of all ranks."""
-        if self._bytes is None:
-            assert self._values is not None
-            whole = self._whole = self._quantizer(self._values.wait())
+        whole, own = self._gathering.wait(), self.of_rank
+        if own is None:
+            self.of_rank = whole
             self.saved = self.saved if self._usage is None else whole
-            return whole
-        whole = self._bytes.wait()
-        if self._usage is not None:
-            assert self._rows is not None
-            own = self._rows.tensor
+        elif self._usage is not None:
             kept = self._usage if own._has(self._usage) else "rowwise"
             self.saved = saved_operand(own, kept, self._quantizer)
         return whole
