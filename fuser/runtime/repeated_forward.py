@@ -14,7 +14,7 @@ from fuser.op import CallResult, FusibleOperation
 from fuser.op.structure import structure_of
 from fuser.plan.graph import OpGraph
 from fuser.plan.kept import kept_tensors
-from fuser.plan.memory import memory_curve
+from fuser.plan.memory_curve import memory_curve
 from fuser.plan.plan import FusionPlan
 from fuser.plan.rebuilt import activation_memory_budget, with_rebuilt_tensors
 from fuser.tensors.sharding import gathered_by

@@ -838,7 +838,7 @@ REBUILT = (
     ),
     Mutant(
         "a forward that runs again takes no time",
-        "plan/memory.py",
+        "plan/memory_curve.py",
         "memory_curve",
         "microseconds=times[0] + sum(times),",
         "microseconds=sum(times),",
