@@ -137,6 +137,29 @@ class ModuleCall:
     before: int = 0
 
 
+class Drawn:
+    """A plan that is drawn from its dict, and shown as its text."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain lists, strings and numbers, ready for JSON."""
+        raise NotImplementedError
+
+    def draw(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the plan into ``path``: ``.svg``, ``.png`` or ``.html``. Returns the path.
+
+        Raises
+        ------
+        InputError
+            If the path has another suffix.
+        """
+        from fuser.report.draw import draw
+
+        return draw(self.to_dict(), str(self), path)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
 @dataclass(frozen=True)
 class Channel:
     """An extra output that is an extra input of a later op, perhaps in another pipeline.
@@ -195,29 +218,6 @@ class MemoryCurve:
     def with_inputs(self, sizes: Iterable[int]) -> MemoryCurve:
         """For a container of several pipelines, whose inputs have these bytes."""
         return self
-
-
-class Drawn:
-    """A plan that is drawn from its dict, and shown as its text."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The plan as plain lists, strings and numbers, ready for JSON."""
-        raise NotImplementedError
-
-    def draw(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the plan into ``path``: ``.svg``, ``.png`` or ``.html``. Returns the path.
-
-        Raises
-        ------
-        InputError
-            If the path has another suffix.
-        """
-        from fuser.report.draw import draw
-
-        return draw(self.to_dict(), str(self), path)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 @dataclass(frozen=True)
