@@ -346,8 +346,8 @@ def _mode(module: Module, device_type: str) -> tuple[object, ...]:
 
 
 def _described(tensor: torch.Tensor) -> str:
-    grad = " with a gradient" if tensor.requires_grad else ""
-    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}{grad}"
+    parts = [str(tensor.dtype), str(tuple(tensor.shape)), "on", str(tensor.device)]
+    return " ".join(parts + ["with a gradient"] * tensor.requires_grad)
 
 
 def _zeros_like(output: torch.Tensor) -> torch.Tensor:
