@@ -157,7 +157,7 @@ class _Observation:
 
     def _holds(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that autograd saves for backward."""
-        if self.calls.is_recording:
+        if not self.calls.is_inside:
             self.held[storage_of(tensor)] = tensor.untyped_storage()
         return tensor
 
