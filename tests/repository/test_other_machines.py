@@ -82,6 +82,11 @@ for dtype in (torch.float32, torch.bfloat16):
 a = torch.randn(64, 128)
 assert not torch.equal(a.sum(1), a.t().contiguous().t().sum(1))
 assert not torch.equal(a.mean(1), a.t().contiguous().t().mean(1))
+batch, b = torch.randn(4, 64, 128), torch.randn(128, 64)
+torch.testing.assert_close(torch.vmap(lambda a: (a @ b).sum(0))(batch), (batch @ b).sum(1))
+with torch.profiler.profile() as counted:
+    a @ b
+assert not any("index_select" in event.key for event in counted.key_averages())
 """
 
 
