@@ -82,6 +82,8 @@ for dtype in (torch.float32, torch.bfloat16):
 a = torch.randn(64, 128)
 assert not torch.equal(a.sum(1), a.t().contiguous().t().sum(1))
 assert not torch.equal(a.mean(1), a.t().contiguous().t().mean(1))
+assert torch.equal(a.sum(1), a.view(8, 8, 128).sum(2).flatten())
+assert not torch.equal(a.sum(1)[:32], a[:32].sum(1))
 batch, b = torch.randn(4, 64, 128), torch.randn(128, 64)
 torch.testing.assert_close(torch.vmap(lambda a: (a @ b).sum(0))(batch), (batch @ b).sum(1))
 with torch.profiler.profile() as counted:
