@@ -9,10 +9,11 @@ is exact, of small integers say, has the same bits in every order.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -137,15 +138,24 @@ def _replace(library: torch.library.Library, name: str, function: Callable[..., 
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = functools.partial(kernel.call_boxed, keys)
-        # A profiler counts operations and bytes, and the copies made here are those of no machine.
-        if torch.autograd.profiler._is_profiler_enabled:
-            return plain(*args, **kwargs)
-        return function(plain, *args, **kwargs)
+        own = functools.partial(kernel.call_boxed, keys)
+        return own(*args, **kwargs) if _is_own[0] else function(own, *args, **kwargs)
 
     library.impl(name, replaced, "CPU", with_keyset=True)
 
 
+@contextlib.contextmanager
+def own_order() -> Iterator[None]:
+    """Torch's own kernels, where memory is measured: no machine makes the copies made here."""
+    _is_own[0] = True
+    try:
+        yield
+    finally:
+        _is_own[0] = False
+
+
+# A backward runs in threads of its own.
+_is_own = [False]
 # What a library has registered ends with it.
 _libraries: list[torch.library.Library] = []
 
