@@ -23,8 +23,8 @@ class JoinedProducts(TorchFunctionMode):
         self._pairs: dict[int, tuple[list[torch.nn.Linear], int]] = {}
         for module in model.modules():
             for names in PAIRS:
-                found = [getattr(module, name, None) for name in names]
-                linears = [each for each in found if type(each) is torch.nn.Linear]
+                children = [getattr(module, name, None) for name in names]
+                linears = [each for each in children if type(each) is torch.nn.Linear]
                 if len(linears) == len(names):
                     for half, linear in enumerate(linears):
                         self._pairs[id(linear.weight)] = linears, half
