@@ -149,22 +149,30 @@ def stage_operands() -> tuple[tuple[Stage, ...], list[torch.Tensor | None]]:
     return stages, [DY[0], SCALES, seed, HALF, None, None]
 
 
+def lazy_and_grads(result: tuple[Any, list[Any]]) -> tuple[Any, ...]:
+    values, grads = result
+    return values, *grads
+
+
 def chain_backward() -> tuple[Any, ...]:
     stages, operands = stage_operands()
     wanted = (True, True, False, True, False, False)
-    dx, grads = pointwise.chain_backward(stages, HALF, X, operands, wanted)
-    return dx, *grads
+    return lazy_and_grads(pointwise.chain_backward(stages, HALF, X, operands, wanted))
 
 
 VALUES: dict[str, Callable[[], Any]] = {
-    "activation": lambda: pointwise.activation(Stage("swiglu"), X),
-    "activation backward": lambda: pointwise.activation_backward(Stage("qgelu"), DY, X),
-    "activation and bias backward": lambda: pointwise.activation_bias_backward(
-        Stage("swiglu"), HALF, X
+    "activation": lambda: pointwise.chain((Stage("swiglu"),), X),
+    "activation backward": lambda: lazy_and_grads(
+        pointwise.chain_backward((Stage("qgelu"),), DY, X, (None,), (False,))
     ),
-    "scaled": lambda: pointwise.scaled_activation(Stage("glu"), X, SCALES),
-    "scaled backward": lambda: pointwise.scaled_activation_backward(
-        Stage("glu"), HALF, X, leaf(SCALES)
+    "activation and bias backward": lambda: lazy_and_grads(
+        pointwise.chain_backward(
+            (Stage("bias"), Stage("swiglu")), HALF, X, (None, None), (True, False), saved=1
+        )
+    ),
+    "scaled": lambda: pointwise.chain((Stage("glu").scaled,), X, (SCALES,)),
+    "scaled backward": lambda: lazy_and_grads(
+        pointwise.chain_backward((Stage("glu").scaled,), HALF, X, (leaf(SCALES),), (True,))
     ),
     "dropout": lambda: pointwise.dropout(X, torch.tensor([3, 4]), 0.3),
     "rmsnorm": lambda: normalization.rmsnorm(X, DY[0], 1e-5, BF16, extra=DY, wants_sum=True),

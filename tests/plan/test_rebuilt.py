@@ -300,11 +300,13 @@ def outputs_of_others() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     stage, dy = fuser.SwiGLU().function, oracles.random_tensor((T, F), F32, 3)
 
     def activation(output: Any) -> Any:
-        return pointwise.activation_backward(stage, dy.clone(), x, output=output)
+        return pointwise.chain_backward((stage,), dy.clone(), x, (None,), (False,), output=output)[
+            0
+        ]
 
     def scaled(output: Any) -> Any:
-        return pointwise.scaled_activation_backward(
-            *(stage, dy.clone(), x, scales), output=output, wants_dscales=False
+        return pointwise.chain_backward(
+            (stage.scaled,), dy.clone(), x, (scales,), (False,), output=output
         )[0]
 
     def norm(output: Any) -> Any:
@@ -319,10 +321,10 @@ def outputs_of_others() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
 
     glu = fuser.GLU().function
     for make, backward in (
-        (lambda: pointwise.activation(stage, other), activation),
-        (lambda: pointwise.activation(glu, x), activation),
-        (lambda: pointwise.scaled_activation(stage, x, others), scaled),
-        (lambda: pointwise.activation(stage, x), scaled),
+        (lambda: pointwise.chain((stage,), other), activation),
+        (lambda: pointwise.chain((glu,), x), activation),
+        (lambda: pointwise.chain((stage.scaled,), x, (others,)), scaled),
+        (lambda: pointwise.chain((stage,), x), scaled),
         (lambda: normalized(other, gain), norm),
         (lambda: normalized(x, gains), norm),
         (lambda: normalized(x, gain, zero_centered=True), norm),
