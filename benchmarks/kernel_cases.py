@@ -559,7 +559,7 @@ def made_bias_gelu_backward(inputs: Inputs) -> Callable[[], Made]:
 def made_rmsnorm(inputs: Inputs, *, adds: bool) -> Callable[[], Made]:
     x, gamma = inputs.normal(), inputs.normal(inputs.K)
     extra = inputs.normal() if adds else None
-    return lambda: norm_ops.rmsnorm(x, gamma, EPS, x.dtype, extra=extra, wants_sum=adds)[0]
+    return lambda: norm_ops.norm(x, (gamma,), EPS, x.dtype, extra=extra, wants_sum=adds)[0]
 
 
 def stored(

@@ -310,13 +310,13 @@ def outputs_of_others() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
         )[0]
 
     def norm(output: Any) -> Any:
-        given = (x.clone(), x, gain, rstd, (True, True))
-        return normalization.rmsnorm_backward(*given, output=output)[0]
+        given = (x.clone(), x, (gain,), (rstd,), (True, True))
+        return normalization.norm_backward(*given, output=output)[0]
 
     def normalized(
         z: torch.Tensor, gamma: torch.Tensor, zero_centered: bool = False, of: Any = rstd
     ) -> Any:
-        y, *_ = normalization.rmsnorm(z, gamma, 1e-5, F32, zero_centered=zero_centered)
+        y, *_ = normalization.norm(z, (gamma,), 1e-5, F32, zero_centered=zero_centered)
         return normalization.with_statistics(y, [of])
 
     glu = fuser.GLU().function
