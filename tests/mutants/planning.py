@@ -357,17 +357,17 @@ PLANNER = (
     Mutant(
         "of several candidates for a window the dearest is taken",
         "plan/cover.py",
-        "_gap_graph",
-        'if not graph.has_edge(*edge) or weight < graph.edges[edge]["weight"]:',
-        'if not graph.has_edge(*edge) or weight > graph.edges[edge]["weight"]:',
+        "_cheapest_from",
+        "if edge.stop not in paths or weight < paths[edge.stop][0]:",
+        "if edge.stop not in paths or weight > paths[edge.stop][0]:",
         "test_planner.py::test_the_cover_is_the_cheapest_of_all",
     ),
     Mutant(
-        "of two joint fusions of a window the dearer is taken",
+        "a joint fusion costs its forward alone",
         "plan/cover.py",
         "cheapest_cover",
-        "if window not in pairs or _weight(*pair) < _weight(*pairs[window]):",
-        "if window not in pairs or _weight(*pair) > _weight(*pairs[window]):",
+        "a.weight + b.weight",
+        "a.weight",
         "test_planner.py::test_the_cover_is_the_cheapest_of_all",
     ),
     Mutant(
