@@ -165,13 +165,3 @@ def matrix_of(x: torch.Tensor | LazyTensor) -> tuple[int, int]:
 def source_of(x: torch.Tensor | LazyTensor) -> torch.Tensor | Producer:
     """The argument of a kernel that quantizes ``x``: the tensor or its producer."""
     return x.producer() if isinstance(x, LazyTensor) else rows_of(x)
-
-
-def buffer(
-    x: torch.Tensor | LazyTensor,
-    shape: tuple[int, ...],
-    is_needed: bool = True,
-    dtype: torch.dtype = torch.uint8,
-) -> torch.Tensor | None:
-    """An uninitialized output on the device of ``x``; None if it is not needed."""
-    return torch.empty(shape, dtype=dtype, device=x.device) if is_needed else None
