@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 from fuser.op import FusedOperation
@@ -29,11 +27,11 @@ class Candidate:
     cost: float
     run: type[FusedOperation] | FusedOperation | None = None
     step: Step = _NO_STEP
-    weight: float = field(init=False)
-    """The cost by which covers are compared."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "weight", self.cost + STEP_COST)
+    @property
+    def weight(self) -> float:
+        """The cost by which covers are compared."""
+        return self.cost + STEP_COST
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,11 @@ def cheapest_cover(
     """
     stretches = []
     for start in sorted({0, *(pair[0].stop for pair in joint)}):
-        run, back = _cheapest_from(start, forward), _cheapest_from(start, backward)
+        paths = [_cheapest_from(start, side) for side in (forward, backward)]
         for stop in sorted({count, *(pair[0].start for pair in joint)}):
-            if start < stop and stop in run and stop in back:
-                (weight, steps), (other, steps_back) = run[stop], back[stop]
-                stretches.append(_Stretch(start, stop, weight + other, steps, steps_back))
+            if start < stop and all(stop in reached for reached in paths):
+                (weight, of_forward), (other, of_backward) = (reached[stop] for reached in paths)
+                stretches.append(_Stretch(start, stop, weight + other, of_forward, of_backward))
     stretches += [_Stretch(a.start, a.stop, a.weight + b.weight, (a,), (b,)) for a, b in joint]
     _, chosen = _cheapest_from(0, stretches)[count]
     forward_run = [candidate for stretch in chosen for candidate in stretch.forward]
@@ -100,7 +98,7 @@ Edge = TypeVar("Edge", bound=_Edge)
 def _cheapest_from(start: int, edges: Iterable[Edge]) -> dict[int, tuple[float, tuple[Edge, ...]]]:
     """The cheapest path from gap ``start`` to each gap that is reached: its weight and edges."""
     paths: dict[int, tuple[float, tuple[Edge, ...]]] = {start: (0.0, ())}
-    for edge in sorted(edges, key=operator.attrgetter("start")):
+    for edge in sorted(edges, key=lambda edge: edge.start):
         if edge.start in paths:
             weight, before = paths[edge.start]
             weight += edge.weight
@@ -113,11 +111,7 @@ def unchosen(candidates: Sequence[Candidate], cover: Sequence[Candidate]) -> lis
     """A refusal for each fused candidate that the cover does not use, with its extra cost."""
     count = cover[-1].stop if cover else 0
     before = _cheapest_from(0, candidates)
-    after = {count: 0.0}
-    for candidate in sorted(candidates, key=operator.attrgetter("start"), reverse=True):
-        if candidate.stop in after:
-            weight = candidate.weight + after[candidate.stop]
-            after[candidate.start] = min(weight, after.get(candidate.start, math.inf))
+    after = {stop: _cheapest_from(stop, candidates)[count] for stop in {c.stop for c in candidates}}
     best = sum(candidate.weight for candidate in cover)
     refusals = []
     for candidate in candidates:
@@ -129,7 +123,7 @@ def unchosen(candidates: Sequence[Candidate], cover: Sequence[Candidate]) -> lis
             for used in cover
         ):
             continue
-        around = before[candidate.start][0] + after[candidate.stop]
+        around = before[candidate.start][0] + after[candidate.stop][0]
         refusals.append(_unchosen_refusal(candidate, around + candidate.weight - best))
     return refusals
 
