@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from fuser.op import FusedOperation
 from fuser.plan.plan import Refusal, Step
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 # Of two covers with equal modelled time, the one with fewer steps needs less host time.
 STEP_COST = 1e-9
@@ -28,11 +32,6 @@ class Candidate:
     run: type[FusedOperation] | FusedOperation | None = None
     step: Step = _NO_STEP
 
-    @property
-    def weight(self) -> float:
-        """The cost by which covers are compared."""
-        return self.cost + STEP_COST
-
 
 @dataclass(frozen=True)
 class Cover:
@@ -43,21 +42,11 @@ class Cover:
     cost: float
 
 
-class _Stretch(NamedTuple):
-    """A way to run ops ``start`` to ``stop - 1`` on both sides: a joint pair, or covers of each."""
-
-    start: int
-    stop: int
-    weight: float
-    forward: tuple[Candidate, ...]
-    backward: tuple[Candidate, ...]
-
-
 def cheapest_cover(
     count: int,
-    forward: Sequence[Candidate],
-    backward: Sequence[Candidate],
-    joint: Sequence[tuple[Candidate, Candidate]] = (),
+    forward: Iterable[Candidate],
+    backward: Iterable[Candidate],
+    joint: Iterable[tuple[Candidate, Candidate]] = (),
 ) -> Cover:
     """The cheapest way to cover ``count`` ops, forward and backward.
 
@@ -66,53 +55,71 @@ def cheapest_cover(
     chooses the pairs; a stretch between two pairs costs its best forward plus
     its best backward.
     """
-    stretches = []
-    for start in sorted({0, *(pair[0].stop for pair in joint)}):
-        paths = [_cheapest_from(start, side) for side in (forward, backward)]
-        for stop in sorted({count, *(pair[0].start for pair in joint)}):
-            if start < stop and all(stop in reached for reached in paths):
-                (weight, of_forward), (other, of_backward) = (reached[stop] for reached in paths)
-                stretches.append(_Stretch(start, stop, weight + other, of_forward, of_backward))
-    stretches += [_Stretch(a.start, a.stop, a.weight + b.weight, (a,), (b,)) for a, b in joint]
-    _, chosen = _cheapest_from(0, stretches)[count]
-    forward_run = [candidate for stretch in chosen for candidate in stretch.forward]
-    backward_run = [candidate for stretch in chosen for candidate in stretch.backward]
-    cost = sum(candidate.cost for candidate in (*forward_run, *backward_run))
-    return Cover(tuple(forward_run), tuple(backward_run), cost)
+    import networkx as nx  # at the first plan: half of the modules that fuser imports
+
+    sides = (_gap_graph(count, forward), _gap_graph(count, backward))
+    pairs: dict[tuple[int, int], tuple[Candidate, Candidate]] = {}
+    for pair in joint:
+        window = (pair[0].start, pair[0].stop)
+        if window not in pairs or _weight(*pair) < _weight(*pairs[window]):
+            pairs[window] = pair
+    starts = sorted({0, *(stop for _, stop in pairs)})
+    stops = {count, *(start for start, _ in pairs)}
+    outer = nx.DiGraph()
+    outer.add_nodes_from({0, count})
+    stretches: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    for start in starts:
+        reached = [nx.single_source_dijkstra(graph, start) for graph in sides]
+        (forward_cost, forward_path), (backward_cost, backward_path) = reached
+        for stop in stops:
+            if start < stop and stop in forward_cost and stop in backward_cost:
+                outer.add_edge(start, stop, weight=forward_cost[stop] + backward_cost[stop])
+                stretches[start, stop] = (forward_path[stop], backward_path[stop])
+    for (start, stop), pair in pairs.items():
+        weight = _weight(*pair)
+        if not outer.has_edge(start, stop) or weight < outer.edges[start, stop]["weight"]:
+            outer.add_edge(start, stop, weight=weight)
+            stretches.pop((start, stop), None)
+    chosen: tuple[list[Candidate], list[Candidate]] = ([], [])
+    path = nx.dijkstra_path(outer, 0, count)
+    for start, stop in pairwise(path):
+        if (start, stop) not in stretches:
+            for part, candidate in zip(chosen, pairs[start, stop], strict=True):
+                part.append(candidate)
+            continue
+        for part, graph, gaps in zip(chosen, sides, stretches[start, stop], strict=True):
+            part += [graph.edges[edge]["candidate"] for edge in pairwise(gaps)]
+    cost = sum(candidate.cost for part in chosen for candidate in part)
+    return Cover(tuple(chosen[0]), tuple(chosen[1]), cost)
 
 
-class _Edge(Protocol):
-    """What leads from a gap between ops to a later one."""
+def _gap_graph(count: int, candidates: Iterable[Candidate]) -> nx.DiGraph:
+    """The digraph of gaps, with the cheapest candidate of each window as an edge."""
+    import networkx as nx
 
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def weight(self) -> float: ...
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(count + 1))
+    for candidate in candidates:
+        edge = (candidate.start, candidate.stop)
+        weight = _weight(candidate)
+        if not graph.has_edge(*edge) or weight < graph.edges[edge]["weight"]:
+            graph.add_edge(*edge, weight=weight, candidate=candidate)
+    return graph
 
 
-Edge = TypeVar("Edge", bound=_Edge)
-
-
-def _cheapest_from(start: int, edges: Iterable[Edge]) -> dict[int, tuple[float, tuple[Edge, ...]]]:
-    """The cheapest path from gap ``start`` to each gap that is reached: its weight and edges."""
-    paths: dict[int, tuple[float, tuple[Edge, ...]]] = {start: (0.0, ())}
-    for edge in sorted(edges, key=lambda edge: edge.start):
-        if edge.start in paths:
-            weight, before = paths[edge.start]
-            weight += edge.weight
-            if edge.stop not in paths or weight < paths[edge.stop][0]:
-                paths[edge.stop] = (weight, (*before, edge))
-    return paths
+def _weight(*candidates: Candidate) -> float:
+    return sum(candidate.cost + STEP_COST for candidate in candidates)
 
 
 def unchosen(candidates: Sequence[Candidate], cover: Sequence[Candidate]) -> list[Refusal]:
     """A refusal for each fused candidate that the cover does not use, with its extra cost."""
+    import networkx as nx
+
     count = cover[-1].stop if cover else 0
-    before = _cheapest_from(0, candidates)
-    after = {stop: _cheapest_from(stop, candidates)[count] for stop in {c.stop for c in candidates}}
-    best = sum(candidate.weight for candidate in cover)
+    graph = _gap_graph(count, candidates)
+    before = nx.single_source_dijkstra_path_length(graph, 0)
+    after = nx.single_source_dijkstra_path_length(graph.reverse(copy=False), count)
+    best = sum(_weight(candidate) for candidate in cover)
     refusals = []
     for candidate in candidates:
         fusion = candidate.run
@@ -123,8 +130,8 @@ def unchosen(candidates: Sequence[Candidate], cover: Sequence[Candidate]) -> lis
             for used in cover
         ):
             continue
-        around = before[candidate.start][0] + after[candidate.stop][0]
-        refusals.append(_unchosen_refusal(candidate, around + candidate.weight - best))
+        extra = before[candidate.start] + _weight(candidate) + after[candidate.stop] - best
+        refusals.append(_unchosen_refusal(candidate, extra))
     return refusals
 
 

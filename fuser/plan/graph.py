@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +16,11 @@ from fuser.plan.parameter_slots import find_slots
 from fuser.plan.saved_inputs import rebuilding
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
 
+if TYPE_CHECKING:
+    import networkx as nx
+
 Node = Hashable
 Memory = Hashable
-Flows = dict[tuple[Node, Node], dict[Memory, int]]
 
 
 @dataclass(frozen=True)
@@ -233,20 +236,24 @@ class OpGraph:
         return self.extra_outputs[producer][output]
 
     def bind(self, key: PlanKey) -> None:
-        """Build ``flows``: where values go in forward, and gradients in backward.
+        """Build ``flows``: the digraph of values and the digraph of gradients.
 
-        Between two nodes: basic-op indices, ``"input"``, ``"output"``, ``("extra
-        input", k)`` for tensors from the caller and ``("extra output", op, k)`` for
-        tensors to the caller. A flow has the bytes of each memory by its name: a
-        tensor that an op returns by reference keeps its name, and is counted once.
-        ``arriving`` has the name of each op's main input, ``fixed`` the names of all
-        tensors that do not grow with the tokens.
+        Nodes are basic-op indices, ``"input"``, ``"output"``, ``("extra input",
+        k)`` for tensors from the caller and ``("extra output", op, k)`` for
+        tensors to the caller. An edge has ``tensors``, a mapping from the name
+        of a memory to its bytes: a tensor that an op returns by reference keeps
+        its name, and is counted once. ``arriving`` has the name of each op's
+        main input, ``fixed`` the names of all tensors that do not grow with
+        the tokens.
         """
         self.key = key
         slots = [find_slots(op, _named(self.ops, i)) for i, op in enumerate(self.ops)]
         self.params = [[held[name] for held, name in row] for row in slots]
-        values: Flows = {}
-        gradients: Flows = {}
+        import networkx as nx  # at the first plan: half of the modules that fuser imports
+
+        values, gradients = nx.DiGraph(), nx.DiGraph()
+        values.add_nodes_from(range(len(self.ops)))
+        gradients.add_nodes_from(range(len(self.ops)))
         self.flows = {"forward": values, "backward": gradients}
         value, gradient = self._memory_names(key)
         places: list[Node] = ["input", *range(len(self.ops)), "output"]
@@ -346,7 +353,7 @@ class OpGraph:
         A window that ``recomputes`` saves its own input for all its ops, and
         reads extra inputs again.
         """
-        flows = self.flows[side].items()
+        flow = self.flows[side]
         inside = range(start, stop)
         entering: dict[Memory, int] = {}
         leaving: dict[Memory, int] = {}
@@ -354,10 +361,11 @@ class OpGraph:
         statistics = 0
         params = 0
         for i in inside:
-            for (source, target), tensors in flows:
-                if target == i and source not in inside:
+            for source, _, tensors in flow.in_edges(i, data="tensors"):
+                if source not in inside:
                     entering |= tensors
-                elif source == i and target not in inside:
+            for _, target, tensors in flow.out_edges(i, data="tensors"):
+                if target not in inside:
                     leaving |= tensors
             op, op_key = self.ops[i], self.key.ops[i]
             if op_key.requires_grad:
@@ -366,9 +374,8 @@ class OpGraph:
                     at = start if recomputes else i
                     saved[self.arriving[at]] = self.gap_bytes(at, "forward")
             if recomputes and any(self.ops[k].saves_input for k in range(i, stop)):
-                for (source, target), tensors in self.flows["forward"].items():
-                    if target == i and source not in (i - 1, "input"):
-                        entering |= tensors
+                for source, _, tensors in self.flows["forward"].in_edges(i, data="tensors"):
+                    entering |= tensors if source not in (i - 1, "input") else {}
             params += self._param_bytes(i, side)
         moved = entering | saved | leaving
         fixed = sum(nbytes for memory, nbytes in moved.items() if memory in self.fixed)
@@ -476,5 +483,7 @@ def _without_zeros(spec: TensorSpec) -> TensorSpec:
     return TensorSpec(tuple(max(size, 1) for size in spec.shape), spec.dtype)
 
 
-def _add(flows: Flows, source: Node, target: Node, memory: Memory, nbytes: int) -> None:
-    flows.setdefault((source, target), {})[memory] = nbytes
+def _add(graph: nx.DiGraph, source: Node, target: Node, memory: Memory, nbytes: int) -> None:
+    if not graph.has_edge(source, target):
+        graph.add_edge(source, target, tensors={})
+    graph.edges[source, target]["tensors"][memory] = nbytes

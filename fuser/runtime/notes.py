@@ -223,9 +223,16 @@ def _readings(
     graph: OpGraph, side: str, step: Step, memory: Memory
 ) -> Iterator[tuple[int, _Reading | None]]:
     """The ops of a step for which it reads the tensor ``memory``, and how."""
-    flows = graph.flows["forward"].items()
-    taken_by = {to for (source, to), held in flows if memory in held and source not in step.ops}
-    taking = [i for i in step.ops if i in taken_by]
+    edges = graph.flows["forward"].in_edges
+    taking = [
+        i
+        for i in step.ops
+        if any(
+            memory in tensors
+            for source, _, tensors in edges(i, data="tensors")
+            if source not in step.ops
+        )
+    ]
     is_chain = _is_chain(step)
     if side == "backward":
         saving = [i for i in step.ops if graph.ops[i].saves_input and not graph.rounded_input(i)]

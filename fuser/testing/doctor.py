@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import networkx
 import numpy
 import torch
 
@@ -493,6 +494,7 @@ def _versions(facts: Installation) -> tuple[tuple[str, str], ...]:
         ("python", platform.python_version()),
         ("torch", f"{facts.torch_version}, {built}"),
         ("cupy", cupy),
+        ("networkx", networkx.__version__),
         ("numpy", numpy.__version__),
         ("driver", f"up to CUDA {_cuda_version(driver)}" if driver else "no CUDA driver in use"),
     )

@@ -6,6 +6,7 @@ Nothing here may start a thread, which no fork has, or a GPU, which no fork can 
 from __future__ import annotations
 
 import garbage
+import networkx  # noqa: F401
 import numpy  # noqa: F401
 import pytest  # noqa: F401
 import torch

@@ -357,17 +357,17 @@ PLANNER = (
     Mutant(
         "of several candidates for a window the dearest is taken",
         "plan/cover.py",
-        "_cheapest_from",
-        "if edge.stop not in paths or weight < paths[edge.stop][0]:",
-        "if edge.stop not in paths or weight > paths[edge.stop][0]:",
+        "_gap_graph",
+        'if not graph.has_edge(*edge) or weight < graph.edges[edge]["weight"]:',
+        'if not graph.has_edge(*edge) or weight > graph.edges[edge]["weight"]:',
         "test_planner.py::test_the_cover_is_the_cheapest_of_all",
     ),
     Mutant(
-        "a joint fusion costs its forward alone",
+        "of two joint fusions of a window the dearer is taken",
         "plan/cover.py",
         "cheapest_cover",
-        "a.weight + b.weight",
-        "a.weight",
+        "if window not in pairs or _weight(*pair) < _weight(*pairs[window]):",
+        "if window not in pairs or _weight(*pair) > _weight(*pairs[window]):",
         "test_planner.py::test_the_cover_is_the_cheapest_of_all",
     ),
     Mutant(

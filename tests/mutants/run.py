@@ -65,6 +65,7 @@ NOTHING_RAN = (2, 4, NONE_SELECTED)
 PRELOADED: tuple[str, ...] = (
     "torch",
     "numpy",
+    "networkx",
     "pytest",
     "xdist.plugin",
     "_hypothesis_pytestplugin",

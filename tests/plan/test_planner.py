@@ -662,19 +662,22 @@ def test_two_inputs_that_differ_only_under_no_grad_share_a_plan() -> None:
     assert pipeline.planned_count == 1
 
 
-def test_an_import_and_a_first_plan_load_nothing_heavy() -> None:
+def test_networkx_is_imported_by_the_first_plan_and_nothing_heavy_before() -> None:
     code = """
 import sys
 import torch
 before = set(sys.modules)
 import fuser
-fuser.Sequential(fuser.Linear(8, 8), fuser.GELU()).plan(torch.randn(2, 8))
 added = {name for name in sys.modules if name not in before}
 packages = {name.partition(".")[0] for name in added} - set(sys.stdlib_module_names)
 assert packages <= {"fuser", "torch"}, packages
 heavy = ("torch._dynamo", "torch._inductor", "torch.distributed", "torch.export", "torch.testing")
 heavy += ("torch.utils.flop_counter",)  # it imports Triton, which not every build of torch has
 assert not [name for name in added if name.startswith(heavy)], added
+model = fuser.Sequential(fuser.Linear(8, 8), fuser.GELU())
+assert "networkx" not in sys.modules
+model(torch.randn(2, 8))
+assert "networkx" in sys.modules
 """
     run = python(["-c", code])
     assert run.returncode == 0, run.stderr

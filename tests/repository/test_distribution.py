@@ -159,7 +159,7 @@ def test_the_metadata_is_complete(wheel: Distribution) -> None:
     # An SPDX expression takes their place, and the package index refuses both.
     assert not any(name.startswith("License ::") for name in classifiers)
     required = [line for line in said.get_all("Requires-Dist", []) if "extra ==" not in line]
-    assert required == ["torch>=2.11", "numpy>=1.24"]
+    assert required == ["torch>=2.11", "networkx>=3.0", "numpy>=1.24"]
 
 
 def test_no_requirement_names_the_other_project_that_is_called_fuser() -> None:
@@ -195,7 +195,7 @@ def test_without_a_url_nothing_is_invented(tmp_path: Path) -> None:
 
 
 def test_the_floors_are_the_oldest_releases_that_the_metadata_allows() -> None:
-    names = "torch", "numpy", "matplotlib"
+    names = "torch", "networkx", "numpy", "matplotlib"
     floors = {name: re.findall(rf'"{name}>=([\d.]+)"', SETTINGS)[0] for name in names}
     pins = dict(re.findall(r"^(\w+)==(.*)$", (ROOT / "constraints-floors.txt").read_text(), re.M))
     assert pins.keys() == floors.keys()
@@ -209,7 +209,7 @@ def test_every_tool_of_the_tests_is_pinned() -> None:
     tools = (
         extras.split("\ntest = [")[1].split("\n# The libraries")[0] + extras.split("\ndev = ")[1]
     )
-    names = set(re.findall(r'"([\w-]+)>=', tools)) | {"torch", "numpy", "matplotlib"}
+    names = set(re.findall(r'"([\w-]+)>=', tools)) | {"torch", "networkx", "numpy", "matplotlib"}
     build = re.findall(r"-c constraints.txt (build .*)$", (ROOT / "Makefile").read_text(), re.M)
     names |= set(build[0].split())
     assert names - pins == set()
