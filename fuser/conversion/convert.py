@@ -13,9 +13,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from fuser.conversion.converted import (
-    continue_scales,
-    conversion_of,
     converted_modules,
+    recipe_of,
     runner_of,
     set_conversion,
     unset_conversion,
@@ -43,7 +42,7 @@ from fuser.conversion.parts import PLAIN_TENSORS, Chain, LinearPart, Part
 from fuser.conversion.report import ConversionReport, ConversionRow
 from fuser.conversion.routers import routers
 from fuser.conversion.trace import Untraceable
-from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit, unit_of
+from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Runner, Step, Unit, unit_of
 from fuser.errors import FuserError, InputError, InputTypeError
 from fuser.recipe import Recipe, recipe_named
 from fuser.sequential import Sequential
@@ -170,8 +169,9 @@ def convert(
     for module in before:
         unset_conversion(module)
     for _, module, unit in search.units:
-        set_conversion(module, unit.as_torch() if rounding == "torch" else unit, recipe)
-        continue_scales(module, before.get(module))
+        runner = Runner(unit.as_torch() if rounding == "torch" else unit, module)
+        runner.continue_scales(before.get(module))
+        set_conversion(module, runner, recipe)
     if recipe is not None:
         for module in (model, *_holders(model)):
             set_conversion(module, None, recipe)
@@ -219,16 +219,14 @@ def converted(model: torch.nn.Module, **options: Any) -> Iterator[ConversionRepo
 
     Takes the arguments of :func:`convert`, and gives its report.
     """
-    modules = list(converted_modules(model))
-    before = [conversion_of(module) for module in modules]
-    runners = [runner_of(module) for module in modules]
+    before = [(m, runner_of(m), recipe_of(m)) for m in converted_modules(model)]
     report = convert(model, **options)
     try:
         yield report
     finally:
         revert(model)
-        for conversion, runner in zip(before, runners, strict=True):
-            set_conversion(*conversion, runner)
+        for conversion in before:
+            set_conversion(*conversion)
 
 
 class _Search:

@@ -29,6 +29,7 @@ class KnownModules:
 
     are_as_noted: Callable[[torch.nn.Module], bool]
     """Whether they are; the argument is the first one."""
+    _held: list[object]
 
     def __init__(self) -> None:
         self._forget()
@@ -87,7 +88,7 @@ class KnownModules:
 
     def _forget(self) -> None:
         self.are_as_noted = _unknown
-        self._held: list[object] = []
+        self._held = []
 
 
 def _values(contents: list[dict[str, Any]]) -> Iterable[Any]:

@@ -271,9 +271,15 @@ class Runner:
     ) -> str | None:
         return self.unit.refusal(owner) or self._refusal_of_change(owner, compared)
 
-    def change(self, owner: torch.nn.Module) -> str | None:
-        """What of the modules is not as it was when they were converted; None if nothing."""
-        return self._refusal_of_change(owner, self._attributes)
+    def present_unit(self, owner: torch.nn.Module) -> Unit:
+        """The unit, which says how the modules have changed since they were converted."""
+        change = self._refusal_of_change(owner, self._attributes)
+        return self.unit if change is None else replace(self.unit, change=change)
+
+    def continue_scales(self, earlier: Runner | None) -> None:
+        """Continue with the scales of an earlier conversion, if that has the same ops."""
+        if earlier is not None and earlier.pipelines and self.unit.chains == earlier.unit.chains:
+            self.scales = earlier.scales
 
     def _refusal_of_change(
         self, owner: torch.nn.Module, compared: Iterable[tuple[str, tuple[object, ...]]]

@@ -324,10 +324,10 @@ CONVERTING = (
     ),
     Mutant(
         "a copy forgets that its original has changed",
-        "conversion/converted.py",
-        "_present_unit",
-        "unit is None or change is None",
-        "unit is None or change is None or True",
+        UNIT,
+        "Runner.present_unit",
+        "change is None",
+        "True",
         "test_held_objects.py::test_a_copy_of_a_changed_module_has_the_change",
     ),
     Mutant(
