@@ -462,7 +462,7 @@ CONVERTING = (
         "a linear that is never quantized has the time of eager torch",
         "conversion/gains.py",
         "Gains._planned",
-        "return plain.microseconds if noted.is_converted else eager[EAGER], then",
+        "return plain.microseconds if is_converted else eager[EAGER], then",
         "return eager[EAGER], then",
         "test_gains.py",
     ),
@@ -517,9 +517,9 @@ CONVERTING = (
     Mutant(
         "a frozen module has the times of a trained one",
         "conversion/gains.py",
-        "Gains.times",
-        "(name, p.shape, p.dtype, p.requires_grad)",
-        "(name, p.shape, p.dtype)",
+        "Gains.note",
+        "(value.dtype, value.requires_grad)",
+        "(value.dtype,)",
         "test_gains.py::test_modules_that_differ_in_one_thing_have_times_of_their_own",
     ),
     Mutant(
