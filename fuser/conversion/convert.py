@@ -51,15 +51,11 @@ Filter = Callable[[str, torch.nn.Module], bool]
 
 
 NEVER = ", never quantized"
+"""In a row of a conversion with a recipe."""
 OTHER_NORM = (
     "it is no LayerNorm with a weight and a bias, and no RMSNorm with a weight, of the last "
     "dimension alone"
 )
-
-
-def _without_never(row: ConversionRow) -> ConversionRow:
-    """A row of a conversion without a recipe, under which nothing could be quantized."""
-    return replace(row, text=row.text.removesuffix(NEVER))
 
 
 def convert(
@@ -142,23 +138,23 @@ def convert(
         parts = {path: part for path, part in recognized if part is not None}
         shapes = {path: part.shape for path, part in parts.items()}
         chosen_by = routers(model, shapes)
-        search = _Search(filter, linears, norms, _kept(shapes, keep, chosen_by), chosen_by)
+        kept = _kept(shapes, keep, chosen_by)
+        search = _Search(filter, linears, norms, kept, chosen_by, "" if recipe is None else NEVER)
         search.visit(model, "")
         gains = Gains(model, recipe, rounding)
         left = tuple(search.left(model, parts, gains))
     rows = {row.path for row in search.rows if row.is_converted}
-    units = [(path, unit) for path, _, unit in search.units if path in rows and unit.linears]
-    is_never = bool(units) and all(search.keeps(path, unit) for path, unit in units)
-    for path, module, unit in search.units:
-        if path in rows and search.keeps(path, unit):
+    units = [each for each in search.units if each[0] in rows]
+    for path, module, unit in units:
+        if not unit.is_quantized:
             gains.note(path, module, unit.chains, is_converted=True)
+    are_quantized = [unit.is_quantized for _, _, unit in units if unit.linears]
     note = (
         f"No linear is quantized: keep={tuple(keep)!r} holds those of every chain; keep=() "
         "quantizes them."
     )
-    note *= recipe is not None and is_never
-    rows_of_report = search.rows if recipe is not None else map(_without_never, search.rows)
-    report = ConversionReport(tuple(rows_of_report), note, tuple(chosen_by), left, gains)
+    note *= recipe is not None and are_quantized != [] and not any(are_quantized)
+    report = ConversionReport(tuple(search.rows), note, tuple(chosen_by), left, gains)
     if strict and report.refused:
         raise InputError(
             "fuser.convert(strict=True) has converted nothing, because of "
@@ -232,7 +228,8 @@ def converted(model: torch.nn.Module, **options: Any) -> Iterator[ConversionRepo
 class _Search:
     """Finds the units of a model; ``units`` has them with their modules, innermost first.
 
-    ``kept`` has the paths of the linears that are not quantized.
+    ``kept`` has the paths of the linears that are not quantized, and ``never`` is what their rows
+    say of it.
     """
 
     def __init__(
@@ -242,11 +239,13 @@ class _Search:
         norms: str,
         kept: set[str],
         routers: Collection[str],
+        never: str,
     ) -> None:
         self.units: list[tuple[str, torch.nn.Module, Unit]] = []
         self.rows: list[ConversionRow] = []
         self._filter = filter
         self._linears, self._norms, self._kept, self._routers = linears, norms, kept, routers
+        self._never = never
         self._seen: set[torch.nn.Module] = set()
         self._known: dict[object, tuple[Unit | None, str | None]] = {}
         self._chains: dict[torch.nn.Module, Unit] = {}
@@ -276,9 +275,9 @@ class _Search:
             self.rows.append(ConversionRow(path, _name(module), False, reason))
 
     def _add(self, path: str, module: torch.nn.Module, unit: Unit) -> None:
-        is_kept = self.keeps(path, unit)
+        is_kept = self._keeps(path, unit)
         self.units.append((path, module, replace(unit, is_quantized=not is_kept)))
-        text = unit.text + NEVER * is_kept
+        text = unit.text + self._never * is_kept
         self.rows.append(ConversionRow(path, _name(module), True, text))
 
     def left(
@@ -331,17 +330,17 @@ class _Search:
             self._norms_of_kinds[kind] = norm_part(module, "")
         return self._norms_of_kinds[kind]
 
-    def keeps(self, path: str, unit: Unit) -> bool:
+    def _keeps(self, path: str, unit: Unit) -> bool:
         """Whether a linear of the unit is kept unquantized, and with it the whole unit."""
         return not self._kept.isdisjoint(_linears_of(path, unit))
 
     def _quantizes_less(self, path: str, unit: Unit) -> bool:
         """Whether a unit would take quantization from units inside of it that hold no kept one."""
-        if not self.keeps(path, unit):
+        if not self._keeps(path, unit):
             return False
         linears = _linears_of(path, unit)
         inside = ((p, u) for p, _, u in self.units if len(u.linears) > 1)
-        return any(_linears_of(p, u) <= linears and not self.keeps(p, u) for p, u in inside)
+        return any(_linears_of(p, u) <= linears and u.is_quantized for p, u in inside)
 
     def _accepts(self, path: str, module: torch.nn.Module) -> bool:
         return self._filter is None or bool(self._filter(path, module))
