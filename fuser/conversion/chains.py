@@ -19,7 +19,7 @@ from fuser.conversion.leaves import (
     linear_part,
     norm_part,
 )
-from fuser.conversion.modules import attributes_of, bare, hooks_of, original_class
+from fuser.conversion.modules import attributes_of, bare, hooks_of, original_class, prefixes
 from fuser.conversion.parts import (
     AddPart,
     ForkPart,
@@ -106,7 +106,7 @@ class Chains:
             prefix
             for node in sorted(found.nodes, key=lambda n: n.name)
             if node.op == "call_module" and node.target not in kept
-            for prefix in _prefixes(str(node.target))
+            for prefix in prefixes(str(node.target))
         )
         return tuple((path, original_class(self._owner.get_submodule(path))) for path in paths)
 
@@ -371,9 +371,3 @@ def _in_both_modes(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     if x._version != version or not torch.equal(results[0], results[1]):
         raise ValueError("it writes into its input, or its mode decides")
     return results[0]
-
-
-def _prefixes(path: str) -> list[str]:
-    """A path and the paths of what it is in: ``a.b.c`` gives ``a``, ``a.b`` and ``a.b.c``."""
-    names = path.split(".")
-    return [".".join(names[: i + 1]) for i in range(len(names))]

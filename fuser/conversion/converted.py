@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fuser.conversion.joined import join
-from fuser.conversion.modules import child_of, joint, original_class
+from fuser.conversion.modules import child_of, joint, original_class, prefixes
 from fuser.conversion.parts import LinearPart
 from fuser.conversion.unit import Runner, Unit
 from fuser.errors import FuserWarning
@@ -141,8 +141,7 @@ def _is_plain(module: torch.nn.Module, unit: Unit) -> bool:
         if not (classes and chain.linears) and any(part.weights for part in chain.parts):
             return True
         for path in chain.linears:
-            names = path.split(".")
-            inner = [child_of(module, ".".join(names[: i + 1])) for i in range(len(names))]
+            inner = [child_of(module, above) for above in prefixes(path)]
             is_converted_inside = any(child is None or RUNNER in child.__dict__ for child in inner)
             if not is_converted_inside and type(inner[-1]) is classes.get(path):
                 return True

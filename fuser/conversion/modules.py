@@ -41,6 +41,12 @@ def joint(path: str, name: str) -> str:
     return f"{path}.{name}".strip(".")
 
 
+def prefixes(path: str) -> list[str]:
+    """A path and the paths of what it is in: ``a.b.c`` gives ``a``, ``a.b`` and ``a.b.c``."""
+    names = path.split(".") if path else []
+    return [".".join(names[: i + 1]) for i in range(len(names))]
+
+
 INTERNALS = frozenset(
     (
         *torch.nn.Module().__dict__,

@@ -27,6 +27,7 @@ from fuser.conversion.modules import (
     forward_of,
     original_class,
     plain_attributes,
+    prefixes,
 )
 from fuser.conversion.parts import Chain, LinearPart, ModulePart, Part
 from fuser.conversion.trace import MODE, OTHER_KEYWORDS, parameters_of, traced
@@ -632,8 +633,7 @@ def _is_wider_than_pipelines(term: Any) -> bool:
 
 def _paths_above(path: str) -> list[str]:
     """The paths of the modules that hold the one at ``path``, from the owner on."""
-    names = path.split(".")
-    return [".".join(names[:count]) for count in range(len(names))] if path else []
+    return ["", *prefixes(path)][:-1]
 
 
 def _names_of_children(module: torch.nn.Module | None) -> list[str] | None:
