@@ -239,12 +239,12 @@ class Runner:
     def refusal(self, owner: torch.nn.Module) -> str | None:
         """As of the unit; also if the owner, or a child that is not called, computes otherwise."""
         if torch.compiler.is_compiling():
-            return self._changed(owner) or self._refusal(owner, ())
+            return self._refusal(owner)
         if is_functorch_active() or forward_ad_level() >= 0:
             return "torch.func or forward-mode AD transforms its call, which no pipeline can be in"
         if not has_global_hooks() and self._known.are_as_noted(owner):
             return self.unit.changed_read(owner) if self.unit.reads else None
-        refusal = self._refusal(owner, self._attributes)
+        refusal = self._refusal(owner)
         if refusal is None:
             self._known.note(child_of(owner, path) for path in self._looked_at)
         return refusal
@@ -267,14 +267,12 @@ class Runner:
                     return f"an attribute of {path or 'it'} was changed"
         return None
 
-    def _refusal(
-        self, owner: torch.nn.Module, compared: Iterable[tuple[str, tuple[object, ...]]]
-    ) -> str | None:
-        return self.unit.refusal(owner) or self._refusal_of_change(owner, compared)
+    def _refusal(self, owner: torch.nn.Module) -> str | None:
+        return self.unit.refusal(owner) or self._change(owner)
 
     def present_unit(self, owner: torch.nn.Module) -> Unit:
         """The unit, which says how the modules have changed since they were converted."""
-        change = self._refusal_of_change(owner, self._attributes)
+        change = self._change(owner)
         return self.unit if change is None else replace(self.unit, change=change)
 
     def continue_scales(self, earlier: Runner | None) -> None:
@@ -282,10 +280,12 @@ class Runner:
         if earlier is not None and earlier.pipelines and self.unit.chains == earlier.unit.chains:
             self.scales = earlier.scales
 
-    def _refusal_of_change(
-        self, owner: torch.nn.Module, compared: Iterable[tuple[str, tuple[object, ...]]]
-    ) -> str | None:
-        for path, attributes in compared:
+    def _change(self, owner: torch.nn.Module) -> str | None:
+        """What of the modules is not as it was when they were converted; None if nothing."""
+        is_traced = torch.compiler.is_compiling()
+        if is_traced and (changed := self._changed(owner)) is not None:
+            return changed
+        for path, attributes in () if is_traced else self._attributes:
             child = child_of(owner, path)
             if child is None or attributes_of(child) != attributes:
                 return f"an attribute of {path or 'it'} was changed"
@@ -293,7 +293,7 @@ class Runner:
             if _names_of_children(child_of(owner, path)) != names:
                 return f"a child of {path or 'it'} was added or removed"
         for pipeline in self.pipelines.values():
-            apart = pipeline.in_autocast if torch.compiler.is_compiling() else None
+            apart = pipeline.in_autocast if is_traced else None
             for name, module in (apart or pipeline).own_modules:  # traced code makes no pipeline
                 if child_of(owner, name) is not module:
                     return f"{name} was replaced"

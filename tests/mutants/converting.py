@@ -113,7 +113,7 @@ CONVERTING = (
     Mutant(
         "attributes of children are not compared",
         UNIT,
-        "Runner._refusal_of_change",
+        "Runner._change",
         "if child is None or attributes_of(child) != attributes:",
         "if child is None:",
         LOOKED,
@@ -122,7 +122,7 @@ CONVERTING = (
     Mutant(
         "children that were added or removed are not noticed",
         UNIT,
-        "Runner._refusal_of_change",
+        "Runner._change",
         "if _names_of_children(child_of(owner, path)) != names:",
         "if child_of(owner, path) is None:",
         f"{TEST}a_model_that_loops_over_layers_may_lose_and_get_some",
@@ -130,7 +130,7 @@ CONVERTING = (
     Mutant(
         "a module between two ops that was replaced still runs",
         UNIT,
-        "Runner._refusal_of_change",
+        "Runner._change",
         "if child_of(owner, name) is not module:",
         "if child_of(owner, name) is None:",
         f"{TEST}a_dropout_and_a_norm_that_were_replaced_are_used",
