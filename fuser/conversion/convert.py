@@ -41,7 +41,6 @@ from fuser.conversion.modules import (
 from fuser.conversion.parts import PLAIN_TENSORS, Chain, LinearPart, Part
 from fuser.conversion.report import ConversionReport, ConversionRow
 from fuser.conversion.routers import routers
-from fuser.conversion.trace import Untraceable
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Runner, Step, Unit, unit_of
 from fuser.errors import FuserError, InputError, InputTypeError
 from fuser.recipe import Recipe, recipe_named
@@ -247,7 +246,7 @@ class _Search:
         self._linears, self._norms, self._kept, self._routers = linears, norms, kept, routers
         self._never = never
         self._seen: set[torch.nn.Module] = set()
-        self._known: dict[object, tuple[Unit | None, str | None]] = {}
+        self._known: dict[object, Unit | str | None] = {}
         self._chains: dict[torch.nn.Module, Unit] = {}
         self._norms_of_kinds: dict[object, Part | None] = {}
 
@@ -263,16 +262,16 @@ class _Search:
         if not module._modules and not stacked:
             self._leaf(module, path)
             return
-        unit, reason = self._unit(module, path)
-        if unit is not None and self._quantizes_less(path, unit):
-            return
-        if unit is not None:
+        unit = self._unit(module, path)
+        if isinstance(unit, Unit):
+            if self._quantizes_less(path, unit):
+                return
             # The rows of its parts: they run alone only where the whole does not.
             inside = {joint(path, p) for c in unit.chains for p, _ in c.replaced}
             self.rows[first_row:] = [r for r in self.rows[first_row:] if r.path not in inside]
             self._add(path, module, unit)
-        elif reason is not None:
-            self.rows.append(ConversionRow(path, _name(module), False, reason))
+        elif unit is not None:
+            self.rows.append(ConversionRow(path, _name(module), False, unit))
 
     def _add(self, path: str, module: torch.nn.Module, unit: Unit) -> None:
         is_kept = self._keeps(path, unit)
@@ -357,33 +356,30 @@ class _Search:
                 part = norm_part(module, "")
         if part is None or not self._accepts(path, module) or "forward" in module.__dict__:
             return
-        if _has_plain_weights(module) and part.refusal(module) is not None:
-            return
-        if why_no_subclass(module) is not None:
-            return
         unit = Unit((("input", REQUIRED),), (Step(Chain((part,), ()), (Ref(0),)),), Ref(1))
-        self._add(path, module, replace(unit, reads=reads.inside(module, [""])))
+        if _refusal(module, unit) is None:
+            self._add(path, module, replace(unit, reads=reads.inside(module, [""])))
 
-    def _unit(self, module: torch.nn.Module, path: str) -> tuple[Unit | None, str | None]:
-        """The unit of a module, or why a module that looks like one has none."""
+    def _unit(self, module: torch.nn.Module, path: str) -> Unit | str | None:
+        """As :func:`_find_unit`, which looks once at modules that are alike."""
         kind = _kind(module, self._chains)
         if kind not in self._known:
             opened = [m for m in module.modules() if m in self._chains]
             with recorded_reads() as reads:
-                unit, reason = _find_unit(module, opened, takes_norms=self._norms != "none")
-            if unit is not None:
+                unit = _find_unit(module, opened, takes_norms=self._norms != "none")
+            if isinstance(unit, Unit):
                 unit = replace(unit, reads=reads.inside(module, unit.watched))
-            self._known[kind] = unit, reason
-        unit, reason = self._known[kind]
-        if unit is None:
-            return None, reason
-        for name in ("", *(name for chain in unit.chains for name, _ in chain.replaced)):
+            self._known[kind] = unit
+        unit = self._known[kind]
+        if not isinstance(unit, Unit):
+            return unit
+        for name in unit.watched:
             inner = joint(path, name)
             if not self._accepts(inner, module.get_submodule(name)):
-                return None, f"the filter leaves out {inner or 'the model'}"
+                return f"the filter leaves out {inner or 'the model'}"
         if unit.is_one_chain and hooks_of(module) is None:
             self._chains[module] = unit
-        return unit, None
+        return unit
 
 
 def _kind(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> object:
@@ -402,33 +398,28 @@ def _kind(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> objec
 
 def _find_unit(
     module: torch.nn.Module, opened: Sequence[torch.nn.Module], *, takes_norms: bool
-) -> tuple[Unit | None, str | None]:
-    experts = experts_unit(module)
-    if isinstance(experts, str):
-        return None, experts
-    if experts is not None:
-        return _unless_refused(module, experts)
-    linears = [part for c in module.children() if (part := linear_part(c, "")) is not None]
-    if not linears and not opened:
-        return None, None
-    looks_convertible = _look_like_a_feed_forward([part.shape for part in linears])
-    if hooks_of(module) == OWN_FORWARD:
-        return None, f"it has {OWN_FORWARD}" if looks_convertible else None
-    try:
-        unit = unit_of(module, opened, takes_norms=takes_norms)
-    except Untraceable as refusal:
-        return None, str(refusal) if looks_convertible else None
-    if isinstance(unit, str):
-        return None, unit if looks_convertible else None
-    if unit.is_one_chain and not is_proved(module, unit):
-        return None, "its values differ from those of " + unit.text
-    return _unless_refused(module, unit)
+) -> Unit | str | None:
+    """The unit of a module; why it has none, if it looks like one; else None."""
+    unit = experts_unit(module)
+    if unit is None:
+        linears = [part for c in module.children() if (part := linear_part(c, "")) is not None]
+        if not linears and not opened:
+            return None
+        if hooks_of(module) == OWN_FORWARD:
+            unit = f"it has {OWN_FORWARD}"
+        else:
+            unit = unit_of(module, opened, takes_norms=takes_norms)
+        if isinstance(unit, str):
+            return unit if _look_like_a_feed_forward([part.shape for part in linears]) else None
+        if unit.is_one_chain and not is_proved(module, unit):
+            return "its values differ from those of " + unit.text
+    return unit if isinstance(unit, str) else _refusal(module, unit) or unit
 
 
-def _unless_refused(module: torch.nn.Module, unit: Unit) -> tuple[Unit | None, str | None]:
-    """The unit, or why the module cannot run it as it is."""
-    why_not = (_has_plain_weights(module) and unit.refusal(module)) or why_no_subclass(module)
-    return (None, why_not) if why_not else (unit, None)
+def _refusal(module: torch.nn.Module, unit: Unit) -> str | None:
+    """Why the module cannot run the unit as it is; None if it can."""
+    why_not = unit.refusal(module) if _has_plain_weights(module) else None
+    return why_not or why_no_subclass(module)
 
 
 def _has_plain_weights(module: torch.nn.Module) -> bool:

@@ -30,7 +30,7 @@ from fuser.conversion.modules import (
     prefixes,
 )
 from fuser.conversion.parts import Chain, LinearPart, ModulePart, Part
-from fuser.conversion.trace import MODE, OTHER_KEYWORDS, parameters_of, traced
+from fuser.conversion.trace import MODE, OTHER_KEYWORDS, Untraceable, parameters_of, traced
 from fuser.doors import PASSES
 from fuser.errors import StateError
 from fuser.op import COMPUTE_DTYPES, BasicOperation, CallResult, autocast_dtype
@@ -514,14 +514,11 @@ class Pipeline:
 def unit_of(
     module: torch.nn.Module, opened: Sequence[torch.nn.Module], *, takes_norms: bool = True
 ) -> Unit | str:
-    """The unit of a module's forward, with norms or without; why it has none.
-
-    Raises
-    ------
-    Untraceable
-        If the forward has no graph.
-    """
-    graph = traced(module, opened)
+    """The unit of a module's forward, with norms or without; why it has none."""
+    try:
+        graph = traced(module, opened)
+    except Untraceable as refusal:
+        return str(refusal)
     chains = Chains(module, takes_norms=takes_norms)
     nodes = list(graph.nodes)
     ends: dict[fx.Node, FoundChain] = {}
