@@ -149,11 +149,9 @@ class Unit:
             return "replicas of torch.nn.DataParallel share a pipeline"
         if has_global_hooks() and any(chain.replaced for chain in self.chains):
             return "there are hooks for the calls of every module"
-        for step in self.steps:
-            if isinstance(step.target, Chain):
-                refusal = step.target.refusal(owner)
-                if refusal is not None:
-                    return refusal
+        for chain in self.chains:
+            if (refusal := chain.refusal(owner)) is not None:
+                return refusal
         return None
 
     def changed_read(self, owner: torch.nn.Module) -> str | None:
