@@ -357,11 +357,11 @@ class _Search:
         if part is None or not self._accepts(path, module) or "forward" in module.__dict__:
             return
         unit = Unit((("input", REQUIRED),), (Step(Chain((part,), ()), (Ref(0),)),), Ref(1))
-        if _refusal(module, unit) is None:
+        if isinstance(_runnable(module, unit), Unit):
             self._add(path, module, replace(unit, reads=reads.inside(module, [""])))
 
     def _unit(self, module: torch.nn.Module, path: str) -> Unit | str | None:
-        """As :func:`_find_unit`, which looks once at modules that are alike."""
+        """What :func:`_find_unit` returns; modules that are alike are looked at once."""
         kind = _kind(module, self._chains)
         if kind not in self._known:
             opened = [m for m in module.modules() if m in self._chains]
@@ -413,13 +413,13 @@ def _find_unit(
             return unit if _look_like_a_feed_forward([part.shape for part in linears]) else None
         if unit.is_one_chain and not is_proved(module, unit):
             return "its values differ from those of " + unit.text
-    return unit if isinstance(unit, str) else _refusal(module, unit) or unit
+    return unit if isinstance(unit, str) else _runnable(module, unit)
 
 
-def _refusal(module: torch.nn.Module, unit: Unit) -> str | None:
-    """Why the module cannot run the unit as it is; None if it can."""
-    why_not = unit.refusal(module) if _has_plain_weights(module) else None
-    return why_not or why_no_subclass(module)
+def _runnable(module: torch.nn.Module, unit: Unit) -> Unit | str:
+    """The unit; or why the module cannot run it as it is."""
+    refusal = unit.refusal(module) if _has_plain_weights(module) else None
+    return refusal or why_no_subclass(module) or unit
 
 
 def _has_plain_weights(module: torch.nn.Module) -> bool:

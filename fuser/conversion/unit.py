@@ -266,11 +266,11 @@ class Runner:
         return None
 
     def _refusal(self, owner: torch.nn.Module) -> str | None:
-        return self.unit.refusal(owner) or self._change(owner)
+        return self.unit.refusal(owner) or self._refusal_of_change(owner)
 
     def present_unit(self, owner: torch.nn.Module) -> Unit:
         """The unit, which says how the modules have changed since they were converted."""
-        change = self._change(owner)
+        change = self._refusal_of_change(owner)
         return self.unit if change is None else replace(self.unit, change=change)
 
     def continue_scales(self, earlier: Runner | None) -> None:
@@ -278,7 +278,7 @@ class Runner:
         if earlier is not None and earlier.pipelines and self.unit.chains == earlier.unit.chains:
             self.scales = earlier.scales
 
-    def _change(self, owner: torch.nn.Module) -> str | None:
+    def _refusal_of_change(self, owner: torch.nn.Module) -> str | None:
         """What of the modules is not as it was when they were converted; None if nothing."""
         is_traced = torch.compiler.is_compiling()
         if is_traced and (changed := self._changed(owner)) is not None:

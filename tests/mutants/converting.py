@@ -113,7 +113,7 @@ CONVERTING = (
     Mutant(
         "attributes of children are not compared",
         UNIT,
-        "Runner._change",
+        "Runner._refusal_of_change",
         "if child is None or attributes_of(child) != attributes:",
         "if child is None:",
         LOOKED,
@@ -122,7 +122,7 @@ CONVERTING = (
     Mutant(
         "children that were added or removed are not noticed",
         UNIT,
-        "Runner._change",
+        "Runner._refusal_of_change",
         "if _names_of_children(child_of(owner, path)) != names:",
         "if child_of(owner, path) is None:",
         f"{TEST}a_model_that_loops_over_layers_may_lose_and_get_some",
@@ -130,7 +130,7 @@ CONVERTING = (
     Mutant(
         "a module between two ops that was replaced still runs",
         UNIT,
-        "Runner._change",
+        "Runner._refusal_of_change",
         "if child_of(owner, name) is not module:",
         "if child_of(owner, name) is None:",
         f"{TEST}a_dropout_and_a_norm_that_were_replaced_are_used",
@@ -181,7 +181,7 @@ CONVERTING = (
     Mutant(
         "linears that are kept are quantized",
         CONVERT,
-        "_Search.keeps",
+        "_Search._keeps",
         "return not self._kept.isdisjoint(_linears_of(path, unit))",
         "return False",
         f"{TEST}a_recipe_is_that_of_the_whole_model_and_keep_leaves_linears_out",
@@ -414,8 +414,8 @@ CONVERTING = (
         "parts forget the recipe that they were converted for",
         "conversion/convert.py",
         "convert",
-        'set_conversion(module, unit.as_torch() if rounding == "torch" else unit, recipe)',
-        'set_conversion(module, unit.as_torch() if rounding == "torch" else unit, None)',
+        "set_conversion(module, runner, recipe)",
+        "set_conversion(module, runner, None)",
         "test_doors.py::test_every_door_computes_what_the_model_does",
     ),
     Mutant(
