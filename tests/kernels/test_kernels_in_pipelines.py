@@ -500,6 +500,35 @@ def test_a_tensor_from_a_channel_gets_its_gradient(is_fused: bool) -> None:
     torch.testing.assert_close(x.grad, exact.grad.float())
 
 
+SHAPES: dict[str, tuple[Callable[[], list[Any]], list[Any], list[Any]]] = {
+    "a gate": (lambda: [fuser.ConstantScale(2.0), fuser.SwiGLU()], [(4, 16)], [(4, 15)]),
+    "a bias": (lambda: [fuser.Bias(16), fuser.GELU()], [(4, 16)], [(4, 8)]),
+    "an extra input": (
+        lambda: [fuser.GELU(), fuser.AddExtraInput()],
+        [(4, 16), (4, 16)],
+        [(4, 16), (4, 1)],
+    ),
+    "scales": (
+        lambda: [fuser.ConstantScale(2.0), fuser.ScaledSReLU()],
+        [(4, 16), (4,)],
+        [(4, 16), (1,)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "good", "bad"), SHAPES.values(), ids=SHAPES)
+def test_a_chain_checks_the_shapes_of_each_call(
+    make: Callable[[], list[Any]], good: list[Any], bad: list[Any]
+) -> None:
+    model = fuser.Sequential(*make())
+    with on_kernels():
+        expected = model(*map(torch.ones, good))
+        with pytest.raises(fuser.InputError, match=re.escape(str(bad[-1][-1]))):
+            model(*map(torch.ones, bad))
+        assert torch.equal(model(*map(torch.ones, good)), expected)
+        assert model.plans[0].forward[0].fusion == "PointwiseChain"
+
+
 REFUSALS: dict[str, tuple[Callable[[], list[Any]], tuple[Any, ...], str]] = {
     "two gates": (
         lambda: [fuser.SwiGLU(), fuser.GLU()],

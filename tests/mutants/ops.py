@@ -272,6 +272,15 @@ BASIC_OPS = (
         "test_ops.py::test_under_autocast_the_output_is_bf16_and_gradients_keep_their_dtype",
         select="Bias",
     ),
+    Mutant(
+        "a weight on meta is allocated in torch's default dtype",
+        "basic_ops/linear_weight.py",
+        "LinearWeight.reset_parameters",
+        "data = torch.empty(weight.shape, dtype=weight.dtype, device=device)",
+        "data = torch.empty(weight.shape, device=device)",
+        "test_ops.py::test_parameters_on_meta_are_allocated_with_their_dtypes_and_flags",
+        select="Linear",
+    ),
 )
 
 FUSED_OPS = (
@@ -466,6 +475,22 @@ FUSED_OPS = (
         "y = linear.matmul(ctxs[0], x, bias, **inputs.kwargs[0])",
         "y = linear.matmul(ctxs[0], x, bias)",
         "test_quantized_gemm.py::test_a_kept_weight_serves_a_native_gemm_with_its_epilogue",
+    ),
+    Mutant(
+        "a linear before a scale and an addition does not know its microbatch",
+        "fused_ops/forward_linear_scale_add.py",
+        "ForwardLinearScaleAdd.step_forward",
+        "y = linear.matmul(ctxs[0], x, addend=extra, scale=scale.scale, **inputs.kwargs[0])",
+        "y = linear.matmul(ctxs[0], x, addend=extra, scale=scale.scale)",
+        "test_cublaslt.py::test_a_kept_weight_serves_a_product_with_a_scale_and_an_addend",
+    ),
+    Mutant(
+        "a chain does not check the columns of a gate",
+        "basic_ops/activation.py",
+        "Activation.stage",
+        "self.function.output_features(shape[-1])",
+        "pass",
+        "test_kernels_in_pipelines.py::test_a_chain_checks_the_shapes_of_each_call",
     ),
 )
 
@@ -752,5 +777,13 @@ SENTENCES = (
         "pointwise.dropout(x, seed, state.dropout_probability)",
         "pointwise.dropout(x, seed, self.dropout_probability)",
         "test_context.py::test_what_backward_computes_again_has_the_scalars_of_the_forward",
+    ),
+    Mutant(
+        "an op with extra outputs runs as an op without",
+        "op/basic.py",
+        "BasicOperation.fuser_forward",
+        "if self.num_extra_inputs or self.num_extra_outputs:",
+        "if self.num_extra_outputs:",
+        "test_bad_input.py::test_an_op_with_extra_tensors_is_not_run_by_the_methods_of_an_op_without",
     ),
 )

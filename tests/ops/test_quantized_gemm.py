@@ -537,7 +537,8 @@ def test_an_emulated_product_is_that_of_values_in_the_dtype_of_the_product(
     x, weight, bias, addend = (
         oracles.random_tensor(shape, dtype, seed) for seed, shape in enumerate(shapes)
     )
-    qx, qw = map(fuser.NVFP4Quantizer(), (x, weight))  # values of more bits than bf16 has
+    # Of values in fp32, and with more bits than bf16 has.
+    qx, qw = map(fuser.NVFP4Quantizer(), (x.float(), weight.float()))
     found = gemm.quantized_linear(
         *(qx, qw, dtype),
         is_split=True,

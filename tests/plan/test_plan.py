@@ -853,6 +853,13 @@ def test_a_product_has_the_elements_of_its_operands_and_its_result() -> None:
     assert (experts.flops, *experts.operands) == (2 * 7 * 3 * 5, 7 * 3, 2 * 3 * 5, 7 * 5)
 
 
+def test_a_norm_saves_its_statistics_of_each_row() -> None:
+    x = TensorSpec((2, 7, 3), torch.bfloat16)
+    one = (fuser.RMSNorm(3), fuser.L2Normalization())
+    two = (fuser.LayerNorm(3), fuser.AdaptiveLayerNorm(3))
+    assert [norm.saved_bytes(x) for norm in (*one, *two)] == [56, 56, 112, 112]
+
+
 def test_tensor_specs_count_bytes() -> None:
     assert TensorSpec((2, 3, 5), torch.bfloat16).nbytes == 60
     assert TensorSpec((0, 4), torch.float32).nbytes == 0
