@@ -281,6 +281,14 @@ BASIC_OPS = (
         "test_ops.py::test_parameters_on_meta_are_allocated_with_their_dtypes_and_flags",
         select="Linear",
     ),
+    Mutant(
+        "a parameter on meta loses hooks of its accumulated gradient",
+        "op/basic.py",
+        "BasicOperation.renew",
+        "if old is not None and not old._backward_hooks and not gradient_hooks(old):",
+        "if old is not None and not old._backward_hooks:",
+        "test_ops.py::test_a_parameter_on_meta_that_has_hooks_is_not_allocated",
+    ),
 )
 
 FUSED_OPS = (

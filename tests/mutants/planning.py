@@ -547,6 +547,14 @@ PLANNER = (
         "operands = (rows * self.in_features, weights, rows * self.out_features)",
         "test_plan.py::test_a_product_has_the_elements_of_its_operands_and_its_result",
     ),
+    Mutant(
+        "a row parallel linear adds a tensor on every rank",
+        "basic_ops/linear_epilogues.py",
+        "parallel_refusal",
+        'if linear._parallel is None or (side == "backward" and linear._parallel.mode == "row"):',
+        'if linear._parallel is None or linear._parallel.mode == "row":',
+        "test_fusion_refusals.py::test_ranks_add_no_tensor_to_each_of_their_products",
+    ),
 )
 
 PLAN_KEYS = (

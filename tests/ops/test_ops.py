@@ -789,6 +789,18 @@ def test_parameters_on_meta_are_allocated_with_their_dtypes_and_flags(
         assert flags == [False] + [True] * len(others)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("name", ["BasicLinear", "Bias", "RMSNorm"])
+def test_a_parameter_on_meta_that_has_hooks_is_not_allocated(name: str, register: str) -> None:
+    with torch.device("meta"):
+        op = case(name).make(torch.float32)
+    (parameter,) = op.parameters()
+    getattr(parameter, register)(lambda *_: None)
+    with torch.device("cpu"), pytest.raises(fuser.StateError, match="it has hooks"):
+        op.reset_parameters()
+    assert parameter.is_meta
+
+
 def test_basic_linear_starts_as_torch_linear_does_and_bias_at_zero() -> None:
     torch.manual_seed(5)
     ours = fuser.Linear(16, 4)
