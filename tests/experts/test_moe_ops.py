@@ -419,7 +419,10 @@ def test_both_ops_tell_the_plan_the_shapes_and_dtypes_that_they_give(
     dispatch, combine = fuser.MoeDispatch(EXPERTS, **options), fuser.MoeCombine()
     rows, *others = dispatch(*given)
     x, *extras = map(spec_of, given)
-    of_rows, of_others = dispatch.output_spec(x, extras, None), dispatch.extra_output_specs(x, extras)
+    of_rows, of_others = (
+        dispatch.output_spec(x, extras, None),
+        dispatch.extra_output_specs(x, extras),
+    )
     assert [of_rows, *of_others] == list(map(spec_of, (rows, *others)))
     assert combine.output_spec(of_rows, of_others[2:], None) == spec_of(combine(rows, others[2]))
 

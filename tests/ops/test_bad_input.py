@@ -878,9 +878,7 @@ def test_a_backward_that_returns_three_values_is_named() -> None:
         def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
             return grad_output, (), ()
 
-    with pytest.raises(
-        fuser.StateError, match=said("basic-op-backward-returns", "Three", "tuple")
-    ):
+    with pytest.raises(fuser.StateError, match=said("basic-op-backward-returns", "Three", "tuple")):
         Three()(x_of(3, 8).requires_grad_(), x_of(3, 8)).sum().backward()
 
 
