@@ -585,6 +585,7 @@ def test_permute_refuses_what_does_not_fit(change: dict[str, Any], words: str) -
             {"x": fuser.MXFP8Quantizer(fuser.DType.kFloat8E4M3)(torch.ones(32, 32))},
             said("routing-plain-tensor-call", None, "x", "MXFP8Tensor"),
         ),
+        ({"x": [[1.0, 2.0]]}, said("routing-plain-tensor-call", None, "x", "list")),
     ],
 )
 def test_permute_refuses_wrong_types(change: dict[str, Any], words: str) -> None:
