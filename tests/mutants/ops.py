@@ -274,8 +274,8 @@ BASIC_OPS = (
     ),
     Mutant(
         "a weight on meta is allocated in torch's default dtype",
-        "basic_ops/linear_weight.py",
-        "LinearWeight.reset_parameters",
+        "basic_ops/initialised_weights.py",
+        "InitialisedWeights.initialise",
         "data = torch.empty(weight.shape, dtype=weight.dtype, device=device)",
         "data = torch.empty(weight.shape, device=device)",
         "test_ops.py::test_parameters_on_meta_are_allocated_with_their_dtypes_and_flags",
