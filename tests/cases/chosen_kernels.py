@@ -46,6 +46,22 @@ def experts() -> list[Any]:
     ]
 
 
+def adapters(**options: Any) -> Any:
+    return fuser.LoRALinear(HIDDEN, HIDDEN, rank=16, **{**OPTIONS, **options})
+
+
+def merged() -> Any:
+    op = adapters(device="cpu")
+    op.merge()
+    return op.to("meta")
+
+
+def quantized_experts() -> Any:
+    with fuser.quantized_model_init(recipe=recipes.Float8CurrentScaling()):
+        return fuser.GroupedLinear(GROUPS, HIDDEN, WIDTH, dtype=torch.bfloat16, device="cpu")
+
+
+SPLITS = torch.empty(GROUPS, device="meta", dtype=torch.int64)
 # Each with the shapes of its extra inputs.
 PIPELINES: dict[str, tuple[Callable[[], list[Any]], tuple[torch.Tensor, ...]]] = {
     "gelu": (lambda: [linear(HIDDEN, WIDTH), fuser.GELU(), linear(WIDTH, HIDDEN)], ()),
@@ -67,11 +83,35 @@ PIPELINES: dict[str, tuple[Callable[[], list[Any]], tuple[torch.Tensor, ...]]] =
     "experts": (
         experts,
         (
-            torch.empty(GROUPS, device="meta", dtype=torch.int64),
+            SPLITS,
             torch.empty(ROWS, device="meta"),
-            torch.empty(GROUPS, device="meta", dtype=torch.int64),
+            SPLITS,
         ),
     ),
+    "one norm": (lambda: [fuser.L2Normalization()], ()),
+    "one cached activation": (lambda: [fuser.GELU(cache_quantized_input=True)], ()),
+    "one scaled activation": (
+        lambda: [fuser.ScaledSwiGLU()],
+        (torch.empty(ROWS, device="meta"),),
+    ),
+    "frozen linear": (
+        lambda: [fuser.GELU(), linear(HIDDEN, HIDDEN).requires_grad_(False)],
+        (),
+    ),
+    "quantize": (lambda: [fuser.Quantize(backward=True)], ()),
+    "quantize gradients": (lambda: [fuser.Quantize(forward=False, backward=True)], ()),
+    "adapters with dropout, trained bias": (lambda: [adapters(dropout=0.5)], ()),
+    "adapters in fp32": (lambda: [adapters(dtype=torch.float32)], ()),
+    "merged adapters": (lambda: [merged()], ()),
+    "adapters of experts in fp32": (
+        lambda: [
+            fuser.LoRAGroupedLinear(
+                GROUPS, HIDDEN, WIDTH, rank=16, adapter_dtype=torch.float32, **OPTIONS
+            )
+        ],
+        (SPLITS,),
+    ),
+    "quantized experts with biases": (lambda: [quantized_experts()], (SPLITS,)),
 }
 RECIPES: dict[str, Any] = {
     "none": None,
@@ -84,10 +124,25 @@ RECIPES: dict[str, Any] = {
     "mxfp8": recipes.MXFP8BlockScaling(),
     "nvfp4": recipes.NVFP4BlockScaling(),
 }
+FP32 = ("fp32", "adapters in fp32")
 # GPUs without a device to plan for, by compute capability.
 MORE = {"sm_89": (8, 9), "sm_103": (10, 3), "sm_121": (12, 1)}
 # Pipelines whose plans are alike under the other recipes.
-OTHERS = {"pointwise": ("none", "current"), "fp32": ("none", "current", "mxfp8")}
+OTHERS = {
+    "pointwise": ("none", "current"),
+    "fp32": ("none", "current", "mxfp8"),
+    "one norm": ("none",),
+    "one cached activation": ("none", "current"),
+    "one scaled activation": ("none", "current"),
+    "frozen linear": ("none", "current"),
+    "quantize": ("none", "current", "current, high_precision"),
+    "quantize gradients": ("current", "current, high_precision"),
+    "adapters with dropout, trained bias": ("none", "current"),
+    "adapters in fp32": ("none", "current"),
+    "merged adapters": ("none", "current"),
+    "adapters of experts in fp32": ("none", "current"),
+    "quantized experts with biases": ("current",),
+}
 
 
 def chosen(pipeline: str, recipe: str, arch: tuple[int, int]) -> str:
@@ -96,7 +151,9 @@ def chosen(pipeline: str, recipe: str, arch: tuple[int, int]) -> str:
     ops = [op for module in make() for op in getattr(module, "basic_ops", [module])]
     if pipeline == "adapters":
         ops[0].weight.requires_grad_(False)
-    dtype = torch.float32 if pipeline == "fp32" else torch.bfloat16
+    if "trained bias" in pipeline:
+        ops[0].bias.requires_grad_(True)
+    dtype = torch.float32 if pipeline in FP32 else torch.bfloat16
     x = torch.empty(ROWS, HIDDEN, device="meta", dtype=dtype, requires_grad=True)
     given = RECIPES[recipe]
     with fuser.autocast(enabled=given is not None, recipe=given):

@@ -38,6 +38,7 @@ from test_grouped_linear import G as GROUPS
 
 import fuser
 from fuser import recipe as recipes
+from fuser.basic_ops import grouped_loop
 from fuser.errors import InputError
 from fuser.gemm import grouped
 from fuser.recipe import BACKWARD_OVERRIDES
@@ -259,6 +260,17 @@ def test_overrides_save_what_they_say(override: str, at_once: Callable[[], None]
         else:
             assert tensor._has("rowwise")
             assert not tensor._has("columnwise")
+
+
+@EVERY_RECIPE
+def test_recipes_that_quantize_all_groups_multiply_them_at_once(
+    make: Callable[[], Any], at_once: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once()
+    monkeypatch.setattr(grouped_loop.LoopedProduct, "forward", None)  # that of one by one
+    op = made(BF16)
+    x, dy = values(T, K, seed=1, dtype=BF16), values(T, N, seed=2, dtype=BF16)
+    assert run(op, x, dy, SPLITS["even"], recipe=make())["y"].any()
 
 
 def test_other_recipes_run_group_by_group(

@@ -294,6 +294,45 @@ def test_a_bias_may_be_trained_too(layout: Any) -> None:
     assert equal(found, expected)
 
 
+@pytest.mark.parametrize("recipe", [None, recipes.Float8CurrentScaling()], ids=str)
+@pytest.mark.parametrize("layout", ["separate", "one weight"])
+def test_every_set_of_leaves_gets_its_gradients(layout: str, recipe: Any) -> None:
+    model = lora(**LAYOUTS[layout])
+    kinds = ("bias", "lora_A", "lora_B")
+
+    def grads(wanted: dict[str, bool]) -> dict[str, Any]:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(wanted[k] for k in kinds if name.startswith(k)))
+        model.zero_grad(set_to_none=True)
+        x = rows().requires_grad_(wanted["x"])
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(x, torch.tensor(SOME))
+        y.backward(random_tensor(y.shape, BF16, 99).to(y.dtype))
+        return {"x": x.grad, **{n: p.grad for n, p in model.named_parameters()}}
+
+    names = ("x", *kinds)
+    full = grads(dict.fromkeys(names, True))
+    for flags in itertools.product((False, True), repeat=len(names)):
+        wanted = dict(zip(names, flags, strict=True))
+        if not any(flags):
+            continue
+        for name, grad in grads(wanted).items():
+            if any(wanted[kind] for kind in names if name.startswith(kind)):
+                assert torch.equal(grad, full[name]), (name, wanted)
+            else:
+                assert grad is None, (name, wanted)
+
+
+@pytest.mark.parametrize("name", ["lora_B2", "weight1"])
+def test_what_the_gradient_of_the_input_reads_is_watched_if_adapters_are_frozen(name: str) -> None:
+    model = copy.deepcopy(lora()).requires_grad_(False)
+    y = model(leaf(rows()), torch.tensor(SOME))
+    with torch.no_grad():
+        getattr(model, name).add_(1)
+    with pytest.raises(RuntimeError, match=r"changed in|modified by an inplace"):
+        y.sum().backward()
+
+
 def test_a_fresh_op_computes_what_a_grouped_linear_does_and_reset_adapters_starts_again() -> None:
     model = fuser.LoRAGroupedLinear(G, IN, OUT, rank=RANK, device="cpu")
     linear = fuser.GroupedLinear(G, IN, OUT, device="cpu")
@@ -746,6 +785,7 @@ def test_a_merged_op_is_a_grouped_linear_with_the_merged_weight(layout: str) -> 
     model = lora(dropout=0.3, **LAYOUTS[layout])
     before, first = copy.deepcopy(model), step(model, rows(), SOME)
     merged = model.merged_weight()
+    assert not any(one.requires_grad for one in merged)
     kinds = [each(model, kind) for kind in ("weight", "lora_A", "lora_B")]
     for one, (w, a, b) in zip(merged, zip(*kinds, strict=True), strict=True):
         exact = w.double() + model.scale * (b.double() @ a.double())

@@ -39,6 +39,8 @@ def loop(expert_indices: torch.Tensor, experts: int) -> tuple[list[tuple[int, in
 
 def check_maps(permuted: Permuted, rows: list[tuple[int, int]], choices: int) -> None:
     """Both maps agree with the list of rows, and contain nothing else."""
+    maps = (permuted.row_map, permuted.inverse_map, permuted.split_sizes)
+    assert {each.dtype for each in maps} == {torch.int32}
     unused = permuted.row_map.shape[0] - len(rows)
     assert permuted.row_map.tolist() == [t * choices + j for t, j in rows] + [-1] * unused
     expected = torch.full_like(permuted.inverse_map, -1)
@@ -119,6 +121,14 @@ def test_gradients_are_those_of_finite_differences(indices: torch.Tensor, expert
         return unpermute(y, permuted, probs=weights) + unpermute(y.cos(), permuted)
 
     assert torch.autograd.gradcheck(layer, (x, probs, weights))
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_without_rows_every_token_is_zero(width: int) -> None:
+    x, indices = torch.ones(3, width), torch.zeros(3, 2, dtype=torch.int64)
+    permuted = permute(x, indices, num_experts=1, capacity=0)
+    assert permuted.x.shape == (0, width)
+    assert torch.equal(unpermute(permuted.x, permuted), torch.zeros(3, width))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -575,6 +585,7 @@ def test_permute_refuses_what_does_not_fit(change: dict[str, Any], words: str) -
             {"x": fuser.MXFP8Quantizer(fuser.DType.kFloat8E4M3)(torch.ones(32, 32))},
             said("routing-plain-tensor-call", None, "x", "MXFP8Tensor"),
         ),
+        ({"x": [[1.0, 2.0]]}, said("routing-plain-tensor-call", None, "x", "list")),
     ],
 )
 def test_permute_refuses_wrong_types(change: dict[str, Any], words: str) -> None:

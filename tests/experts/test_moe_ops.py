@@ -22,6 +22,7 @@ from fuser.errors import InputError, InputTypeError, StateError
 from fuser.moe import permute, unpermute
 from fuser.recipe import BACKWARD_OVERRIDES
 from fuser.runtime import recorded
+from fuser.specs import TensorSpec
 
 EXPERTS, CHOICES, HIDDEN, WIDTH, TOKENS = 4, 2, 32, 48, 30
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -406,6 +407,28 @@ def test_a_whole_layer_is_recorded_where_no_size_is_read(
     for some, others in zip(found, wanted, strict=True):
         for a, b in zip(some, others, strict=True):
             torch.testing.assert_close(a, b, rtol=0.05, atol=0.3)
+
+
+@EVERY_OPTION
+@pytest.mark.parametrize("choices", [1, 2, 3])
+def test_both_ops_tell_the_plan_the_shapes_and_dtypes_that_they_give(
+    choices: int, options: dict[str, Any]
+) -> None:
+    indices = torch.arange(TOKENS * choices).view(TOKENS, choices) % EXPERTS
+    given = tokens(BF16), indices, torch.ones(TOKENS, choices)
+    dispatch, combine = fuser.MoeDispatch(EXPERTS, **options), fuser.MoeCombine()
+    rows, *others = dispatch(*given)
+    x, *extras = map(spec_of, given)
+    of_rows, of_others = (
+        dispatch.output_spec(x, extras, None),
+        dispatch.extra_output_specs(x, extras),
+    )
+    assert [of_rows, *of_others] == list(map(spec_of, (rows, *others)))
+    assert combine.output_spec(of_rows, of_others[2:], None) == spec_of(combine(rows, others[2]))
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 
 # -- bad input --------------------------------------------------------------------

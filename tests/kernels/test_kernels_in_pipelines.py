@@ -500,6 +500,40 @@ def test_a_tensor_from_a_channel_gets_its_gradient(is_fused: bool) -> None:
     torch.testing.assert_close(x.grad, exact.grad.float())
 
 
+SHAPES: dict[str, tuple[Callable[[], list[Any]], list[Any], list[Any]]] = {
+    "a gate": (lambda: [fuser.ConstantScale(2.0), fuser.SwiGLU()], [(4, 16)], [(4, 15)]),
+    "a gate in blocks": (
+        lambda: [fuser.ConstantScale(2.0), fuser.SwiGLU(glu_interleave_size=4)],
+        [(4, 16)],
+        [(4, 12)],
+    ),
+    "a bias": (lambda: [fuser.Bias(16), fuser.GELU()], [(4, 16)], [(4, 8)]),
+    "an extra input": (
+        lambda: [fuser.GELU(), fuser.AddExtraInput()],
+        [(4, 16), (4, 16)],
+        [(4, 16), (4, 1)],
+    ),
+    "scales": (
+        lambda: [fuser.ConstantScale(2.0), fuser.ScaledSReLU()],
+        [(4, 16), (4,)],
+        [(4, 16), (1,)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "good", "bad"), SHAPES.values(), ids=SHAPES)
+def test_a_chain_checks_the_shapes_of_each_call(
+    make: Callable[[], list[Any]], good: list[Any], bad: list[Any]
+) -> None:
+    model = fuser.Sequential(*make())
+    with on_kernels():
+        expected = model(*map(torch.ones, good))
+        with pytest.raises(fuser.InputError, match=re.escape(str(bad[-1][-1]))):
+            model(*map(torch.ones, bad))
+        assert torch.equal(model(*map(torch.ones, good)), expected)
+        assert model.plans[0].forward[0].fusion == "PointwiseChain"
+
+
 REFUSALS: dict[str, tuple[Callable[[], list[Any]], tuple[Any, ...], str]] = {
     "two gates": (
         lambda: [fuser.SwiGLU(), fuser.GLU()],
@@ -624,6 +658,36 @@ def test_quantizing_a_lazy_tensor_gives_the_bytes_of_quantizing_the_stored_tenso
     in_backward = {"NormBackwardProducer", "PointwiseBackwardProducer"}
     assert in_forward <= made or recipe.backward_override == "high_precision"
     assert in_backward <= made or not recipe.quantizes_backward
+
+
+MIDDLES: dict[str, tuple[Callable[[], list[Any]], bool]] = {
+    "two biases": (lambda: [bias(), fuser.GELU(), bias()], False),
+    "a bias and scales": (lambda: [bias(), fuser.ScaledSReLU()], True),
+}
+
+
+def bias() -> fuser.Bias:
+    return fuser.Bias(32, dtype=BF16)
+
+
+@pytest.mark.parametrize(("middle", "has_scales"), MIDDLES.values(), ids=MIDDLES)
+def test_all_operands_of_a_chain_get_gradients_beside_a_quantized_one(
+    middle: Callable[[], list[Any]], has_scales: bool
+) -> None:
+    found = []
+    for fusions in (fuser.FUSIONS, ()):
+        first, last = (fuser.BasicLinear(32, 32, dtype=BF16) for _ in range(2))
+        model = oracles.randomize(fuser.Sequential(first, *middle(), last, fusions=fusions))
+        x = leaf(random_tensor((32, 32), BF16, 1))
+        extras = [leaf(random_tensor((32,), BF16, 2))] * has_scales
+        with on_kernels(), fuser.autocast(recipe=RECIPES["current"]):
+            y = model(x, *extras)
+            y.backward(random_tensor((32, 32), BF16, 3))
+        steps = [step.fusion for step in model.plans[0].backward]
+        assert ("PointwiseChain" in steps) is bool(fusions)
+        found.append([t.grad.double() for t in (x, *extras, *model.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 2**-5 * other.norm()
 
 
 @pytest.mark.parametrize("through_channel", [False, True])

@@ -180,6 +180,39 @@ ADAPTERS = (
         "if self.draws_seed:",
         "test_modes.py::test_adapters_are_in_the_mode_of_their_linear",
     ),
+    Mutant(
+        "the gradient of B alone asks for B",
+        SHARED,
+        "LoRAAdapters.adapters_backward",
+        "if saved.b is not None:\n    grad_hidden = products.dgrad(dy, saved.b, state.scale)",
+        "grad_hidden = products.dgrad(dy, saved.b, state.scale)",
+        "test_lora_linear.py::test_every_set_of_leaves_gets_its_gradients",
+    ),
+    Mutant(
+        "a merged weight holds the graph of A",
+        SHARED,
+        "LoRAAdapters._with_products",
+        "self.scale * (b.detach().float() @ a.detach().float())",
+        "self.scale * (b.detach().float() @ a.float())",
+        "test_lora_linear.py::test_a_merged_op_is_a_linear_with_the_merged_weight",
+    ),
+    Mutant(
+        "a dropout of nothing draws a seed",
+        SHARED,
+        "LoRAAdapters.draws_seed",
+        "self.dropout_probability > 0 and not self.is_merged",
+        "not self.is_merged",
+        "test_lora_linear.py::test_a_seed_is_drawn_only_for_what_is_dropped",
+    ),
+    Mutant(
+        "B may change before the gradient of the input reads it, if A is frozen",
+        SHARED,
+        "LoRAAdapters.add_adapters",
+        'b = self._operand(ctx, "lora_B", dtype, is_read=of_a or of_x)',
+        'b = self._operand(ctx, "lora_B", dtype, is_read=of_a)',
+        "test_lora_grouped_linear.py::"
+        "test_what_the_gradient_of_the_input_reads_is_watched_if_adapters_are_frozen",
+    ),
 )
 
 STATE_DICTS = (

@@ -309,4 +309,28 @@ EXPERTS = (
         "return True",
         "test_cublaslt.py::test_torch_multiplies_what_cublaslt_does_not_take",
     ),
+    Mutant(
+        "split sizes have 64 bits",
+        "reference/permutation.py",
+        "sort_by_expert",
+        "torch.searchsorted(keys, experts, out_int32=True)",
+        "torch.searchsorted(keys, experts)",
+        "test_moe.py::test_rows_are_those_of_a_loop_over_experts_and_tokens",
+    ),
+    Mutant(
+        "no rows are indexed by the places of dropped tokens",
+        "reference/permutation.py",
+        "unpermute",
+        "for choice in range(choices if y.shape[0] else 0):",
+        "for choice in range(choices):",
+        "test_moe.py::test_without_rows_every_token_is_zero",
+    ),
+    Mutant(
+        "a plan has the packed shape of ranks for a dispatch of one rank",
+        "basic_ops/moe.py",
+        "MoeDispatch.extra_output_specs",
+        "if ranks > 1:",
+        "if ranks >= 1:",
+        "test_moe_ops.py::test_both_ops_tell_the_plan_the_shapes_and_dtypes_that_they_give",
+    ),
 )

@@ -287,4 +287,12 @@ GROUPED_LINEARS = (
         "is_slice = held == count * parameter.nbytes",
         "test_grouped_memory.py::test_parts_of_one_buffer_in_another_order_stay_there",
     ),
+    Mutant(
+        "groups that can be quantized together are multiplied one by one",
+        "basic_ops/grouped_linear.py",
+        "GroupedLinear._product",
+        "quantizers = None if is_read else quantizers_of_groups(self, ctx)",
+        "quantizers = None",
+        "test_grouped_products.py::test_recipes_that_quantize_all_groups_multiply_them_at_once",
+    ),
 )

@@ -272,6 +272,23 @@ BASIC_OPS = (
         "test_ops.py::test_under_autocast_the_output_is_bf16_and_gradients_keep_their_dtype",
         select="Bias",
     ),
+    Mutant(
+        "a weight on meta is allocated in torch's default dtype",
+        "basic_ops/initialised_weights.py",
+        "InitialisedWeights.initialise",
+        "data = torch.empty(weight.shape, dtype=weight.dtype, device=device)",
+        "data = torch.empty(weight.shape, device=device)",
+        "test_ops.py::test_parameters_on_meta_are_allocated_with_their_dtypes_and_flags",
+        select="Linear",
+    ),
+    Mutant(
+        "a parameter on meta loses hooks of its accumulated gradient",
+        "op/basic.py",
+        "BasicOperation.renew",
+        "if old is not None and not old._backward_hooks and not gradient_hooks(old):",
+        "if old is not None and not old._backward_hooks:",
+        "test_ops.py::test_a_parameter_on_meta_that_has_hooks_is_not_allocated",
+    ),
 )
 
 FUSED_OPS = (
@@ -466,6 +483,23 @@ FUSED_OPS = (
         "y = linear.matmul(ctxs[0], x, bias, **inputs.kwargs[0])",
         "y = linear.matmul(ctxs[0], x, bias)",
         "test_quantized_gemm.py::test_a_kept_weight_serves_a_native_gemm_with_its_epilogue",
+    ),
+    Mutant(
+        "a linear before a scale and an addition does not know its microbatch",
+        "fused_ops/forward_linear_scale_add.py",
+        "ForwardLinearScaleAdd.step_forward",
+        "y = linear.matmul(ctxs[0], x, addend=extra, scale=scale.scale, **inputs.kwargs[0])",
+        "y = linear.matmul(ctxs[0], x, addend=extra, scale=scale.scale)",
+        "test_cublaslt.py::test_a_kept_weight_serves_a_product_with_a_scale_and_an_addend",
+    ),
+    Mutant(
+        "the second bias of a chain gets no gradient beside a quantized one",
+        "functional/pointwise.py",
+        "BackwardChain.producer",
+        'is_of_bias = operands_with_grad == [0] and self.stages[0].name == "bias"',
+        'is_of_bias = self.stages[0].name == "bias"',
+        "test_kernels_in_pipelines.py::"
+        "test_all_operands_of_a_chain_get_gradients_beside_a_quantized_one",
     ),
 )
 
@@ -752,5 +786,13 @@ SENTENCES = (
         "pointwise.dropout(x, seed, state.dropout_probability)",
         "pointwise.dropout(x, seed, self.dropout_probability)",
         "test_context.py::test_what_backward_computes_again_has_the_scalars_of_the_forward",
+    ),
+    Mutant(
+        "an op with extra outputs runs as an op without",
+        "op/basic.py",
+        "BasicOperation.fuser_forward",
+        "if self.num_extra_inputs or self.num_extra_outputs:",
+        "if self.num_extra_outputs:",
+        "test_bad_input.py::test_an_op_with_extra_tensors_is_not_run_by_the_methods_of_an_op_without",
     ),
 )

@@ -514,6 +514,47 @@ PLANNER = (
         "torch.nn.Linear(sizes.hidden, sizes.experts, **options)",
         "test_model_plan.py::test_decoders_have_the_weights_that_their_sizes_say",
     ),
+    Mutant(
+        "a plan has a sum for a frozen bias",
+        "basic_ops/bias.py",
+        "Bias.kernels",
+        'return ("sum",) if key.ops[0].params[0].requires_grad else ()',
+        'return ("sum",)',
+        "test_chosen_kernels.py::test_plans_name_the_kernels_of_the_table",
+    ),
+    Mutant(
+        "a plan quantizes weights that are quantized",
+        "basic_ops/grouped_linear.py",
+        "GroupedLinear.kernels",
+        'f"{quantize} weight": is_quantized and op.params[0].format is None',
+        'f"{quantize} weight": is_quantized and op.params[-1].format is None',
+        "test_chosen_kernels.py::test_plans_name_the_kernels_of_the_table",
+    ),
+    Mutant(
+        "a plan expects the dtype of a bias under torch's autocast",
+        "basic_ops/bias.py",
+        "Bias.output_spec",
+        "return TensorSpec(spec.shape, autocast or self.bias.dtype)",
+        "return TensorSpec(spec.shape, self.bias.dtype)",
+        "test_ops.py::test_an_op_tells_the_plan_the_shape_and_dtype_of_its_output",
+        select="Bias",
+    ),
+    Mutant(
+        "a plan counts one weight for all groups",
+        "basic_ops/grouped_linear.py",
+        "GroupedLinear.product",
+        "operands = (rows * self.in_features, self.num_groups * weights, rows * self.out_features)",
+        "operands = (rows * self.in_features, weights, rows * self.out_features)",
+        "test_plan.py::test_a_product_has_the_elements_of_its_operands_and_its_result",
+    ),
+    Mutant(
+        "a row parallel linear adds a tensor on every rank",
+        "basic_ops/linear_epilogues.py",
+        "parallel_refusal",
+        'if linear._parallel is None or (side == "backward" and linear._parallel.mode == "row"):',
+        'if linear._parallel is None or linear._parallel.mode == "row":',
+        "test_fusion_refusals.py::test_ranks_add_no_tensor_to_each_of_their_products",
+    ),
 )
 
 PLAN_KEYS = (
@@ -1008,5 +1049,13 @@ REBUILT = (
         "training=training, device=device)",
         "device=device)",
         "test_grouped_linear_module.py::test_a_layer_is_its_op",
+    ),
+    Mutant(
+        "an input that is computed again is quantized in its own dtype",
+        "basic_ops/basic_linear.py",
+        "BasicLinear.take_rebuilt_input",
+        "x = quantizer(values if values.dtype is dtype else materialize(values).to(dtype))",
+        "x = quantizer(values)",
+        "test_rebuilt.py::test_a_linear_rounds_what_it_computes_again_to_its_own_dtype",
     ),
 )

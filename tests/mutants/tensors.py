@@ -857,4 +857,23 @@ MATRIX_PRODUCTS = (
         "self.columnwise_quantizer",
         "test_hybrid_quantizer.py::test_later_writes_record_an_amax_in_neither_part",
     ),
+    Mutant(
+        "columns of which one operand alone is transformed are multiplied as they are",
+        "gemm/matmul.py",
+        "column_values",
+        "is_transformed = dy.column_transform is not None and "
+        "dy.column_transform == x.column_transform",
+        "is_transformed = dy.column_transform is not None",
+        "test_custom_recipes.py::test_products_are_those_of_the_factorys_operands",
+        select="transformed",
+    ),
+    Mutant(
+        "an emulated product with a scale needs a bias",
+        "gemm/matmul.py",
+        "quantized_linear",
+        "y = y if bias is None else y + bias",
+        "y = y + bias",
+        "test_quantized_gemm.py::"
+        "test_an_emulated_product_is_that_of_values_in_the_dtype_of_the_product",
+    ),
 )

@@ -25,6 +25,7 @@ from said import holds, said, sentence
 import fuser
 import fuser.runtime.pipeline
 from fuser.op import BasicOperation, FusedOperation, OperationContext
+from fuser.specs import TensorSpec
 
 
 def x_of(*shape: int, **kwargs: Any) -> torch.Tensor:
@@ -872,6 +873,15 @@ def test_a_backward_that_returns_no_tuple_is_named(rows: int, before: int) -> No
     assert str(caught.value) == sentence("basic-op-backward-returns", "_NoTuple", "Tensor")
 
 
+def test_a_backward_that_returns_three_values_is_named() -> None:
+    class Three(_NoTupleBehindAnExtra):
+        def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+            return grad_output, (), ()
+
+    with pytest.raises(fuser.StateError, match=said("basic-op-backward-returns", "Three", "tuple")):
+        Three()(x_of(3, 8).requires_grad_(), x_of(3, 8)).sum().backward()
+
+
 class _NoTupleBehindAnExtra(_NoTuple):
     """The same of an op with an extra input, which is run by ``fuser_backward``."""
 
@@ -1079,6 +1089,18 @@ def test_an_op_without_a_method_says_which_one(missing: str, extras: int) -> Non
     with pytest.raises(fuser.StateError) as caught:
         fuser.Sequential(half())(x_of(3, 8).requires_grad_(), *[X] * extras).sum().backward()
     assert_sentence(caught.value, ("Half", f"{extras} extra inputs", f"{prefix}_{missing}"))
+
+
+@pytest.mark.parametrize("kind", ["inputs", "outputs"])
+def test_an_op_with_extra_tensors_is_not_run_by_the_methods_of_an_op_without(kind: str) -> None:
+    half = type("Half", (Silent,), {f"num_extra_{kind}": 2})
+    extras = [X, X] if kind == "inputs" else []
+    for op in (half(), fuser.Sequential(half(), fuser.GELU())):
+        with pytest.raises(fuser.StateError) as caught:
+            op(X, *extras)
+        assert_sentence(caught.value, ("Half", f"2 extra {kind}", "fuser_forward"))
+    specs = half().extra_output_specs(TensorSpec((3, 8), torch.float32), ())
+    assert len(specs) == (2 if kind == "outputs" else 0)
 
 
 class _FailsInBackward(Silent):

@@ -408,6 +408,20 @@ def test_a_scale_is_a_factor_of_the_product(hopper: StrictTensorCores, calls: li
     assert len(calls) == 2
 
 
+def test_a_kept_weight_serves_a_product_with_a_scale_and_an_addend(
+    hopper: StrictTensorCores, calls: list[str]
+) -> None:
+    linear = fuser.BasicLinear(256, 384, dtype=BF16)
+    model = fuser.Sequential(linear, fuser.ConstantScale(0.5), fuser.AddExtraInput())
+    given = values(144, 256, seed=1), values(144, 384, seed=2)
+    with fuser.autocast(recipe=NATIVE["current"]), torch.no_grad():
+        first = model(*given, op_kwargs={linear: {"is_first_microbatch": True}})
+        linear.weight.data.zero_()  # which torch does not count
+        later = model(*given, op_kwargs={linear: {"is_first_microbatch": False}})
+    assert model.plans[0].forward[0].fusion == "ForwardLinearScaleAdd"
+    assert torch.equal(later, first)
+
+
 # -- a build of torch for CUDA, and no GPU -------------------------------------------
 
 

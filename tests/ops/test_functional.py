@@ -15,6 +15,9 @@ import fuser
 from fuser import recipe as recipes
 from fuser.cuda.launch import kernels_support
 from fuser.formats import DType
+from fuser.functional import grouped
+from fuser.functional.permutation import sort_by_expert
+from fuser.reference import permutation as reference
 
 QUANTIZERS: dict[str, Any] = {
     **formats.QUANTIZERS,
@@ -67,6 +70,28 @@ def test_turned_rows_empty_tensors_and_views_are_taken(name: str) -> None:
     assert torch.equal(found[0].dequantize(), quantizer(turned).dequantize())
     assert found[1].dequantize().shape == (0, 64)
     assert torch.equal(view, quantizer(turned)[:5].dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_split_sizes_of_any_stride_are_taken(dtype: torch.dtype) -> None:
+    sizes, x = torch.tensor([3, 99, 0, 99, 9, 99], dtype=dtype)[::2], torch.zeros(20, 4)
+    with emulated():
+        ends = grouped.group_ends(sizes, x)
+        padded = grouped.padded_groups(sizes, 3, 20, x.device)
+    assert ends.tolist() == padded.ends.tolist() == [3, 3, 12]
+    assert padded.padded_ends.tolist() == [128, 128, 256]
+
+
+@pytest.mark.parametrize("experts", [1, 1024, 1025])
+def test_any_number_of_experts_is_sorted(experts: int) -> None:
+    indices = torch.tensor([[experts - 1, -1], [0, experts // 2], [experts, 0]])
+    with emulated():
+        found = sort_by_expert(indices, experts, 6)
+    expected = reference.sort_by_expert(indices, experts, 6)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert {one.dtype for one in found} == {torch.int32}
+    kept = indices[(indices >= 0) & (indices < experts)]
+    assert found[0].tolist() == torch.bincount(kept, minlength=experts).tolist()
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

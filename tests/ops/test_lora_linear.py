@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -109,6 +110,53 @@ def test_an_adapter_may_be_frozen_too(name: str) -> None:
     getattr(model, name).requires_grad_(False)
     del expected[name]
     assert equal(step(model, rows()), expected)
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.Float8CurrentScaling()], ids=str)
+def test_every_set_of_leaves_gets_its_gradients(recipe: Any) -> None:
+    model, x = lora(), rows()
+    names = ["bias", "lora_A", "lora_B"]
+    for name in names:
+        getattr(model, name).requires_grad_(True)
+    expected = step(model, x, recipe)
+    for wanted in itertools.product((False, True), repeat=4):
+        if not any(wanted):
+            continue
+        for name, is_wanted in zip(names, wanted[1:], strict=True):
+            getattr(model, name).requires_grad_(is_wanted)
+        model.zero_grad(set_to_none=True)
+        leaf_x = x.clone().requires_grad_(wanted[0])
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(leaf_x)
+        y.backward(random_tensor(y.shape, BF16, 99).to(y.dtype))
+        for name, tensor in {"x": leaf_x, **dict(model.named_parameters())}.items():
+            if not tensor.requires_grad:
+                assert tensor.grad is None, (name, wanted)
+            else:
+                assert torch.equal(tensor.grad, expected[name]), (name, wanted)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_in_fp32_a_recipe_adds_the_bias_after_the_product(has_bias: bool) -> None:
+    model, recipe = lora(bias=has_bias), recipes.Float8CurrentScaling()
+    with torch.no_grad():
+        model.lora_B.zero_()
+    linear = fuser.BasicLinear(IN, OUT)
+    linear.load_state_dict({"weight": model.weight})
+    with fuser.autocast(recipe=recipe), torch.no_grad():
+        found, product = model(rows()), linear(rows())
+    assert torch.equal(found, product if model.bias is None else product + model.bias)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_seed_is_drawn_only_for_what_is_dropped(dropout: float) -> None:
+    model, draws = lora(dropout=dropout), dropout > 0
+    for is_merged in (False, True):
+        if is_merged:
+            model.merge()
+        before = torch.get_rng_state()
+        model(rows())
+        assert torch.equal(torch.get_rng_state(), before) is not (draws and not is_merged)
 
 
 def test_a_fresh_op_computes_what_a_linear_does() -> None:
@@ -403,6 +451,11 @@ def test_what_is_no_linear_is_refused_and_stays_as_it_is() -> None:
     norm = fuser.RMSNorm(8)
     with pytest.raises(fuser.InputError, match=said("lora-linear-takes-weight-out", "RMSNorm")):
         fuser.LoRALinear.from_linear(norm, rank=2)
+    convolution = torch.nn.Conv1d(4, 4, 3)
+    with pytest.raises(fuser.InputError, match=said("lora-linear-takes-weight-out", "Conv1d")):
+        fuser.LoRALinear.from_linear(convolution, rank=2)
+    with pytest.raises(fuser.InputError, match=said("lora-linear-takes-weight-out", "Identity")):
+        fuser.LoRALinear.from_linear(torch.nn.Identity(), rank=2)
     linear = torch.nn.Linear(4, 4)
     with pytest.raises(fuser.InputError, match=said("parameters-positive", None, "rank", 0)):
         fuser.LoRALinear.from_linear(linear, rank=0)
@@ -454,6 +507,7 @@ def test_a_merged_op_is_a_linear_with_the_merged_weight(dtype: torch.dtype) -> N
     model = lora(dtype, dropout=0.3)
     exact = model.weight.double() + model.scale * (model.lora_B.double() @ model.lora_A.double())
     merged = model.merged_weight()
+    assert not merged.requires_grad
     spacing = torch.finfo(dtype).eps * exact.abs().max()
     assert (merged.double() - exact).abs().max() <= spacing / 2 + 1e-6
     before = model.weight.clone()

@@ -38,6 +38,7 @@ from fuser.basic_ops import bias, linear_weight
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.fused_ops import linear
 from fuser.reference import activation
+from fuser.specs import TensorSpec
 
 LEADING = {"2-D": (6,), "3-D": (2, 3), "one-row": (1,), "1-D": (), "odd": (13,)}
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -175,6 +176,26 @@ def test_under_autocast_the_output_is_bf16_and_gradients_keep_their_dtype(op_cas
         assert actual["output 0"].dtype == expected
         assert all(t.dtype == torch.float32 for name, t in actual.items() if "gradient" in name)
     assert_no_worse_than_torch(*draws)
+
+
+@every_op
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+def test_an_op_tells_the_plan_the_shape_and_dtype_of_its_output(
+    op_case: Case, autocast: torch.dtype | None
+) -> None:
+    for dtypes in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+        op, x = made(op_case, dtypes[0]), main_input(op_case, dtypes[1])
+        extras = extra_inputs(op_case, x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
+            found = as_tuple(op(x, *extras))
+        spec, *others = [TensorSpec(tuple(t.shape), t.dtype) for t in (x, *extras)]
+        more: tuple[TensorSpec, ...] = ()
+        for basic in getattr(op, "basic_ops", [op]):
+            of_op = others if basic.num_extra_inputs else []
+            more = basic.extra_output_specs(spec, of_op)
+            spec = basic.output_spec(spec, of_op, autocast)
+        expected = [TensorSpec(tuple(t.shape), t.dtype) for t in found]
+        assert [spec, *more] == expected, dtypes
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=short)
@@ -740,6 +761,44 @@ def test_zero_centered_gamma_starts_at_zero_and_means_a_gain_of_one() -> None:
         assert not centered.weight.any()
         assert (plain.weight == 1).all()
         assert torch.equal(centered(x), plain(x))
+
+
+HAVE_PARAMETERS = [case for case in CASES if list(case.make(torch.float32).parameters())]
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=short)
+@pytest.mark.parametrize("op_case", HAVE_PARAMETERS, ids=str)
+def test_parameters_on_meta_are_allocated_with_their_dtypes_and_flags(
+    op_case: Case, dtype: torch.dtype
+) -> None:
+    for is_reset in (False, True):
+        with torch.device("meta"):
+            op = op_case.make(dtype)
+        first, *others = op.parameters()
+        first.requires_grad_(False)
+        assert all(parameter.is_meta for parameter in op.parameters())
+        with torch.device("cpu"):
+            if is_reset:
+                for basic in getattr(op, "basic_ops", [op]):
+                    basic.reset_parameters()
+            else:
+                op(main_input(op_case, dtype))
+        assert {parameter.device.type for parameter in op.parameters()} == {"cpu"}
+        assert {parameter.dtype for parameter in op.parameters()} == {dtype}
+        flags = [parameter.requires_grad for parameter in op.parameters()]
+        assert flags == [False] + [True] * len(others)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("name", ["BasicLinear", "Bias", "RMSNorm"])
+def test_a_parameter_on_meta_that_has_hooks_is_not_allocated(name: str, register: str) -> None:
+    with torch.device("meta"):
+        op = case(name).make(torch.float32)
+    (parameter,) = op.parameters()
+    getattr(parameter, register)(lambda *_: None)
+    with torch.device("cpu"), pytest.raises(fuser.StateError, match="it has hooks"):
+        op.reset_parameters()
+    assert parameter.is_meta
 
 
 def test_basic_linear_starts_as_torch_linear_does_and_bias_at_zero() -> None:

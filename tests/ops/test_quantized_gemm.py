@@ -526,6 +526,41 @@ def test_dgrad_scales_its_product_and_not_the_addend(
     assert (found - exact).norm() < 2**-7 * exact.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [1.0, -0.5])
+@pytest.mark.parametrize("has_addend", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_an_emulated_product_is_that_of_values_in_the_dtype_of_the_product(
+    has_bias: bool, has_addend: bool, scale: float, dtype: torch.dtype
+) -> None:
+    shapes = ((48, 32), (64, 32), (64,), (48, 64))
+    x, weight, bias, addend = (
+        oracles.random_tensor(shape, dtype, seed) for seed, shape in enumerate(shapes)
+    )
+    # Of values in fp32, and with more bits than bf16 has.
+    qx, qw = map(fuser.NVFP4Quantizer(), (x.float(), weight.float()))
+    found = gemm.quantized_linear(
+        *(qx, qw, dtype),
+        is_split=True,
+        bias=bias if has_bias else None,
+        scale=scale,
+        addend=addend if has_addend else None,
+    )
+    expected = scale * torch.nn.functional.linear(rows_of(qx, dtype), rows_of(qw, dtype))
+    if has_bias and scale == 1.0:
+        expected = torch.nn.functional.linear(rows_of(qx, dtype), rows_of(qw, dtype), bias)
+    elif has_bias:
+        expected = expected + bias
+    expected = expected + addend if has_addend else expected
+    assert found.dtype is dtype
+    assert torch.equal(found, expected)
+
+
+def rows_of(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    values: torch.Tensor = tensor.with_usage("rowwise").dequantize(dtype=dtype)
+    return values
+
+
 class ScaleAndAdd(fuser.FusedOperation):
     """What another writes: a scale and an addend, whatever the recipe."""
 

@@ -23,10 +23,11 @@ from fusion_cases import (
 from oracles import (
     randomize,
 )
-from said import said
+from said import said, sentence
 
 import fuser
 import fuser.runtime.pipeline
+from fuser.communication import PlannedGroup
 
 
 @dataclass(frozen=True)
@@ -252,3 +253,26 @@ def test_backward_linear_add_takes_a_channels_gradient_of_another_dtype() -> Non
     fused = run(model(fuser.FUSIONS), leaves([x]))
     assert unfused["output 0"].dtype == FP32
     assert_only_roundings_moved(fused, unfused)
+
+
+@pytest.mark.parametrize("mode", [None, "column", "row"])
+def test_ranks_add_no_tensor_to_each_of_their_products(mode: Any) -> None:
+    group = None if mode is None else PlannedGroup(2)
+    linear = fuser.BasicLinear(
+        FEATURES, FEATURES, tensor_parallel_mode=mode, tensor_parallel_group=group
+    )
+    rows, columns = linear.local_in_features, linear.local_out_features
+    x, dy = (torch.empty(4, n, requires_grad=True) for n in (rows, columns))
+    fused = {
+        "forward": fuser.Sequential(linear, fuser.AddExtraInput()).plan(x, dy),
+        "backward": fuser.Sequential(fuser.MakeExtraOutput(), linear).plan(x),
+    }
+    names = {"forward": "ForwardLinearBiasAdd", "backward": "BackwardLinearAdd"}
+    for side, plan in fused.items():
+        runs = names[side] in [step.fusion for step in getattr(plan, side)]
+        reasons = [r.reason for r in plan.refusals if r.fusion == names[side]]
+        if mode is None or (side, mode) == ("backward", "row"):  # whose dgrad needs no sum
+            assert runs, (side, reasons)
+        else:
+            assert not runs
+            assert reasons == [sentence("linear-epilogues-parallel-over-tensor", mode, 2)]

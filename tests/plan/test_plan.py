@@ -845,6 +845,21 @@ def test_a_key_says_what_each_op_gets_and_needs() -> None:
     assert (key.device, key.arch, key.recipe, key.autocast_dtype) == ("cpu", None, None, None)
 
 
+def test_a_product_has_the_elements_of_its_operands_and_its_result() -> None:
+    x, y = TensorSpec((7, 3), torch.float32), TensorSpec((7, 5), torch.float32)
+    one = fuser.BasicLinear(3, 5).product(x, y)
+    experts = fuser.GroupedLinear(2, 3, 5).product(x, y)
+    assert (one.flops, *one.operands) == (2 * 7 * 3 * 5, 7 * 3, 3 * 5, 7 * 5)
+    assert (experts.flops, *experts.operands) == (2 * 7 * 3 * 5, 7 * 3, 2 * 3 * 5, 7 * 5)
+
+
+def test_a_norm_saves_its_statistics_of_each_row() -> None:
+    x = TensorSpec((2, 7, 3), torch.bfloat16)
+    one = (fuser.RMSNorm(3), fuser.L2Normalization())
+    two = (fuser.LayerNorm(3), fuser.AdaptiveLayerNorm(3))
+    assert [norm.saved_bytes(x) for norm in (*one, *two)] == [56, 56, 112, 112]
+
+
 def test_tensor_specs_count_bytes() -> None:
     assert TensorSpec((2, 3, 5), torch.bfloat16).nbytes == 60
     assert TensorSpec((0, 4), torch.float32).nbytes == 0

@@ -186,6 +186,35 @@ def random_model(seed: int) -> fuser.Sequential:
     return fuser.Sequential(*ops, fuser.Linear(width, H))
 
 
+@pytest.mark.parametrize("name", ["none", "current", "mxfp8, dequantized", "mxfp8"])
+def test_a_linear_rounds_what_it_computes_again_to_its_own_dtype(name: str) -> None:
+    recipe = RECIPES.get(name, recipes.MXFP8BlockScaling(backward_override="dequantized"))
+    found = []
+    for budget in (EVERYTHING, LEAST):
+        torch.manual_seed(0)
+        model = fuser.Sequential(fuser.RMSNorm(H), fuser.BasicLinear(H, F, dtype=BF16))
+        with budget, under(recipe):
+            y = model(oracles.random_tensor((T, H), F32, 1))
+        y.backward(oracles.random_tensor((T, F), BF16, 2))
+        found.append([y, model[0].weight.grad, model[1].weight.grad])
+    assert all(map(torch.equal, *found))
+
+
+@within_budget
+@pytest.mark.parametrize("name", ["none", "current", "block", "nvfp4, dequantized"])
+def test_a_weight_alone_gets_the_gradient_of_a_whole_backward(name: str) -> None:
+    model, recipe = gelu().to(BF16), RECIPES[name]
+    weights = [model[0].weight, model[2].weight]
+    found = []
+    for wanted in (weights, weights[1:], weights[:1]):
+        with under(recipe):
+            y = model(oracles.leaf(oracles.random_tensor((T, H), BF16, 1)))
+        grads = torch.autograd.grad(y, wanted, oracles.random_tensor((T, H), BF16, 2))
+        found.append(dict(zip(map(id, wanted), grads, strict=True)))
+    for some in found[1:]:
+        assert all(torch.equal(grad, found[0][weight]) for weight, grad in some.items())
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_pipelines_have_the_bits_of_plans_that_keep_everything(seed: int) -> None:
     recipe = list(RECIPES.values())[seed % len(RECIPES)]

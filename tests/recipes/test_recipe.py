@@ -463,6 +463,12 @@ def test_an_autocast_left_in_another_thread_changes_nothing_there() -> None:
     assert seen[1] is None
 
 
+def test_recipes_without_parameters_of_products_split_accumulators_in_backward() -> None:
+    for cls in fuser.recipe.RECIPES:
+        if not hasattr(cls(), "fp8_gemm_fprop"):
+            assert cls().split_accumulators == (False, True, True), cls
+
+
 def test_both_contexts_have_the_default_recipe() -> None:
     from fuser.precision.contexts import default_recipe
 

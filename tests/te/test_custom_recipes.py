@@ -24,8 +24,27 @@ ROUNDS_AT_RANDOM = (
 FACTORIES = [name for name in custom_recipes.__all__ if name.endswith("_factory")]
 
 
+def of_one_role(role: str, one: Any, others: Any) -> Any:
+    """A factory that gives ``one`` to a role, and ``others`` to the rest."""
+    return lambda asked: one if asked.tensor_type == role else others
+
+
+TRANSFORMED, BLOCKS = fuser.NVFP4Quantizer(with_rht=True), fuser.MXFP8Quantizer()
+OWN = {
+    "transformed inputs": of_one_role("input", TRANSFORMED, fuser.NVFP4Quantizer()),
+    "transformed gradients": of_one_role("grad_output", TRANSFORMED, fuser.NVFP4Quantizer()),
+    "transformed gradients of blocks": of_one_role("grad_output", TRANSFORMED, BLOCKS),
+    "plain gradients": of_one_role("grad_output", fuser.IdentityQuantizer(), BLOCKS),
+    "plain inputs": of_one_role("input", fuser.IdentityQuantizer(), BLOCKS),
+    "plain weights": of_one_role("weight", fuser.IdentityQuantizer(), BLOCKS),
+    "gradients with a scale": of_one_role(
+        "grad_output", fuser.Float8CurrentScalingQuantizer(fuser.DType.kFloat8E5M2), BLOCKS
+    ),
+}
+
+
 def factory(name: str) -> Any:
-    return getattr(custom_recipes, name)
+    return OWN[name] if name in OWN else getattr(custom_recipes, name)
 
 
 @pytest.mark.parametrize("module_type", ["linear", "grouped_linear"])
@@ -61,7 +80,7 @@ def _copies(quantizer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize("is_grouped", [False, True])
-@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("name", [*FACTORIES, *OWN])
 def test_products_are_those_of_the_factorys_operands(name: str, is_grouped: bool) -> None:
     recipe = recipes.CustomRecipe(qfactory=factory(name))
     op: Any = (
