@@ -199,6 +199,21 @@ def test_a_second_conversion_continues_with_the_scales() -> None:
             assert torch.equal(each[0](x), expected)
 
 
+def test_a_second_conversion_of_one_module_continues_with_the_scales() -> None:
+    model, x = made("residual and gate")
+    (alone,) = model
+    fuser.convert(alone, recipe=RECIPE, keep=())
+    for _ in range(3):
+        step(alone, x)
+    other = copy.deepcopy(alone)
+    fuser.convert(alone, recipe=RECIPE, keep=())
+    again, expected = step(alone, x), step(other, x)
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+    fuser.revert(other)
+    fuser.convert(other, recipe=RECIPE, keep=())
+    assert not torch.equal(step(other, x)["y"], expected["y"])
+
+
 @pytest.mark.parametrize("change", ["eps", "child"])
 def test_a_copy_of_a_changed_module_is_made(change: str) -> None:
     """Such a module runs its own forward, and so does its copy."""
