@@ -378,6 +378,19 @@ def test_a_compile_error_names_the_file_and_holds_the_log(
     assert 'probe.cu(3): error: expected a ";"' in message
 
 
+def test_kernels_take_tensors_of_their_device_and_dtypes_unless_they_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with emulated():
+        assert launching.kernels_support(torch.zeros(1))
+        assert launching.kernels_support(torch.zeros(1, dtype=torch.uint8))
+        assert not launching.kernels_support(torch.zeros(1, dtype=torch.float64))
+        assert not launching.kernels_support(torch.zeros(1, device="meta"))
+        monkeypatch.setattr(launching.backend, "refusal", lambda: "there is no CuPy.")
+        assert not launching.kernels_support(torch.zeros(1))
+        assert launching.kernel_refusal("cpu") == "there is no CuPy."
+
+
 def test_after_a_compile_error_no_kernel_is_taken_and_one_warning_says_why(
     fake_cupy: type[FakeRawModule], kernels: Path
 ) -> None:

@@ -47,7 +47,7 @@ from fuser.cuda import (
 )
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import Kernel
-from fuser.cuda.tiled import as_producer
+from fuser.cuda.tiled import as_producer, transposes_aligned
 from fuser.errors import InputError, InputTypeError
 from fuser.reference import adamw as reference_adamw
 from fuser.reference import block_scaling as reference_block
@@ -856,6 +856,45 @@ def test_a_norm_of_no_whole_vectors_is_not_computed_by_vectors(
     given |= {n: at_vectors(t) for n, t in given.items() if n in ("x", "dy", "d_extra")}
     with emulated():
         assert not is_by_vectors(given)
+
+
+def rows_apart(rows: int, columns: int, more: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(rows, columns + more, dtype=dtype)[:, :columns]
+
+
+@pytest.mark.parametrize(
+    ("x", "is_aligned"),
+    [
+        (rows_apart(3, 16, 8, BF16), True),
+        (rows_apart(3, 16, 4, BF16), False),
+        (rows_apart(3, 16, 4, F32), True),
+        (rows_apart(3, 16, 2, F32), False),
+        (rows_apart(1, 16, 1, BF16), True),
+        (rows_apart(2, 16, 1, BF16), False),
+        (rows_apart(3, 12, 4, BF16), False),
+        (shifted(rows_apart(3, 16, 0, BF16)), False),
+    ],
+)
+def test_a_matrix_is_loaded_by_vectors_if_each_row_begins_at_one(
+    x: torch.Tensor, is_aligned: bool
+) -> None:
+    producer = as_producer("a test", x)
+    assert producer.is_aligned == is_aligned
+    assert producer.type.endswith(f"{str(is_aligned).lower()}>")
+
+
+def test_a_tile_is_stored_by_vectors_if_its_copies_allow_it() -> None:
+    """Rows of a transposed copy are as long as the matrix has rows."""
+    row, col = empty(M, K), empty(K, M)
+    whole, part = (as_producer("a test", drawn(rows, K)) for rows in (M, M - 1))
+    assert transposes_aligned(whole, row, col)
+    assert transposes_aligned(whole, None, col)
+    assert transposes_aligned(whole, row, None)
+    assert transposes_aligned(part, row, None)
+    assert not transposes_aligned(part, None, col)
+    assert not transposes_aligned(whole, row, shifted(col))
+    assert not transposes_aligned(whole, shifted(row), col)
+    assert not transposes_aligned(as_producer("a test", shifted(drawn(M, K))), row, col)
 
 
 # -- tensors that do not fit ---------------------------------------------------------
