@@ -99,13 +99,16 @@ def test_the_digest_changes_with_any_source_and_with_its_name(kernels: Path) -> 
     with (kernels / "probe.cu").open("a", encoding="utf-8") as file:
         file.write("\n")
     digests.append(module.sources_digest(kernels))
+    text = (kernels / "probe.cu").read_text(encoding="utf-8")
+    (kernels / "probe.cu").write_text(text[:-1] + " ", encoding="utf-8")
+    digests.append(module.sources_digest(kernels))
     (kernels / "fuser" / "extra.cuh").write_text("#pragma once\nint edited;\n")
     digests.append(module.sources_digest(kernels))
     (kernels / "fuser" / "extra.cuh").rename(kernels / "fuser" / "renamed.cuh")
     digests.append(module.sources_digest(kernels))
     (kernels / "new.cu").write_text("")
     digests.append(module.sources_digest(kernels))
-    assert len(set(digests[1:])) == 5
+    assert len(set(digests[1:])) == 6
 
 
 def test_the_digest_tells_apart_where_one_file_ends_and_the_next_begins(tmp_path: Path) -> None:

@@ -757,6 +757,10 @@ def test_a_forward_with_other_tensors_is_refused(changes: dict[str, Any], words:
             said("normalization-backward-writes-gamma-layer", None, "gamma"),
         ),
         (
+            {"y": torch.zeros(4, 16), "dx": None, "beta": torch.zeros(16)},
+            said("normalization-backward-writes-gamma-layer", None, "gamma, beta"),
+        ),
+        (
             {"y": torch.zeros(4, 16)},
             said("normalization-backward-writes-gamma-layer", None, "dx, gamma"),
         ),
