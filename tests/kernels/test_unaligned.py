@@ -962,7 +962,11 @@ def other_launchers() -> dict[str, Launching]:
         "fp8 of groups": (
             of_grouped_fp8,
             lambda t: fp8_scaling.quantize(
-                *(fp8_format(), matrix(), buffers(**{n: t[n] for n in ("row", "col", "scale_inv")})),
+                *(
+                    fp8_format(),
+                    matrix(),
+                    buffers(**{n: t[n] for n in ("row", "col", "scale_inv")}),
+                ),
                 amax_value=t["amax"],
                 recorded=t["recorded"],
                 tiles=t["tiles"],

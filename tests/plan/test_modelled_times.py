@@ -393,9 +393,7 @@ def test_each_step_moves_the_bytes_of_its_tensors_in_their_formats(recipe: str) 
         ),
         ("rmsnorm_backward", (2 + 2 + 2) * READ + statistics + 2 * gamma),
     ]
-    found = [
-        (step.kernel, step.bytes_per_token * ROWS) for step in (*plan.forward, *plan.backward)
-    ]
+    found = [(step.kernel, step.bytes_per_token * ROWS) for step in (*plan.forward, *plan.backward)]
     scales = 64  # of a tensor, and amaxes
     assert found == [(kernels, pytest.approx(nbytes, abs=scales)) for kernels, nbytes in expected]
 

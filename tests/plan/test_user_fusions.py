@@ -259,37 +259,27 @@ def wrong(result: Any, on: str, *window: type) -> type[fuser.FusedOperation]:
         (
             [fuser.MakeExtraOutput, fuser.ConstantScale],
             lambda t: [(), ()],
-            said(
-                "codegen-replaces-ops-returned", "Wrong", None, None, "[1, 0] extra outputs", [0, 0]
-            ),
+            said("codegen-replaces-ops-returned", "Wrong", 0, 1, "[1, 0] extra outputs", [0, 0]),
         ),
         (
             [fuser.MakeExtraOutput, fuser.ConstantScale],
             lambda t: [],
-            said(
-                "codegen-replaces-ops-returned", "Wrong", None, None, "[1, 0] extra outputs", [0, 0]
-            ),
+            said("codegen-replaces-ops-returned", "Wrong", 0, 1, "[1, 0] extra outputs", [0, 0]),
         ),
         (
             [fuser.MakeExtraOutput, fuser.ConstantScale],
             lambda t: [(t, t), ()],
-            said(
-                "codegen-replaces-ops-returned", "Wrong", None, None, "[1, 0] extra outputs", [2, 0]
-            ),
+            said("codegen-replaces-ops-returned", "Wrong", 0, 1, "[1, 0] extra outputs", [2, 0]),
         ),
         (
             [fuser.MakeExtraOutput, fuser.ConstantScale],
             lambda t: [(), (t,)],
-            said(
-                "codegen-replaces-ops-returned", "Wrong", None, None, "[1, 0] extra outputs", [0, 1]
-            ),
+            said("codegen-replaces-ops-returned", "Wrong", 0, 1, "[1, 0] extra outputs", [0, 1]),
         ),
         (
             [fuser.ConstantScale, fuser.ConstantScale],
             lambda t: [(t,), ()],
-            said(
-                "codegen-replaces-ops-returned", "Wrong", None, None, "[0, 0] extra outputs", [1, 0]
-            ),
+            said("codegen-replaces-ops-returned", "Wrong", 0, 1, "[0, 0] extra outputs", [1, 0]),
         ),
     ],
     ids=["too-few", "no-rows", "too-many", "of-the-wrong-op", "of-ops-that-have-none"],
@@ -316,11 +306,11 @@ def test_a_wrong_number_of_extra_outputs_is_a_sentence(ops: Any, result: Any, wo
         ),
         (
             lambda g: ([(g[0],), ()], [(), ()]),
-            said("codegen-replaces-ops-returned", None, None, None, holds("extra inputs"), [0, 0]),
+            said("codegen-replaces-ops-returned", "Wrong", 0, 1, holds("extra inputs"), [0, 0]),
         ),
         (
             lambda g: ([(g[0],), ()], [(), (g, g)]),
-            said("codegen-replaces-ops-returned", None, None, None, holds("extra inputs"), [0, 2]),
+            said("codegen-replaces-ops-returned", "Wrong", 0, 1, holds("extra inputs"), [0, 2]),
         ),
     ],
     ids=["no-params", "many-params", "no-extras", "many-extras"],
