@@ -704,7 +704,7 @@ def test_a_plan_of_two_pipelines_has_all_that_is_in_theirs() -> None:
 
     why = "input of a pipeline: Tanh is called as a module, it has hooks"
     kept = [dataclasses.replace(k, reason=why) if "pipeline" in k.reason else k for k in other.kept]
-    in_order = "forward unfused_forward refusals layout padding notes replays".split()
+    in_order = ["forward", "unfused_forward", "refusals", "layout", "padding", "notes", "replays"]
     expected: dict[str, Any] = {
         **{name: getattr(one, name) + moved(getattr(other, name)) for name in in_order},
         **{
