@@ -498,6 +498,11 @@ def test_a_channel_between_hooked_composites_and_ops_works() -> None:
     for index in (0, 3):
         model[index].register_forward_hook(nothing)
     torch.testing.assert_close(model(x), 11 * x)
+    (channel,) = model.plan(x).channels
+    assert (channel.producer, channel.consumer) == (0, 3)
+    model[0].basic_ops[1].register_forward_hook(nothing)
+    torch.testing.assert_close(model(x), 11 * x)
+    assert model.plan(x).channels == (channel,)
 
 
 # -- hooks --------------------------------------------------------------------------------------
