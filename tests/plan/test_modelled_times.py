@@ -398,6 +398,15 @@ def test_each_step_moves_the_bytes_of_its_tensors_in_their_formats(recipe: str) 
     assert found == [(kernels, pytest.approx(nbytes, abs=scales)) for kernels, nbytes in expected]
 
 
+def test_what_leaves_a_pipeline_quantized_has_the_bytes_of_its_format() -> None:
+    model = fuser.Sequential(fuser.GELU(), fuser.Quantize())
+    plan = planned(model, 1024, 4096, DelayedScaling(), training=False)
+    assert plan.activation_bytes == (2 * 4096, 2 * 4096, 2 * 4096 + 8 / 1024)
+    assert [step.emits is not None for step in plan.forward] == [False] * (
+        len(plan.forward) - 1
+    ) + [True]
+
+
 @pytest.mark.parametrize(("recipe", "reads"), [("current", 2), ("delayed", 1)])
 def test_a_grouped_linear_quantizes_its_operands_forward_and_its_gradient_backward(
     recipe: str, reads: int
@@ -533,7 +542,7 @@ def test_shapes_are_those_of_the_present_input_though_a_plan_is_cached() -> None
 def test_a_plan_for_a_device_is_not_kept_for_calls() -> None:
     model = fuser.Sequential(fuser.Linear(16, 16, device="cpu"))
     plan = model.plan(torch.empty(8, 16), device="H200")
-    assert plan.key.arch == (9, 0)
+    assert (plan.key.device, plan.key.arch) == ("cuda", (9, 0))
     assert plan.target is DEVICES["h200"]
     assert not model.plans
 

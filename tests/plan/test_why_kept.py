@@ -66,6 +66,16 @@ def test_inputs_of_pipelines_and_products_and_what_ops_save_are_kept() -> None:
     [
         ((linear(), fuser.AddExtraInput(), linear()), 2, sentence("why-kept-output-product")),
         ((fuser.Bias(H), linear()), 1, "op 0 (Bias) cannot compute it again"),
+        (
+            (linear(), fuser.RMSNorm(H), fuser.Identity(), linear()),
+            3,
+            "op 2 (Identity) hands it on",
+        ),
+        (
+            (linear(), fuser.RMSNorm(H), fuser.Identity(), fuser.Bias(H), linear()),
+            4,
+            "op 3 (Bias) cannot compute it again",
+        ),
         ((linear(), fuser.RMSNorm(H), fuser.Bias(H), linear()), 3, "op 2 (Bias) cannot compute it"),
         (
             (linear(), fuser.GELU(cache_quantized_input=True), linear()),
