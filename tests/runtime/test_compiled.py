@@ -131,10 +131,10 @@ def test_equal_blocks_in_16_bits_have_the_bits_of_eager_ones(is_of_one_buffer: b
     options = {"dtype": BF16}
     blocks = [fuser.Sequential(fuser.AddExtraInput(), *block(**options)) for _ in range(2)]
 
-    def run(x: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+    def run(x: torch.Tensor, extra: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for one in blocks:
             x = one(x, extra)
-        return x
+        return x, torch.zeros(1, dtype=x.dtype)  # which is known to the trace
 
     memory = torch.randn(2, 16, WIDTH, dtype=BF16, requires_grad=True)
     x, extra = memory if is_of_one_buffer else (t.detach().clone() for t in memory)
@@ -144,8 +144,8 @@ def test_equal_blocks_in_16_bits_have_the_bits_of_eager_ones(is_of_one_buffer: b
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     steps = []
     for function in (run, compiled, compiled):
-        y = function(x, extra)
-        steps.append([y, *torch.autograd.grad(y, leaves, dy)])
+        y, zero = function(x, extra)
+        steps.append([y, zero, *torch.autograd.grad(y, leaves, dy)])
     expected, *found = steps
     for each in found:
         assert [t.dtype for t in each] == [BF16] * len(expected)
