@@ -331,6 +331,27 @@ def test_text_says_what_is_kept_of_each_op() -> None:
     assert "label=" not in dataclasses.replace(plan, kept=()).to_dot().split("subgraph")[0]
 
 
+def test_text_and_dict_say_what_ops_are_and_what_they_compute() -> None:
+    model = fuser.Sequential(fuser.Linear(8, 16), fuser.MakeExtraOutput(), fuser.SwiGLU())
+    plan = model.plan(torch.empty(2, 8))
+    data = plan.to_dict()
+    assert data["wholes"] == ["Linear", "Linear", "", ""]
+    assert data["extra_outputs"] == [0, 0, 1, 0]
+    assert data["input_requires_grad"] is False
+    plan = model.plan(torch.empty(2, 8, requires_grad=True))
+    assert plan.to_dict()["input_requires_grad"] is True
+    for side, shape_of_linear, shape_of_activation in (
+        ("forward", "8 -> 16", "16 -> 8"),
+        ("backward", "16 -> 8", "8 -> 16"),
+    ):
+        by_op = {op: step for step in plan.steps(side, fused=False) for op in step.ops}
+        shapes = [plan.shape_of(by_op[op], side) for op in (0, 3)]
+        assert shapes == [shape_of_linear, shape_of_activation]
+        unfused = dataclasses.replace(plan, **{side: plan.steps(side, fused=False)})
+        rows = {line.split()[1]: line.split()[-3] for line in unfused.side_lines(side)[1:-1]}
+        assert [rows[name] == "-" for name in ("BasicLinear", "SwiGLU")] == [False, True]
+
+
 def test_text_says_where_quantized_tensors_pass_a_cut_if_some_do() -> None:
     plan = mlp().plan(torch.empty(2, 8, requires_grad=True))
     for takes_quantized in (False, True):
@@ -815,6 +836,8 @@ def test_a_plan_shows_modules_between_pipelines_and_channels_across_them() -> No
 def test_dot_has_modules_on_the_main_line_both_ways() -> None:
     plan = split_by_modules().plan(torch.empty(2, 8, device="meta", requires_grad=True))
     dot = plan.to_dot()
+    assert "  f1 -> fm1;\n" in dot  # a tensor that a module may change has no label
+    assert f'  f5 -> fm6 [label="{plan.gap_labels("forward", 6)[0]}"];\n' in dot
     forward = re.findall(r"  (f\w+) -> (f\w+)", dot)
     line = [source for source, target in forward if (source, target) != ("f0", "f5")]
     assert line == ["fm0", "f0", "f1", "fm1", "f2", "f3", "f4", "fm4", "fm5", "f5"]
