@@ -136,7 +136,12 @@ def test_what_a_users_fusion_or_function_may_read_is_kept(monkeypatch: pytest.Mo
 
     ops = (fuser.RMSNorm(H), linear())
     plan = plan_of(*ops, fusions=[*fuser.FUSIONS, Nothing])
-    assert reasons(plan)[1, "input"] == sentence("why-kept-user-fusion-may", "Nothing")
+    by_fusion = sentence("why-kept-user-fusion-may", "Nothing")
+    assert reasons(plan)[1, "input"] == by_fusion
+    with fuser.activation_memory_budget(1, keep_weight_copies=False):
+        recipe = recipes.Float8CurrentScaling()
+        plan = plan_of(*ops, fusions=[*fuser.FUSIONS, Nothing], recipe=recipe)
+    assert reasons(plan)[1, "weight"] == by_fusion
     known = fuser.runtime.pipeline._registered
     changed = dataclasses.replace(known, forward=(lambda ops, *, recipe: ops,))
     monkeypatch.setattr(fuser.runtime.pipeline, "_registered", changed)
