@@ -629,9 +629,9 @@ PLANNER = (
     Mutant(
         "pipelines of a model are planned in fp32",
         "runtime/model_plan.py",
-        "_on_meta",
-        'torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")',
-        'torch.empty(tensor.shape, device="meta")',
+        "_empty",
+        "torch.empty(tensor.shape, dtype=tensor.dtype, device=device)",
+        "torch.empty(tensor.shape, device=device)",
         "test_model_plan.py::test_a_model_is_planned_in_its_dtype",
     ),
 )
