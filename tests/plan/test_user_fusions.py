@@ -341,7 +341,7 @@ class OfNames(fuser.FusedOperation):
 
 
 class OnNoSide(fuser.FusedOperation):
-    side = "sideways"
+    side = "sideways"  # type: ignore[assignment]
     window = (fuser.GELU,)
 
 
