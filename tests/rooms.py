@@ -101,7 +101,7 @@ ROOMS = (
         "memory plans",
         "wing",
         (
-            *_in("plan", "kept", "memory", "memory_curve", "rebuilt", "why_kept"),
+            *_in("plan", "kept", "memory_curve", "rebuilt", "why_kept"),
             "runtime/repeated_forward",
         ),
     ),

@@ -97,8 +97,8 @@ PARALLEL = (
         "a fusion that does not communicate takes ops that do",
         "plan/planner.py",
         "_Search._unsent",
-        "if fusion.communicates:",
-        "if fusion:",
+        "not fusion.communicates",
+        "not fusion",
         "test_parallel_ops.py::test_a_fusion_that_would_not_communicate_is_refused",
     ),
     Mutant(
