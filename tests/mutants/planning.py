@@ -550,7 +550,7 @@ PLANNER = (
         "a plan of two pipelines has the unfused steps of the first",
         "plan/plan.py",
         "_joined",
-        "unfused_forward=first.unfused_forward + moved(second.unfused_forward),",
+        'unfused_forward=first.unfused_forward + moved("unfused_forward"),',
         "",
         "test_plan.py::test_a_plan_of_two_pipelines_has_all_that_is_in_theirs",
     ),
