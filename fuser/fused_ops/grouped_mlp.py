@@ -228,7 +228,7 @@ class GroupedMLP(FusedOperation):
         function, (wants_dscales,) = ctx.state.function, ctx.extra_inputs_require_grad
         # The store that quantizes dz leaves the sums of its rows, of whole tiles of one group.
         sums_beside = of_up.wants_biases and of_up.wants_products and not of_up.linear.scale_bias
-        if sums_beside and isinstance(of_up, QuantizedProduct):
+        if sums_beside and isinstance(of_up, QuantizedProduct) and not of_up.is_exact:
             return scaled_activation_bias_backward(
                 *(function, dh, *saved, of_up.padded), wants_dscales=wants_dscales
             )
