@@ -158,8 +158,8 @@ def pointwise_backward(
     if dx is None:
         rows, columns = _sizes("dy", dy, 1)
     else:
-        rows, wide = _matrix("dx", dx, chain.dtype)
-        columns = wide // chain.halves
+        _matrix("dx", dx, chain.dtype)
+        rows, columns = _sizes("dx", dx, chain.halves)
     if y is not None and _matrix("y", y, chain.dtype) != (rows, columns):
         raise InputError(f"y is {described(y)}; it has {rows} rows of {columns} columns.")
     inputs = chain.backward_inputs(dy, x, operands, rows, columns)

@@ -102,6 +102,18 @@ def test_a_chain_of_nothing_leaves_a_scale(shape: tuple[int, int]) -> None:
     check(case, cases.ROW_ALONE, EMULATOR, backward=False)
 
 
+def test_a_producer_that_leaves_sums_has_one_beside_it_that_leaves_none() -> None:
+    """For kernels that look for amaxes alone."""
+    case = replace(CHAINS["bias_gelu"], rows=300, columns=16)
+    dy = x = torch.zeros(300, 16, dtype=case.dtype)
+    given = (case.stages, dy, x, [None, None], 300, 16)
+    plain = pointwise.backward_producer(*given, saved=1)
+    summing = pointwise.backward_producer(*given, saved=1, sums=torch.zeros(3, 16))
+    assert plain.alone is None
+    assert summing.alone is not None
+    assert summing.alone.type == plain.type != summing.type
+
+
 # -- what is refused ----------------------------------------------------------
 
 

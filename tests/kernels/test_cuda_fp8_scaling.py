@@ -12,6 +12,7 @@ from quantize_cases import COPIES, DTYPES, E4M3, E5M2, EMULATOR, FLOAT8, Input, 
 from said import holds, said
 
 from fuser.cuda import fp8_scaling
+from fuser.cuda.tiled import as_producer
 from fuser.errors import InputError
 from fuser.formats import DType
 
@@ -86,8 +87,17 @@ def test_delayed_scales_of_several_states_are_updated_in_one_launch(
     cases.check_update(EMULATOR, sizes, margin=margin, algorithm=algorithm)
 
 
-def test_more_states_than_one_launch_takes_are_updated_too() -> None:
-    cases.check_update(EMULATOR, [(4, 2)] * 100, margin=0, algorithm="max")
+@pytest.mark.parametrize("count", [4, 5, 96, 97])
+def test_states_are_updated_if_they_fill_a_launch_and_if_there_are_more(count: int) -> None:
+    cases.check_update(EMULATOR, [(4, 2)] * count, margin=0, algorithm="max")
+
+
+def test_groups_of_one_tile_need_an_amax() -> None:
+    outputs = buffers(row=torch.zeros(128, 64, dtype=torch.uint8), scale_inv=one())
+    tiles = torch.zeros(1, 4, dtype=torch.int32)
+    x = as_producer("a test", torch.zeros(128, 64))
+    with pytest.raises(InputError, match=said("fp8-scaling-matrix-needs-no", None, [128, 64])):
+        fp8_scaling.quantize(fp8_format(), x, outputs, tiles=tiles)
 
 
 # -- refusals -----------------------------------------------------------------

@@ -99,13 +99,16 @@ def test_the_digest_changes_with_any_source_and_with_its_name(kernels: Path) -> 
     with (kernels / "probe.cu").open("a", encoding="utf-8") as file:
         file.write("\n")
     digests.append(module.sources_digest(kernels))
+    text = (kernels / "probe.cu").read_text(encoding="utf-8")
+    (kernels / "probe.cu").write_text(text[:-1] + " ", encoding="utf-8")
+    digests.append(module.sources_digest(kernels))
     (kernels / "fuser" / "extra.cuh").write_text("#pragma once\nint edited;\n")
     digests.append(module.sources_digest(kernels))
     (kernels / "fuser" / "extra.cuh").rename(kernels / "fuser" / "renamed.cuh")
     digests.append(module.sources_digest(kernels))
     (kernels / "new.cu").write_text("")
     digests.append(module.sources_digest(kernels))
-    assert len(set(digests[1:])) == 5
+    assert len(set(digests[1:])) == 6
 
 
 def test_the_digest_tells_apart_where_one_file_ends_and_the_next_begins(tmp_path: Path) -> None:
@@ -376,6 +379,19 @@ def test_a_compile_error_names_the_file_and_holds_the_log(
     message = str(raised.value)
     assert message.startswith("fuser/cuda/kernels/probe.cu does not compile for sm_90a:\n")
     assert 'probe.cu(3): error: expected a ";"' in message
+
+
+def test_kernels_take_tensors_of_their_device_and_dtypes_unless_they_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with emulated():
+        assert launching.kernels_support(torch.zeros(1))
+        assert launching.kernels_support(torch.zeros(1, dtype=torch.uint8))
+        assert not launching.kernels_support(torch.zeros(1, dtype=torch.float64))
+        assert not launching.kernels_support(torch.zeros(1, device="meta"))
+        monkeypatch.setattr(launching.backend, "refusal", lambda: "there is no CuPy.")
+        assert not launching.kernels_support(torch.zeros(1))
+        assert launching.kernel_refusal("cpu") == "there is no CuPy."
 
 
 def test_after_a_compile_error_no_kernel_is_taken_and_one_warning_says_why(

@@ -481,14 +481,15 @@ def test_plans_cover_every_row_with_blocks_that_gpus_can_run(element_bytes: int)
         for shared in (99 * 1024, 163 * 1024, 227 * 1024):
             plan = backward_launchers.backward_plan(columns, element_bytes, shared)
             assert plan.lanes * plan.rows % 32 == 0
-            assert plan.lanes * plan.rows <= plan.threads
+            blocks = plan.blocks_per_multiprocessor if plan.fits_registers else 1
+            assert blocks * plan.lanes * plan.rows <= plan.threads
+            assert blocks == 1 or plan.prefetch_depth(48, shared) >= 2
             assert plan.threads == 512 or plan.vectors == 2
             assert plan.lanes % 32 == 0 or 32 % plan.lanes == 0
             assert plan.fits_registers == (vectors <= plan.vectors * plan.lanes)
             assert plan.fits_registers == (columns <= 16384 * 2 // element_bytes)
             for vector_bytes in (24, 32, 40, 48):
                 used = plan.prefetch_depth(vector_bytes, shared) * plan.slot_bytes(vector_bytes)
-                blocks = plan.blocks_per_multiprocessor if plan.fits_registers else 1
                 assert used + 512 <= shared
                 assert blocks * (used + 512 + 1024) <= shared + 1024
 
@@ -758,11 +759,33 @@ def test_a_forward_with_other_tensors_is_refused(changes: dict[str, Any], words:
             said("normalization-backward-writes-gamma-layer", None, "gamma"),
         ),
         (
+            {"y": torch.zeros(4, 16), "dx": None, "beta": torch.zeros(16)},
+            said("normalization-backward-writes-gamma-layer", None, "gamma, beta"),
+        ),
+        (
             {"y": torch.zeros(4, 16)},
             said("normalization-backward-writes-gamma-layer", None, "dx, gamma"),
         ),
-        ({"gamma": None}, said("normalization-without-layer-norm", None, "mean", "gamma")),
-        ({"mean": None}, said("normalization-without-layer-norm", None, "dbeta", "mean")),
+        (
+            {"gamma": None},
+            said("normalization-without-layer-norm", "l2norm_backward", "mean", "gamma"),
+        ),
+        (
+            {"mean": None},
+            said("normalization-without-layer-norm", "rmsnorm_backward", "dbeta", "mean"),
+        ),
+        (
+            {"gamma": None, "mean": None, "dbeta": None, "rstd": torch.zeros(3)},
+            said("norm-common-takes", "l2norm_backward", "rstd"),
+        ),
+        (
+            {"mean": None, "dbeta": None, "rstd": torch.zeros(3)},
+            said("norm-common-takes", "rmsnorm_backward", "rstd"),
+        ),
+        (
+            {"rstd": torch.zeros(3)},
+            said("norm-common-takes", "layernorm_backward", "rstd"),
+        ),
     ],
 )
 def test_a_backward_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:

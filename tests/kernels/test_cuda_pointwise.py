@@ -525,6 +525,7 @@ def test_tensors_that_do_not_fit_are_refused(
             said("chain-contiguous-elements", "The gradient of stage 0, bias,", None, 16),
         ),
         ({"saved": 2}, said("chain-saved-activation-before", 2)),
+        ({"grads": [None]}, said("chain-stages-operands-gradients", 2, 2)),
         ({"amax": torch.zeros(2)}, said("pointwise-amax-element-float32")),
         ({"operands": [None, None], "saved": 0}, said("chain-stage-no-operand", 0, "bias")),
     ],

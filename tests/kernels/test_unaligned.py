@@ -6,6 +6,7 @@ ones. Each tensor in turn begins one element further, and each input has rows fu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +45,10 @@ from fuser.cuda import (
     pointwise,
     rowwise_scaling,
 )
-from fuser.errors import InputError
+from fuser.cuda.arguments import Producer
+from fuser.cuda.launch import Kernel
+from fuser.cuda.tiled import as_producer, transposes_aligned
+from fuser.errors import InputError, InputTypeError
 from fuser.reference import adamw as reference_adamw
 from fuser.reference import block_scaling as reference_block
 from fuser.reference import chain as reference_chain
@@ -852,6 +856,318 @@ def test_a_norm_of_no_whole_vectors_is_not_computed_by_vectors(
     given |= {n: at_vectors(t) for n, t in given.items() if n in ("x", "dy", "d_extra")}
     with emulated():
         assert not is_by_vectors(given)
+
+
+def rows_apart(rows: int, columns: int, more: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(rows, columns + more, dtype=dtype)[:, :columns]
+
+
+@pytest.mark.parametrize(
+    ("x", "is_aligned"),
+    [
+        (rows_apart(3, 16, 8, BF16), True),
+        (rows_apart(3, 16, 4, BF16), False),
+        (rows_apart(3, 16, 4, F32), True),
+        (rows_apart(3, 16, 2, F32), False),
+        (rows_apart(1, 16, 1, BF16), True),
+        (rows_apart(2, 16, 1, BF16), False),
+        (rows_apart(3, 12, 4, BF16), False),
+        (shifted(rows_apart(3, 16, 0, BF16)), False),
+    ],
+)
+def test_a_matrix_is_loaded_by_vectors_if_each_row_begins_at_one(
+    x: torch.Tensor, is_aligned: bool
+) -> None:
+    producer = as_producer("a test", x)
+    assert producer.is_aligned == is_aligned
+    assert producer.type.endswith(f"{str(is_aligned).lower()}>")
+
+
+def test_a_tile_is_stored_by_vectors_if_its_copies_allow_it() -> None:
+    """Rows of a transposed copy are as long as the matrix has rows."""
+    row, col = empty(M, K), empty(K, M)
+    whole, part = (as_producer("a test", drawn(rows, K)) for rows in (M, M - 1))
+    assert transposes_aligned(whole, row, col)
+    assert transposes_aligned(whole, None, col)
+    assert transposes_aligned(whole, row, None)
+    assert transposes_aligned(part, row, None)
+    assert not transposes_aligned(part, None, col)
+    assert not transposes_aligned(whole, row, shifted(col))
+    assert not transposes_aligned(whole, shifted(row), col)
+    assert not transposes_aligned(as_producer("a test", shifted(drawn(M, K))), row, col)
+
+
+# -- tensors that do not fit ---------------------------------------------------------
+
+Launching = tuple[Callable[[], Tensors], Callable[[Tensors], Any]]
+SCALED = (Stage("bias"), Stage("silu", is_scaled=True))
+
+
+def other_launchers() -> dict[str, Launching]:
+    """Launchers that read no vectors, or leave the work to another kernel."""
+
+    def of_tiles(count: int) -> Tensors:
+        return {"tiles": torch.zeros(count, 4, dtype=I32)}
+
+    def matrix() -> Producer:
+        return as_producer("a test", drawn(256, K))
+
+    def states() -> Tensors:
+        amaxes = {"history": torch.zeros(4, 3), "amax": torch.zeros(3)}
+        return {**amaxes, "scale": torch.ones(3), "largest": torch.ones(3)}
+
+    def of_grouped_fp8() -> Tensors:
+        data = {"row": empty(256, K), "col": empty(K, 256), "scale_inv": empty(2, dtype=F32)}
+        return {**of_tiles(2), **data, **dict.fromkeys(("amax", "recorded"), torch.zeros(3))}
+
+    def of_grouped_nvfp4() -> Tensors:
+        row = {"row": empty(256, K // 2), "row_scale": empty(256, 4), "row_amax": torch.zeros(2)}
+        return {**of_tiles(2), **row, "amax": torch.zeros(3, 2)}
+
+    def scaled() -> Tensors:
+        x = {"x": drawn(M, K), "dy": drawn(M, K), "bias": drawn(K), "scales": drawn(M, dtype=F32)}
+        grads = {"dx": empty(M, K, dtype=BF16), "d_bias": empty(K, dtype=BF16)}
+        return {**x, **grads, "d_scales": empty(M, dtype=F32), "amax": torch.zeros(1)}
+
+    def backward_of_scaled(t: Tensors) -> None:
+        with emulated():
+            size = pointwise.workspace_size(SCALED, M, K, BF16, (True, True))
+        pointwise.pointwise_backward(
+            *(SCALED, t["dy"], t["x"], [t["bias"], t["scales"]], t["dx"]),
+            *([t["d_bias"], t["d_scales"]], torch.empty(size), t["amax"]),
+        )
+
+    def maps() -> Tensors:
+        return {"row_map": torch.zeros(M, dtype=I32), "inverse_map": torch.zeros(16, 2, dtype=I32)}
+
+    def step() -> Tensors:
+        return adamw_cases.step_of((M, K), BF16, "cpu")._asdict()
+
+    return {
+        "adamw with an amax": (
+            lambda: {**step(), "amax": torch.zeros(1)},
+            lambda t: adamw.adamw(
+                adamw.Step(**{n: v for n, v in t.items() if n != "amax"}), BF16, amax=t["amax"]
+            ),
+        ),
+        "adamw's producer": (step, lambda t: adamw.producer(adamw.Step(**t), BF16)),
+        "rounded producer": (
+            lambda: {"x": drawn(M, K, dtype=F32)},
+            lambda t: adamw.rounded_producer(t["x"], BF16),
+        ),
+        "amax of groups": (
+            lambda: {**of_tiles(2), "out": torch.zeros(3)},
+            lambda t: fp8_scaling.amax(matrix(), **t),
+        ),
+        "fp8 of groups": (
+            of_grouped_fp8,
+            lambda t: fp8_scaling.quantize(
+                *(
+                    fp8_format(),
+                    matrix(),
+                    buffers(**{n: t[n] for n in ("row", "col", "scale_inv")}),
+                ),
+                amax_value=t["amax"],
+                recorded=t["recorded"],
+                tiles=t["tiles"],
+            ),
+        ),
+        "delayed scaling": (
+            states,
+            lambda t: fp8_scaling.update_delayed(
+                [t["history"]], [t["scale"]], [t["largest"]], [t["amax"]]
+            ),
+        ),
+        "hadamard_amax": (
+            lambda: {"x": drawn(M, K), "out": torch.zeros(2)},
+            lambda t: nvfp4.hadamard_amax(**t),
+        ),
+        "hadamard_amax of groups": (
+            lambda: {**of_tiles(2), "out": torch.zeros(3, 2)},
+            lambda t: nvfp4.hadamard_amax(matrix(), **t),
+        ),
+        "nvfp4 of groups": (
+            of_grouped_nvfp4,
+            lambda t: nvfp4.quantize(
+                nvfp4_format(),
+                matrix(),
+                buffers(**{n: t[n] for n in ("row", "row_scale", "row_amax")}),
+                t["amax"],
+                tiles=t["tiles"],
+            ),
+        ),
+        "nvfp4 dequantize of groups": (
+            lambda: {
+                "data": empty(256, K // 2),
+                "scale": empty(256, 4),
+                "amax": torch.ones(2),
+                "out": empty(256, K, dtype=BF16),
+            },
+            lambda t: nvfp4.dequantize(
+                t["data"], t["scale"], t["amax"], BF16, columnwise=False, out=t["out"]
+            ),
+        ),
+        "group_ends": (
+            lambda: {"sizes": torch.zeros(3, dtype=I32), "out": torch.zeros(3, dtype=I32)},
+            lambda t: grouped.group_ends(t["sizes"], M, out=t["out"]),
+        ),
+        "group_tiles": (
+            lambda: {
+                **dict.fromkeys(("split_sizes", "ends", "padded_ends"), torch.zeros(3, dtype=I32)),
+                **of_tiles(formats.tile_count(M, 3)),
+            },
+            lambda t: grouped.group_tiles(rows=M, **t),
+        ),
+        "group_tiles of one size": (
+            lambda: {
+                **dict.fromkeys(("ends", "padded_ends"), torch.zeros(3, dtype=I32)),
+                **of_tiles(formats.tile_count(M, 3, 5)),
+            },
+            lambda t: grouped.group_tiles(5, M, **t),
+        ),
+        "pad": (
+            lambda: {"x": drawn(M, K), "out": empty(256, K, dtype=BF16)},
+            lambda t: grouped.pad(t["x"], torch.zeros(2, 4, dtype=I32), out=t["out"]),
+        ),
+        "sum_groups": (
+            lambda: {
+                "parts": torch.zeros(4, K),
+                "padded_ends": torch.zeros(3, dtype=I32),
+                "out": empty(3, K, dtype=BF16),
+            },
+            lambda t: grouped.sum_groups(**t),
+        ),
+        "sum_parts": (
+            lambda: {"parts": torch.zeros(4, K), "out": empty(K, dtype=BF16)},
+            lambda t: pointwise.sum_parts(**t),
+        ),
+        "pointwise with scales": (
+            lambda: {n: v for n, v in scaled().items() if n in ("x", "bias", "scales", "amax")},
+            lambda t: pointwise.pointwise(
+                SCALED, t["x"], [t["bias"], t["scales"]], empty(M, K, dtype=BF16), t["amax"]
+            ),
+        ),
+        "pointwise_backward with scales": (scaled, backward_of_scaled),
+        "sort_by_expert": (
+            lambda: {
+                "expert_indices": ROUTES,
+                "split_sizes": torch.zeros(3, dtype=I32),
+                **maps(),
+            },
+            lambda t: permutation.sort_by_expert(**t, counts=None),
+        ),
+        "gathered_rows": (
+            lambda: {"x": drawn(16, K), "row_map": torch.zeros(M, dtype=I32)},
+            lambda t: permutation.gathered_rows(**t, choices=2),
+        ),
+        "norm with an amax": (
+            lambda: {"x": drawn(M, K), "gamma": drawn(K), "amax": torch.zeros(1)},
+            lambda t: normalization.norm_forward(normalization.Forward(**t), eps=1e-5),
+        ),
+        "norm_backward with means and an amax": (
+            lambda: {
+                **{n: t for n, t in norm_tensors("layernorm", BF16).items() if n != "beta"},
+                "amax": torch.zeros(1),
+            },
+            of_norm_backward,
+        ),
+        "norm_producer": (
+            lambda: {"x": drawn(M, K), "gamma": drawn(K), "rstd": drawn(M, dtype=F32)},
+            lambda t: normalization.norm_producer(normalization.Forward(**t), BF16),
+        ),
+        "norm_backward_producer": (
+            lambda: {n: t for n, t in norm_tensors("layernorm", BF16).items() if n != "beta"},
+            lambda t: normalization_backward.norm_backward_producer(backward_of(t)),
+        ),
+    }
+
+
+LAUNCHING: dict[str, Launching] = {
+    **{
+        name: (lambda case=case: {**case.inputs(), **case.outputs()}, case.launch)  # type: ignore[misc]
+        for name, case in CASES.items()
+    },
+    **other_launchers(),
+}
+OTHER_DTYPES = {
+    BF16: (torch.int16, torch.float16),
+    F32: (I32, BF16),
+    U8: (torch.int8,),
+    I32: (F32, torch.int64),
+    torch.int64: (torch.float64,),
+}
+# Tensors of which a kernel takes several dtypes, and nothing else decides.
+OF_SEVERAL_DTYPES = {
+    *("x", "y", "dy", "gradient", "gamma", "dgamma", "scales"),
+    *("sizes", "split_sizes", "zero_tail's out", "sum_groups's out", "sum_parts's out"),
+}
+# Sizes that only this tensor has, by its launcher.
+OWN_SIZES = {
+    "pointwise_backward": ("workspace 0",),
+    "amax": ("x 0", "x 1"),
+    "nvfp4": ("amax 0",),
+    "nvfp4 dequantize of rows": ("amax 0",),
+    "nvfp4 dequantize of columns": ("amax 0",),
+    "permute": ("inverse_map 1",),
+    "unpermute": ("y 0",),
+    "zero_tail": ("ends 0", "out 0", "out 1"),
+    "unpad": ("padded 0", "out 0"),
+    "rounded producer": ("x 0", "x 1"),
+    "amax of groups": ("out 0",),
+    "delayed scaling": ("history 0",),
+    "hadamard_amax of groups": ("out 0",),
+    "nvfp4 of groups": ("amax 0", "amax 1"),
+    "nvfp4 dequantize of groups": ("amax 0",),
+    "pad": ("x 0",),
+    "sum_groups": ("parts 0",),
+    "sum_parts": ("parts 0",),
+    "sort_by_expert": ("split_sizes 0", "row_map 0"),
+    "gathered_rows": ("x 0", "x 1", "row_map 0"),
+    "norm with an amax": ("x 0",),
+}
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, none beside another."""
+    return torch.empty(*tensor.shape, 2, dtype=tensor.dtype)[..., 0].copy_(tensor)
+
+
+def resized(tensor: torch.Tensor, dim: int, more: int) -> torch.Tensor:
+    sizes = list(tensor.shape)
+    sizes[dim] += more
+    return torch.zeros(sizes, dtype=tensor.dtype)
+
+
+def misfits(launcher: str, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors that differ from one of a launcher in one property each."""
+    dtypes = OTHER_DTYPES[tensor.dtype]
+    if not OF_SEVERAL_DTYPES.isdisjoint((name, f"{launcher}'s {name}")):
+        dtypes = dtypes[:1]
+    misfits = {str(dtype): torch.zeros(tensor.shape, dtype=dtype) for dtype in dtypes}
+    for dim in range(tensor.dim()):
+        if f"{name} {dim}" not in OWN_SIZES.get(launcher, ()):
+            misfits |= {f"size {dim}, {n:+}": resized(tensor, dim, n) for n in (-1, 1)}
+    if tensor.numel() > 1:
+        misfits["strides"] = apart(tensor)
+    return misfits
+
+
+@pytest.mark.parametrize("name", LAUNCHING)
+def test_each_tensor_alone_of_another_dtype_shape_or_layout_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel would read and write memory beside it."""
+    monkeypatch.setattr(Kernel, "__call__", lambda *_: None)
+    tensors, launch = LAUNCHING[name]
+    accepted = []
+    with emulated():
+        launch(tensors())
+        for one, tensor in tensors().items():
+            for misfit, other in misfits(name.split(",")[0], one, tensor).items():
+                with contextlib.suppress(InputError, InputTypeError):
+                    launch(tensors() | {one: other})
+                    accepted.append((one, misfit))
+    assert accepted == []
 
 
 HARD = {"inf": float("inf"), "-inf": -float("inf"), "NaN": float("nan")}

@@ -619,4 +619,20 @@ COMPILING = (
         "pass",
         "test_compiled.py::test_the_latest_layouts_are_known_however_old_they_are",
     ),
+    Mutant(
+        "results of an equal block are traced in the default dtype",
+        "runtime/compiled_runner.py",
+        "_Traced.again",
+        "dtype=dtype, device=device",
+        "device=device",
+        "test_compiled.py::test_equal_blocks_in_16_bits_have_the_bits_of_eager_ones",
+    ),
+    Mutant(
+        "the copy of a pipeline that graphs run trains frozen weights",
+        "runtime/compiled_runner.py",
+        "copied",
+        "Parameter(like, requires_grad=parameter.requires_grad)",
+        "Parameter(like)",
+        "test_compiled.py::test_the_copy_of_a_pipeline_that_graphs_run_has_the_facts_of_parameters_and_no_memory",
+    ),
 )

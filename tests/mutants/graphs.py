@@ -239,4 +239,28 @@ GRAPHS = (
         "*module.parameters()]",
         CAPTURES + "test_a_tensor_off_the_gpu_is_refused_wherever_it_is",
     ),
+    Mutant(
+        "a replay returns the tensors of the one before",
+        "runtime/graphed.py",
+        "Graph.replay_forward",
+        "output.detach() for output in self._outputs",
+        "self._outputs",
+        "test_graph_replays.py::test_each_replay_returns_a_tensor_of_its_own",
+    ),
+    Mutant(
+        "a graph of a frozen module looks for a parameter with a gradient",
+        "runtime/graphed.py",
+        "Graph._note_gradients",
+        "next(parameters, None)",
+        "next(parameters)",
+        "test_graph_replays.py::test_a_graph_has_the_gradients_of_the_parameters_that_are_trained",
+    ),
+    Mutant(
+        "a weight keeps the attributes that a capture gave it",
+        "runtime/graphs.py",
+        "_leaving_no_trace",
+        "vars(weight).clear()",
+        "pass",
+        "test_graph_replays.py::test_attributes_that_a_capture_gave_to_a_weight_are_gone_after_it",
+    ),
 )

@@ -218,6 +218,51 @@ def test_torch_multiplies_what_cublaslt_does_not_take(name: str, calls: list[str
     assert calls == []
 
 
+def transposed(matrix: torch.Tensor) -> torch.Tensor:
+    """The same values, column by column."""
+    return matrix.t().contiguous().t()
+
+
+def of_served() -> dict[str, tuple[bool, dict[str, torch.Tensor | None]]]:
+    """Whether there is a product of 48 x 32 and 32 x 64, with other tensors in their place."""
+    out, a, b = torch.zeros(48, 64, dtype=BF16), values(48, 32, seed=1), values(32, 64, seed=2)
+    column = values(96, seed=3)
+    return {
+        "as they are": (True, {}),
+        "an fp32 sum": (True, {"out": out.float()}),
+        "operands by columns": (True, {"a": transposed(a), "b": transposed(b)}),
+        "one row at any distance": (True, {"a": a[:1].as_strided((1, 32), (5, 1)), "out": out[:1]}),
+        "one column at any distance": (
+            True,
+            {"a": column[:48].view(48, 1), "b": column[:64].as_strided((1, 64), (1, 1))},
+        ),
+        "one column by columns": (
+            True,
+            {"b": column[:32].as_strided((32, 1), (1, 5)), "out": torch.zeros(48, 1, dtype=BF16)},
+        ),
+        "fewer rows of the sum": (False, {"out": out[:47]}),
+        "more columns of the sum": (False, {"out": torch.zeros(48, 128, dtype=BF16)}),
+        "a transposed sum": (False, {"out": torch.zeros(64, 48, dtype=BF16)}),
+        "a sum by columns": (False, {"out": transposed(out)}),
+        "a sum in fp64": (False, {"out": out.double()}),
+        "an fp64 operand": (False, {"a": a.double()}),
+        "fp32 operands": (False, {"out": out.float(), "a": a.float(), "b": b.float()}),
+        "an fp32 operand a": (False, {"out": out.float(), "a": a.float()}),
+        "an fp32 operand b": (False, {"out": out.float(), "b": b.float()}),
+        "an addend of another dtype": (False, {"addend": out.float()}),
+        "an addend of fewer rows": (False, {"addend": out[:1]}),
+        "a strided bias": (False, {"bias": values(128, seed=4)[::2]}),
+    }
+
+
+@pytest.mark.parametrize("name", of_served())
+def test_a_product_is_served_that_its_descriptors_can_say(name: str, calls: list[str]) -> None:
+    is_served, others = of_served()[name]
+    out, a, b = torch.zeros(48, 64, dtype=BF16), values(48, 32, seed=1), values(32, 64, seed=2)
+    operands = cublaslt.Operands(out, a, b)._replace(**others)
+    assert cublaslt.serves(operands) == is_served
+
+
 def test_a_product_that_is_not_there_is_refused_with_its_operands() -> None:
     out = torch.empty(48, 64, dtype=BF16)
     operands = cublaslt.Operands(out, values(48, 32, seed=1), values(32, 64, seed=2))
@@ -470,7 +515,8 @@ def plain_residual(model: fuser.Sequential, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_cuda_build_without_a_gpu_takes_tensors_without_memory(cuda_build: None) -> None:
-    assert cublaslt._loaded() is not None  # as in such a build
+    assert cublaslt.library("cuda") is not None  # as in such a build
+    assert cublaslt.library("cpu") is None
     model = residual().eval()
     x = values(8, 64, seed=1, dtype=torch.float32)
     batch = values(3, 8, 64, seed=2, dtype=torch.float32)

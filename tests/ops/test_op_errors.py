@@ -40,6 +40,22 @@ class RowGradient(BasicOperation):
         return grad_output, (grad_output.sum(1),)
 
 
+class FlatGradient(BasicOperation):
+    def op_forward(self, ctx: Any, input_: torch.Tensor, **_: Any) -> Any:
+        return 2 * input_
+
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        return grad_output[0], ()
+
+
+class DropsGradient(BasicOperation):
+    def op_forward(self, ctx: Any, input_: torch.Tensor, **_: Any) -> Any:
+        return 2 * input_
+
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        return None, ()
+
+
 class NoInit(BasicOperation):
     def __init__(self) -> None:
         pass
@@ -135,6 +151,29 @@ def test_an_op_that_returns_a_gradient_of_the_wrong_shape_is_named(
     for _ in range(2):  # a failure does not end the checks
         with pytest.raises(fuser.StateError, match=words):
             model(x).sum().backward()
+
+
+@pytest.mark.parametrize("head", [fuser.GELU(), fuser.Linear(8, 8), fuser.Bias(8)])
+def test_an_op_that_returns_no_gradient_for_its_input_is_named(
+    x: torch.Tensor, head: BasicOperation
+) -> None:
+    model = fuser.Sequential(head, DropsGradient(), fuser.GELU())
+    place = 1 + isinstance(head, fuser.Linear)
+    words = said("diagnose-ops-no-gradient", "DropsGradient", place, place)
+    for _ in range(2):
+        with pytest.raises(fuser.StateError, match=words):
+            model(x).sum().backward()
+    first = fuser.Sequential(DropsGradient(), fuser.GELU())
+    first(x).sum().backward()  # as torch takes None from the first of its functions
+    assert x.grad is None
+
+
+def test_an_op_that_returns_a_gradient_of_fewer_dimensions_is_named(x: torch.Tensor) -> None:
+    words = said(
+        "diagnose-returned-gradient-shape", holds("FlatGradient)"), (8,), "its input", (4, 8)
+    )
+    with pytest.raises(fuser.StateError, match=words):
+        fuser.Sequential(FlatGradient(), fuser.GELU())(x).sum().backward()
 
 
 def test_gradients_of_a_plan_are_checked_once(x: torch.Tensor) -> None:

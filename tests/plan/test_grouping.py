@@ -329,6 +329,52 @@ def test_a_split_model_runs_what_was_planned_ahead() -> None:
         assert model.plans == planned
 
 
+def of_every_segment() -> fuser.Sequential:
+    """A pipeline, an op and a composite with hooks, and a nested container with extra tensors."""
+    inner = fuser.Sequential(fuser.AddExtraInput(), torch.nn.Identity(), fuser.MakeExtraOutput())
+    op, composite = fuser.GELU(), fuser.Linear(N, N)
+    for hooked in (op, composite):
+        hooked.register_forward_hook(nothing)
+    return fuser.Sequential(fuser.AddExtraInput(), op, composite, inner, torch.nn.Tanh())
+
+
+@pytest.mark.parametrize("device", [None, "h200"])
+def test_a_plan_of_many_segments_has_no_backward_in_evaluation(device: str | None) -> None:
+    model, tensors = of_every_segment(), [leaf(seed) for seed in range(3)]
+    assert len(model.plan(*tensors, device=device).backward) == 4
+    plan = model.plan(*tensors, training=False, device=device)
+    assert (plan.backward, plan.kept, plan.nodes) == ((), (), ())
+    assert len(plan.forward) == 3
+
+
+def test_a_plan_of_many_segments_takes_as_many_extra_inputs_as_a_call() -> None:
+    model, x = of_every_segment(), leaf()
+    for count in (0, 1, 3):
+        refusals = []
+        for run in (model, model.plan):
+            with pytest.raises(fuser.InputError) as raised:
+                run(x, *[leaf() for _ in range(count)])
+            refusals.append(str(raised.value))
+        assert refusals[0] == refusals[1]
+        assert "2" in refusals[0]
+
+
+def test_a_budget_of_zero_of_many_segments_keeps_the_callers_tensors() -> None:
+    tensors = [leaf(seed) for seed in range(3)]
+    *_, least = of_every_segment().plan(*tensors).memory
+    assert (least.memory_budget, least.repeats_forward) == (0, True)
+    assert least.nbytes == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_a_nested_containers_extra_output_is_planned_like_the_one_of_a_call() -> None:
+    inner = fuser.Sequential(fuser.MakeExtraOutput(), torch.nn.Identity(), fuser.GELU())
+    model = fuser.Sequential(fuser.Linear(N, 4), inner, torch.nn.Identity(), fuser.Linear(4, 2))
+    outer = fuser.Sequential(model, torch.nn.Identity(), fuser.GELU())
+    assert outer.plan(leaf()).features == (2, 2)
+    y, made = outer(leaf())
+    assert (y.shape, made.shape) == ((4, 2), (4, 4))
+
+
 def test_a_pipeline_with_an_open_channel_can_be_copied() -> None:
     pipeline = fuser.OperationFuser([make("a"), add("b")], open_channels=("a", "b"))
     x, other = leaf(), leaf(2)
@@ -433,6 +479,17 @@ def test_a_composite_that_hides_a_channels_tensor_from_a_later_reader_is_refused
     assert torch.equal(made, x)
 
 
+def test_a_hooked_composite_may_read_a_channel_of_an_earlier_op_that_a_later_one_reads() -> None:
+    pair = fuser.FusedOperation([scale(2.0), add()])
+    pair.register_forward_hook(nothing)
+    x = leaf()
+    model = fuser.Sequential(make(), pair, scale(2.0), add())
+    torch.testing.assert_close(model(x), 7 * x)
+    whole = fuser.FusedOperation([make(), scale(2.0), add(), scale(3.0), add()])
+    whole.register_forward_hook(nothing)
+    torch.testing.assert_close(fuser.Sequential(whole, scale(2.0))(x), 20 * x)
+
+
 def test_a_channel_between_hooked_composites_and_ops_works() -> None:
     x = leaf()
     model = fuser.Sequential(
@@ -441,6 +498,11 @@ def test_a_channel_between_hooked_composites_and_ops_works() -> None:
     for index in (0, 3):
         model[index].register_forward_hook(nothing)
     torch.testing.assert_close(model(x), 11 * x)
+    (channel,) = model.plan(x).channels
+    assert (channel.producer, channel.consumer) == (0, 3)
+    model[0].basic_ops[1].register_forward_hook(nothing)
+    torch.testing.assert_close(model(x), 11 * x)
+    assert model.plan(x).channels == (channel,)
 
 
 # -- hooks --------------------------------------------------------------------------------------
@@ -533,6 +595,30 @@ def test_hooks_for_every_modules_backward_see_every_op(kind: str) -> None:
     finally:
         handle.remove()
     assert sorted(seen) == ["BasicLinear", "Bias", "GELU", "Linear", "Sequential"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]
+)
+def test_hooks_of_one_kind_for_every_module_call_each_op_as_one(kind: str) -> None:
+    model, x = fuser.Sequential(fuser.GELU(), scale(2.0)), leaf()
+    handle = getattr(torch_module, f"register_module_{kind}")(nothing)
+    try:
+        calls = [(call.name, call.ops) for call in model.plan(x).modules]
+    finally:
+        handle.remove()
+    assert calls == [("GELU", (0,)), ("ConstantScale", (1,))]
+    assert model.plan(x).modules == ()
+
+
+@pytest.mark.parametrize("inner", [0, 1])
+def test_hooks_of_a_composite_and_of_its_ops_fire_once_each(inner: int) -> None:
+    model, x, calls = randomize(fuser.Sequential(fuser.Linear(N, N), fuser.GELU())), leaf(), []
+    expected = results(model, x)
+    model[0].register_forward_hook(lambda *args: calls.append("composite"))
+    model[0].basic_ops[inner].register_forward_hook(lambda *args: calls.append("op"))
+    assert_alike(results(model, x), expected)
+    assert sorted(calls) == ["composite", "op"]
 
 
 def test_ops_come_together_again_after_hooks_for_every_module() -> None:

@@ -459,6 +459,71 @@ def test_attention_keeps_its_inputs_and_its_output() -> None:
     assert fuser.plan(Attends(), qkv).memory.kept == qkv.nbytes + 2 * qkv.nbytes // 3
 
 
+class WithoutShift(fuser.op.BasicOperation):
+    """A user's op with the place of a parameter that it has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("shift", None)
+
+    def op_forward(self, ctx: Any, input_: torch.Tensor, **_: Any) -> Any:
+        return 2 * input_
+
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        return 2 * grad_output, ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_model_is_planned_in_its_dtype(dtype: torch.dtype) -> None:
+    pipeline = fuser.Sequential(fuser.RMSNorm(64), fuser.Linear(64, 32), WithoutShift())
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), pipeline, torch.nn.Linear(32, 8))
+    model.to("meta", dtype)
+    x = torch.empty(4, 16, dtype=dtype, device="meta")
+    plan = fuser.plan(model, x, device="h200")
+    (own,) = plan.plans.values()
+    assert own.key.dtype_name() == str(dtype).removeprefix("torch.")
+    x = torch.empty(4, 64, dtype=dtype, device="meta", requires_grad=True)
+    assert own.activation_bytes == pipeline.plan(x, device="h200").activation_bytes
+    last = plan.parts[-1].content
+    assert isinstance(last, Box)
+    itemsize = dtype.itemsize
+    once = (4 * 32 + 32 * 8 + 8 + 4 * 8) * itemsize
+    assert last.nbytes == 3 * once
+
+
+def test_the_times_of_a_box_are_those_of_its_products_at_their_rates() -> None:
+    rows, inputs, outputs = 8192, 4096, 8192
+    model = torch.nn.Linear(inputs, outputs, bias=False, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(rows, inputs, device="meta", dtype=torch.bfloat16)
+    (box,) = (part.content for part in fuser.plan(model, x, device="h200").parts)
+    assert isinstance(box, Box)
+    flops, rate = 2 * rows * inputs * outputs, H200.dense["bf16"]
+    assert box.flops == 3 * flops
+    forward = flops / rate.forward + H200.launch
+    backward = 2 * (flops / rate.on("backward") + H200.launch)
+    assert box.eager.forward == pytest.approx(forward * 1e6)
+    assert box.eager.backward == pytest.approx(backward * 1e6)
+
+
+class Attends(torch.nn.Module):
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+def test_the_backward_of_attention_takes_two_and_a_half_times_its_forward() -> None:
+    given = [
+        torch.empty(8, 16, 2048, 128, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
+    (box,) = (part.content for part in fuser.plan(Attends(), *given, device="h200").parts)
+    assert isinstance(box, Box)
+    assert box.calls == (("scaled_dot_product_attention", 1),)
+    flops = 2 * 2 * 8 * 16 * 2048**2 * 128
+    assert box.flops == 3.5 * flops
+    assert box.eager.forward == pytest.approx((flops / H200.attention + H200.launch) * 1e6)
+    assert box.eager.backward == pytest.approx(2.5 * box.eager.forward)
+
+
 def test_an_optimizer_is_a_part_of_the_step() -> None:
     model = Decoder(TINY, device="meta", dtype=torch.bfloat16)
     plan = fuser.plan(model, *model.example(64, training=True), device="h200")
@@ -472,6 +537,8 @@ def test_an_optimizer_is_a_part_of_the_step() -> None:
     ):
         assert after - before == pytest.approx(seconds * 1e6)
     assert whole.memory.at_once - plan.memory.at_once == 2 * size
+    said_of = [" ".join(each.memory.sentences(H200)) for each in (plan, whole)]
+    assert [", optimizer " in sentences for sentences in said_of] == [False, True]
 
 
 # -- refusals -------------------------------------------------------------------------------------

@@ -288,6 +288,146 @@ def test_the_time_of_products_has_no_time_of_quantizing_and_dequantizing(
         assert step.microseconds > step.product_microseconds + 1e6 * H200.launch
 
 
+ROWS, INPUTS, OUTPUTS = 8192, 4096, 16384
+"""Of products that take the time of their operations, so that the rest is beside them."""
+READ, WRITTEN, WEIGHT = ROWS * INPUTS, ROWS * OUTPUTS, INPUTS * OUTPUTS
+
+
+def beside(step: fuser.Step) -> float:
+    """Microseconds of a step in which no product runs."""
+    return step.microseconds - step.product_microseconds
+
+
+def moving(elements: float, nbytes: int = 2) -> Any:
+    """Microseconds in which an H200 reads or writes them."""
+    return pytest.approx(elements * nbytes / H200.bandwidth * 1e6)
+
+
+@pytest.mark.parametrize("name", ["none", "current", "delayed", "rowwise", "block", "mxfp8"])
+def test_a_forward_takes_the_time_of_its_launches_and_of_what_it_quantizes(name: str) -> None:
+    recipe = None if name == "none" else recipe_named(name)
+    for training in (False, True):
+        model = fuser.Sequential(linear(INPUTS, OUTPUTS))
+        (step,) = planned(model, ROWS, INPUTS, recipe, training=training).forward
+        names = step.kernel.split(", ")
+        assert names[:-1] == (["quantize input", "quantize weight"] if recipe else [])
+        nbytes = step.bytes_per_token * ROWS
+        quantized = nbytes - 2 * (READ + WEIGHT + WRITTEN)
+        if recipe is not None:  # written and read, both copies for a backward
+            least = 2 * (1 + training) * (READ + WEIGHT)
+            assert least <= quantized <= 1.1 * least
+        read = {"current": 2, "mxfp8": 1 + 2}.get(name, 0)  # for an amax; and written dequantized
+        seconds = (quantized + read * (READ + WEIGHT)) / H200.bandwidth + len(names) * H200.launch
+        assert beside(step) == pytest.approx(seconds * 1e6)
+        assert step.cover_microseconds == pytest.approx(
+            (nbytes / H200.bandwidth + len(names) * H200.launch) * 1e6
+        )
+
+
+def test_current_scaling_reads_what_it_quantizes_once_more_for_an_amax() -> None:
+    block = fuser.Sequential(
+        fuser.RMSNorm(INPUTS, device=META, dtype=torch.bfloat16),
+        *(linear(INPUTS, OUTPUTS), fuser.GELU(), linear(OUTPUTS, INPUTS)),
+    )
+    current, delayed = (planned(block, ROWS, INPUTS, RECIPES[n]) for n in ("current", "delayed"))
+    more = {
+        side: {
+            one.ops: beside(one) - beside(other)
+            for one, other in zip(current.steps(side), delayed.steps(side), strict=True)
+        }
+        for side in ("forward", "backward")
+    }
+    assert more == {
+        # A norm and an activation quantize their outputs, and read their inputs again.
+        "forward": {
+            (0,): moving(READ),
+            (1,): moving(WEIGHT),
+            (2,): moving(WRITTEN),
+            (3,): moving(WEIGHT),
+        },
+        # Inputs that are computed again; of the activation's backward both that it reads.
+        "backward": {
+            (3,): moving(READ + WRITTEN),
+            (2,): moving(2 * WRITTEN),
+            (1,): moving(READ),
+            (0,): pytest.approx(0, abs=1e-6),
+        },
+    }
+    alone = [
+        planned(fuser.Sequential(linear(INPUTS, OUTPUTS)), ROWS, INPUTS, RECIPES[name])
+        for name in ("current", "delayed")
+    ]
+    forward, backward = (
+        beside(one) - beside(other)
+        for (one,), (other,) in (
+            [plan.steps(side) for plan in alone] for side in ("forward", "backward")
+        )
+    )
+    assert (forward, backward) == (moving(READ + WEIGHT), moving(WRITTEN))
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_each_step_moves_the_bytes_of_its_tensors_in_their_formats(recipe: str) -> None:
+    block = fuser.Sequential(
+        fuser.RMSNorm(INPUTS, device=META, dtype=torch.bfloat16),
+        *(linear(INPUTS, OUTPUTS), fuser.GELU(), linear(OUTPUTS, INPUTS)),
+    )
+    plan = planned(block, ROWS, INPUTS, RECIPES[recipe])
+    statistics, gamma = 4 * ROWS, 2 * INPUTS
+    of_weight = 2 * WEIGHT + 2 * 2 * WEIGHT  # read, and both copies written and read
+    products = "dgrad FP8 mm (native), wgrad FP8 mm (native)"
+    expected = [
+        ("rmsnorm_rows, rmsnorm", 2 * READ + READ + statistics + gamma),
+        ("quantize weight, FP8 mm (native)", READ + of_weight + 2 * WRITTEN),
+        ("gelu", 2 * WRITTEN + WRITTEN),
+        ("quantize weight, FP8 mm (native)", WRITTEN + of_weight + 2 * READ),
+        (
+            f"gelu again, quantize grad_output, quantize input, {products}",
+            # The gradient and the input of the activation are read, and their copies are.
+            (2 + 2 * 2) * READ + (2 + 2 + 1) * WRITTEN + 2 * 2 * WEIGHT + 2 * WRITTEN,
+        ),
+        ("gelu_backward", (2 + 2 + 2) * WRITTEN),
+        (
+            f"rmsnorm again, quantize input, {products}",
+            2 * WRITTEN + (2 + 1 + 2 + 2) * READ + 2 * 2 * WEIGHT,
+        ),
+        ("rmsnorm_backward", (2 + 2 + 2) * READ + statistics + 2 * gamma),
+    ]
+    found = [(step.kernel, step.bytes_per_token * ROWS) for step in (*plan.forward, *plan.backward)]
+    scales = 64  # of a tensor, and amaxes
+    counted: list[Any] = [(names, pytest.approx(n, abs=scales)) for names, n in expected]
+    assert found == counted
+
+
+def test_what_leaves_a_pipeline_quantized_has_the_bytes_of_its_format() -> None:
+    model = fuser.Sequential(fuser.GELU(), fuser.Quantize())
+    plan = planned(model, 1024, 4096, DelayedScaling(), training=False)
+    assert plan.activation_bytes == (2 * 4096, 2 * 4096, 2 * 4096 + 8 / 1024)
+    assert [step.emits is not None for step in plan.forward] == [False] * (
+        len(plan.forward) - 1
+    ) + [True]
+
+
+@pytest.mark.parametrize(("recipe", "reads"), [("current", 2), ("delayed", 1)])
+def test_a_grouped_linear_quantizes_its_operands_forward_and_its_gradient_backward(
+    recipe: str, reads: int
+) -> None:
+    groups, rows, inputs, outputs = 4, 8192, 4096, 2048
+    options: Any = {"device": META, "dtype": torch.bfloat16, "single_grouped_weight": True}
+    model = fuser.Sequential(fuser.GroupedLinear(groups, inputs, outputs, bias=False, **options))
+    x = torch.empty(rows, inputs, dtype=torch.bfloat16, device=META, requires_grad=True)
+    splits = torch.empty(groups, dtype=torch.int32, device=META)
+    with fuser.autocast(recipe=RECIPES[recipe]):
+        plan = model.plan(x, splits, device="h200")
+    for (step,), elements in (
+        (plan.forward, rows * inputs + groups * inputs * outputs),
+        (plan.backward, rows * outputs),
+    ):
+        seconds = elements * (2 * reads + 2) / H200.bandwidth
+        seconds += len(step.kernel.split(", ")) * H200.launch
+        assert beside(step) == pytest.approx(seconds * 1e6, rel=1e-4)
+
+
 def test_a_recipe_that_a_gpu_emulates_is_slower_there_than_no_recipe() -> None:
     block = swiglu_block(1024, 4096)
     times = {
@@ -403,7 +543,7 @@ def test_shapes_are_those_of_the_present_input_though_a_plan_is_cached() -> None
 def test_a_plan_for_a_device_is_not_kept_for_calls() -> None:
     model = fuser.Sequential(fuser.Linear(16, 16, device="cpu"))
     plan = model.plan(torch.empty(8, 16), device="H200")
-    assert plan.key.arch == (9, 0)
+    assert (plan.key.device, plan.key.arch) == ("cuda", (9, 0))
     assert plan.target is DEVICES["h200"]
     assert not model.plans
 

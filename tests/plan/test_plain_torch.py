@@ -83,6 +83,10 @@ OPTIONS: dict[str, tuple[Callable[[], fuser.op.BasicOperation], Extras]] = {
         lambda: fuser.AdaptiveLayerNorm(WIDTH),
         ((3, 1, WIDTH), (3, 1, WIDTH)),
     ),
+    "with a dimension of one before": (
+        lambda: fuser.AdaptiveLayerNorm(WIDTH, batch_dim=1),
+        ((1, 2, WIDTH), (1, 2, WIDTH)),
+    ),
     "layer norm": (lambda: fuser.LayerNorm(WIDTH, eps=0.5, device="cpu"), ()),
     "rms norm": (lambda: fuser.RMSNorm(WIDTH, eps=0.5, device="cpu"), ()),
     "no bias": (lambda: fuser.LoRALinear(WIDTH, 8, rank=1, bias=False, device="cpu"), ()),

@@ -21,7 +21,7 @@ import fuser
 from fuser.basic_ops.grouped_products import quantizes_groups_of
 from fuser.formats import GROUP_TILE, tile_count
 from fuser.op import FusedOperation
-from fuser.plan.plan import Channel, ModuleCall
+from fuser.plan.plan import Baseline, Channel, Kept, ModuleCall, Node, Note, Refusal, merged
 from fuser.specs import TensorSpec
 
 
@@ -304,6 +304,82 @@ def test_text_says_of_either_side_what_its_steps_do(side: str) -> None:
         steps = {side: (dataclasses.replace(first, **change), *rest)}
         assert sentence not in str(plan).splitlines()
         assert sentence in str(dataclasses.replace(plan, **steps)).splitlines()
+
+
+def test_text_says_what_is_kept_of_each_op() -> None:
+    kept = (
+        Kept((0,), "input", 12.0, reason="it is the first"),
+        Kept((0,), "weight", 0.0, 2048),
+        Kept((1,), "input", 0.0),
+        Kept((2,), "input", 6.0, rounded_to="FP8"),
+        Kept((3,), "weight", 0.0),
+        Kept((3,), "input", 0.0, rebuilt_by=(1, 2)),
+    )
+    plan = mlp().plan(torch.empty(2, 8, requires_grad=True))
+    line = "kept for backward: 18 B a token"
+    assert dataclasses.replace(plan, kept=(kept[0], kept[3])).kept_line() == line
+    plan = dataclasses.replace(plan, kept=kept)
+    assert plan.kept_line() == f"{line}, and 2.0 kB of quantized weights"
+    assert plan.to_dict()["sentences"]["kept"] == [
+        plan.kept_line(),
+        "0 BasicLinear: input 12 B (it is the first), weight 2.0 kB",
+        "1 Bias: input as above",
+        "2 GELU: input 6 B rounded to FP8",
+        "3 BasicLinear: weight quantized again, input computed again by 1-2",
+    ]
+    assert f'label="{plan.kept_line()}"' in plan.to_dot()
+    assert "label=" not in dataclasses.replace(plan, kept=()).to_dot().split("subgraph")[0]
+
+
+def test_text_and_dict_say_what_ops_are_and_what_they_compute() -> None:
+    model = fuser.Sequential(fuser.Linear(8, 16), fuser.MakeExtraOutput(), fuser.SwiGLU())
+    plan = model.plan(torch.empty(2, 8))
+    data = plan.to_dict()
+    assert data["wholes"] == ["Linear", "Linear", "", ""]
+    assert data["extra_outputs"] == [0, 0, 1, 0]
+    assert data["input_requires_grad"] is False
+    plan = model.plan(torch.empty(2, 8, requires_grad=True))
+    assert plan.to_dict()["input_requires_grad"] is True
+    for side, shape_of_linear, shape_of_activation in (
+        ("forward", "8 -> 16", "16 -> 8"),
+        ("backward", "16 -> 8", "8 -> 16"),
+    ):
+        by_op = {op: step for step in plan.steps(side, fused=False) for op in step.ops}
+        shapes = [plan.shape_of(by_op[op], side) for op in (0, 3)]
+        assert shapes == [shape_of_linear, shape_of_activation]
+        unfused = dataclasses.replace(plan, **{side: plan.steps(side, fused=False)})
+        rows = {line.split()[1]: line.split()[-3] for line in unfused.side_lines(side)[1:-1]}
+        assert [rows[name] == "-" for name in ("BasicLinear", "SwiGLU")] == [False, True]
+
+
+def test_text_says_where_quantized_tensors_pass_a_cut_if_some_do() -> None:
+    plan = mlp().plan(torch.empty(2, 8, requires_grad=True))
+    for takes_quantized in (False, True):
+        nodes = (Node((0, 1)), Node((2, 3, 4), is_cut=True, takes_quantized=takes_quantized))
+        for waiting in ("", "a hook waits"):
+            found = dataclasses.replace(plan, nodes=nodes, waiting=waiting).node_lines()
+            assert len(found) == 1 + (takes_quantized and bool(waiting))
+            assert "cut before op 2" in found[0]
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_labels_of_tensors_have_the_formats_in_which_steps_write_them(recipe: str) -> None:
+    model = fuser.Sequential(
+        fuser.RMSNorm(32), fuser.Linear(32, 64), fuser.SwiGLU(), fuser.Linear(32, 16)
+    )
+    x = torch.empty(16, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with fuser.autocast(recipe=fuser.recipe.recipe_named(recipe)):
+        plan = model.to("meta", torch.bfloat16).plan(x, device="h200")
+    for side in ("forward", "backward"):
+        formats = {}
+        for step in plan.steps(side):
+            if step.emits is not None:
+                gap = step.ops[-1] + 1 if side == "forward" else step.ops[0]
+                formats[gap] = [str(step.emits.format)]
+        labels = [plan.gap_labels(side, gap)[1:] for gap in range(len(plan.ops) + 1)]
+        assert labels == [formats.get(gap, []) for gap in range(len(plan.ops) + 1)]
+        assert formats
+        assert any(len(step.ops) > 1 and step.emits for step in plan.steps(side))
 
 
 def test_text_keeps_large_numbers_short() -> None:
@@ -618,6 +694,82 @@ def test_plans_of_several_pipelines_are_merged_with_running_indices() -> None:
     assert "14 ops" in str(plan)
 
 
+def of_one_pipeline(first: int, last: int, waiting: str) -> fuser.FusionPlan:
+    """A plan of three ops in which every field has something in it."""
+    model = fuser.Sequential(fuser.Linear(first, last), fuser.GELU())
+    plan = model.plan(torch.empty(2, first, device="meta", requires_grad=True), device="h200")
+    (note,) = (Note((0, 1), f"of {first}", "Fused", "forward"),)
+    nodes = (Node((0, 1)), Node((2,), is_cut=True, takes_quantized=True)) if waiting else ()
+    fields = dict.fromkeys(("layout", "padding", "notes", "replays"), (note,))
+    return dataclasses.replace(
+        plan,
+        **fields,
+        refusals=(*plan.refusals, Refusal("Fused", "joint", (1, 2), f"of {first}")),
+        nodes=nodes,
+        waiting=waiting,
+        extra_outputs=(0, first, 1),
+        wholes=("Linear", "Linear", f"GELU{first}"),
+    )
+
+
+def test_a_plan_of_two_pipelines_has_all_that_is_in_theirs() -> None:
+    one, other = of_one_pipeline(8, 16, ""), of_one_pipeline(16, 4, "a hook waits")
+    calls = ModuleCall("Tanh", "it has hooks", (0,)), ModuleCall("Identity", "it is no op")
+    channels = (Channel("x", 0, 5),)
+    plan = merged((one, calls[0], other, calls[1]), channels)
+
+    def moved(items: tuple[Any, ...], names: tuple[str, ...] = ("ops",)) -> tuple[Any, ...]:
+        later = [{n: tuple(i + 3 for i in getattr(item, n)) for n in names} for item in items]
+        pairs = zip(items, later, strict=True)
+        return tuple(dataclasses.replace(item, **fields) for item, fields in pairs)
+
+    why = "input of a pipeline: Tanh is called as a module, it has hooks"
+    kept = [dataclasses.replace(k, reason=why) if "pipeline" in k.reason else k for k in other.kept]
+    in_order = ["forward", "unfused_forward", "refusals", "layout", "padding", "notes", "replays"]
+    expected: dict[str, Any] = {
+        **{name: getattr(one, name) + moved(getattr(other, name)) for name in in_order},
+        **{
+            name: moved(getattr(other, name)) + getattr(one, name)
+            for name in ("backward", "unfused_backward")
+        },
+        **{
+            name: getattr(one, name) + getattr(other, name)
+            for name in ("ops", "extra_outputs", "wholes")
+        },
+        **{
+            name: getattr(one, name)[:-1] + getattr(other, name)
+            for name in ("features", "activation_bytes", "grad_activation_bytes")
+        },
+        "kept": one.kept + moved(tuple(kept), ("ops", "rebuilt_by")),
+        "nodes": (Node((0, 1, 2)), *moved(other.nodes)),
+        "waiting": "a hook waits",
+        "channels": channels,
+        "modules": (
+            ModuleCall("Tanh", "it has hooks", (3,), before=3),
+            ModuleCall("Identity", "it is no op", before=6),
+        ),
+        "key": dataclasses.replace(one.key, ops=one.key.ops + other.key.ops),
+        "baselines": tuple(
+            Baseline(a.name, a.forward + b.forward, a.backward + b.backward)
+            for a, b in zip(one.baselines, other.baselines, strict=True)
+        ),
+        "target": one.target,
+        "nominal_tokens": one.nominal_tokens,
+        "memory": one.memory.followed_by(other.memory, 3),
+    }
+    found = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    assert set(found) == set(expected)
+    assert [name for name in found if found[name] != expected[name]] == []
+    assert len(one.baselines) == 2
+    curves = one.memory.every, other.memory.every
+    for cost, a, b in zip(plan.memory.every, *curves, strict=True):
+        assert cost.nbytes == a.nbytes + b.nbytes
+        assert cost.microseconds == a.microseconds + b.microseconds
+        assert cost.inputs == a.inputs + tuple(i + 3 for i in b.inputs)
+    parts = [mlp().plan(torch.empty(2, 8), training=False) for _ in range(2)]
+    assert merged(parts, ()).nodes == ()
+
+
 def split_by_modules() -> fuser.Sequential:
     """A block whose channel passes modules and hooked ops, with modules at both ends."""
     make = fuser.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False)
@@ -684,6 +836,8 @@ def test_a_plan_shows_modules_between_pipelines_and_channels_across_them() -> No
 def test_dot_has_modules_on_the_main_line_both_ways() -> None:
     plan = split_by_modules().plan(torch.empty(2, 8, device="meta", requires_grad=True))
     dot = plan.to_dot()
+    assert "  f1 -> fm1;\n" in dot  # a tensor that a module may change has no label
+    assert f'  f5 -> fm6 [label="{plan.gap_labels("forward", 6)[0]}"];\n' in dot
     forward = re.findall(r"  (f\w+) -> (f\w+)", dot)
     line = [source for source, target in forward if (source, target) != ("f0", "f5")]
     assert line == ["fm0", "f0", "f1", "fm1", "f2", "f3", "f4", "fm4", "fm5", "f5"]

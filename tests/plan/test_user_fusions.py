@@ -259,37 +259,27 @@ def wrong(result: Any, on: str, *window: type) -> type[fuser.FusedOperation]:
         (
             [fuser.MakeExtraOutput, fuser.ConstantScale],
             lambda t: [(), ()],
-            said(
-                "codegen-replaces-ops-returned", "Wrong", None, None, "[1, 0] extra outputs", [0, 0]
-            ),
+            said("codegen-replaces-ops-returned", "Wrong", 0, 1, "[1, 0] extra outputs", [0, 0]),
         ),
         (
             [fuser.MakeExtraOutput, fuser.ConstantScale],
             lambda t: [],
-            said(
-                "codegen-replaces-ops-returned", "Wrong", None, None, "[1, 0] extra outputs", [0, 0]
-            ),
+            said("codegen-replaces-ops-returned", "Wrong", 0, 1, "[1, 0] extra outputs", [0, 0]),
         ),
         (
             [fuser.MakeExtraOutput, fuser.ConstantScale],
             lambda t: [(t, t), ()],
-            said(
-                "codegen-replaces-ops-returned", "Wrong", None, None, "[1, 0] extra outputs", [2, 0]
-            ),
+            said("codegen-replaces-ops-returned", "Wrong", 0, 1, "[1, 0] extra outputs", [2, 0]),
         ),
         (
             [fuser.MakeExtraOutput, fuser.ConstantScale],
             lambda t: [(), (t,)],
-            said(
-                "codegen-replaces-ops-returned", "Wrong", None, None, "[1, 0] extra outputs", [0, 1]
-            ),
+            said("codegen-replaces-ops-returned", "Wrong", 0, 1, "[1, 0] extra outputs", [0, 1]),
         ),
         (
             [fuser.ConstantScale, fuser.ConstantScale],
             lambda t: [(t,), ()],
-            said(
-                "codegen-replaces-ops-returned", "Wrong", None, None, "[0, 0] extra outputs", [1, 0]
-            ),
+            said("codegen-replaces-ops-returned", "Wrong", 0, 1, "[0, 0] extra outputs", [1, 0]),
         ),
     ],
     ids=["too-few", "no-rows", "too-many", "of-the-wrong-op", "of-ops-that-have-none"],
@@ -316,11 +306,11 @@ def test_a_wrong_number_of_extra_outputs_is_a_sentence(ops: Any, result: Any, wo
         ),
         (
             lambda g: ([(g[0],), ()], [(), ()]),
-            said("codegen-replaces-ops-returned", None, None, None, holds("extra inputs"), [0, 0]),
+            said("codegen-replaces-ops-returned", "Wrong", 0, 1, holds("extra inputs"), [0, 0]),
         ),
         (
             lambda g: ([(g[0],), ()], [(), (g, g)]),
-            said("codegen-replaces-ops-returned", None, None, None, holds("extra inputs"), [0, 2]),
+            said("codegen-replaces-ops-returned", "Wrong", 0, 1, holds("extra inputs"), [0, 2]),
         ),
     ],
     ids=["no-params", "many-params", "no-extras", "many-extras"],
@@ -335,3 +325,41 @@ def test_a_wrong_number_of_gradients_is_a_sentence(result: Any, words: str) -> N
     assert x.grad is extra.grad is ops[0].bias.grad is None
     fuser.Sequential(*ops)(x, extra).sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))
+
+
+class WithoutSide(fuser.FusedOperation):
+    window = (fuser.GELU,)
+
+
+class WithoutWindow(fuser.FusedOperation):
+    side = "forward"
+
+
+class OfNames(fuser.FusedOperation):
+    side = "forward"
+    window = ("GELU",)
+
+
+class OnNoSide(fuser.FusedOperation):
+    side = "sideways"  # type: ignore[assignment]
+    window = (fuser.GELU,)
+
+
+@pytest.mark.parametrize(
+    ("fusions", "words"),
+    [
+        (5, said("pipeline-sequence-fused-operation", 5)),
+        (fuser.GELU(), said("pipeline-sequence-fused-operation", holds("GELU"))),
+        (torch.nn.Sequential(), said("pipeline-sequence-fused-operation", holds("Sequential"))),
+        ([3], said("pipeline-sequence-fused-operation", 3)),
+        ([fuser.GELU], said("pipeline-sequence-fused-operation", holds("GELU"))),
+        ([WithoutSide], r"WithoutSide has side '?"),
+        ([WithoutWindow], "WithoutWindow has side 'forward' and window"),
+        ([OfNames], r"OfNames.window is \('GELU',\); it is a tuple of op classes"),
+        ([OnNoSide], "OnNoSide.side is 'sideways'"),
+    ],
+    ids=str,
+)
+def test_what_is_no_sequence_of_fusions_is_refused(fusions: Any, words: str) -> None:
+    with pytest.raises((fuser.InputError, fuser.InputTypeError), match=words):
+        fuser.Sequential(fuser.GELU(), fusions=fusions)(torch.ones(2, 8))

@@ -66,6 +66,16 @@ def test_inputs_of_pipelines_and_products_and_what_ops_save_are_kept() -> None:
     [
         ((linear(), fuser.AddExtraInput(), linear()), 2, sentence("why-kept-output-product")),
         ((fuser.Bias(H), linear()), 1, "op 0 (Bias) cannot compute it again"),
+        (
+            (linear(), fuser.RMSNorm(H), fuser.Identity(), linear()),
+            3,
+            "op 2 (Identity) hands it on",
+        ),
+        (
+            (linear(), fuser.RMSNorm(H), fuser.Identity(), fuser.Bias(H), linear()),
+            4,
+            "op 3 (Bias) cannot compute it again",
+        ),
         ((linear(), fuser.RMSNorm(H), fuser.Bias(H), linear()), 3, "op 2 (Bias) cannot compute it"),
         (
             (linear(), fuser.GELU(cache_quantized_input=True), linear()),
@@ -126,7 +136,12 @@ def test_what_a_users_fusion_or_function_may_read_is_kept(monkeypatch: pytest.Mo
 
     ops = (fuser.RMSNorm(H), linear())
     plan = plan_of(*ops, fusions=[*fuser.FUSIONS, Nothing])
-    assert reasons(plan)[1, "input"] == sentence("why-kept-user-fusion-may", "Nothing")
+    by_fusion = sentence("why-kept-user-fusion-may", "Nothing")
+    assert reasons(plan)[1, "input"] == by_fusion
+    with fuser.activation_memory_budget(1, keep_weight_copies=False):
+        recipe = recipes.Float8CurrentScaling()
+        plan = plan_of(*ops, fusions=[*fuser.FUSIONS, Nothing], recipe=recipe)
+    assert reasons(plan)[1, "weight"] == by_fusion
     known = fuser.runtime.pipeline._registered
     changed = dataclasses.replace(known, forward=(lambda ops, *, recipe: ops,))
     monkeypatch.setattr(fuser.runtime.pipeline, "_registered", changed)

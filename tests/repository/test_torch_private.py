@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import logging
+import sys
 from typing import Any
 
 import pytest
@@ -228,6 +230,44 @@ def test_the_code_of_checkpoints_is_on_the_stack_when_they_run() -> None:
         [False, False, False],
         [False, False, True],
     ]
+
+
+def test_an_operation_is_a_composite_if_torch_has_it_as_calls_of_others_alone() -> None:
+    aten = torch.ops.aten
+    names = ["linear.default", "silu_backward.default", "mm.default", "reshape.default"]
+    functions = [getattr(getattr(aten, name), kind) for name, kind in (n.split(".") for n in names)]
+    found = dict(zip(names, map(torch_private.is_composite, functions), strict=True))
+    assert found == {
+        "linear.default": True,
+        "silu_backward.default": False,
+        "mm.default": False,
+        "reshape.default": True,
+    }
+    with torch.library._scoped_library("fuser_of_a_test", "DEF") as library:
+        library.define("shapes_alone(Tensor x) -> Tensor")
+        library.impl("shapes_alone", torch.empty_like, "Meta")
+        assert not torch_private.is_composite(torch.ops.fuser_of_a_test.shapes_alone.default)
+
+
+def test_nothing_is_compiled_ahead_if_inductor_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch._inductor.virtualized", raising=False)
+    assert torch_private.is_compiled_ahead() is False
+
+
+def test_failed_operations_on_fake_tensors_log_nothing_inside_and_something_after() -> None:
+    logger, seen = logging.getLogger("torch._subclasses.fake_tensor"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        with torch_private.without_logs_of_fake_tensors():
+            logger.error("inside")
+        logger.error("after")
+    finally:
+        logger.removeHandler(handler)
+    assert seen == ["after"]
 
 
 def test_nothing_is_gathered_or_unfinished_in_a_plain_process() -> None:

@@ -125,6 +125,47 @@ RECIPES: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("is_of_one_buffer", [False, True])
+def test_equal_blocks_in_16_bits_have_the_bits_of_eager_ones(is_of_one_buffer: bool) -> None:
+    """The second is like the first to a trace; the tensors of a call may share memory."""
+    options = {"dtype": BF16}
+    blocks = [fuser.Sequential(fuser.AddExtraInput(), *block(**options)) for _ in range(2)]
+
+    def run(x: torch.Tensor, extra: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for one in blocks:
+            x = one(x, extra)
+        return x, torch.zeros(1, dtype=x.dtype)  # which is known to the trace
+
+    memory = torch.randn(2, 16, WIDTH, dtype=BF16, requires_grad=True)
+    x, extra = memory if is_of_one_buffer else (t.detach().clone() for t in memory)
+    leaves = [memory] if is_of_one_buffer else [x.requires_grad_(), extra.requires_grad_()]
+    leaves += [p for one in blocks for p in one.parameters()]
+    dy = torch.randn(16, WIDTH, dtype=BF16)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    steps = []
+    for function in (run, compiled, compiled):
+        y, zero = function(x, extra)
+        steps.append([y, zero, *torch.autograd.grad(y, leaves, dy)])
+    expected, *found = steps
+    for each in found:
+        assert [t.dtype for t in each] == [BF16] * len(expected)
+        assert all(map(torch.equal, each, expected))
+
+
+def test_the_copy_of_a_pipeline_that_graphs_run_has_the_facts_of_parameters_and_no_memory() -> None:
+    model = fuser.Sequential(fuser.Linear(8, 8, dtype=BF16), fuser.RMSNorm(8))
+    model[0].weight.requires_grad_(False)
+    pipeline = model._current_segments().only
+    twin = compiled_runner.copied(pipeline)
+    for own, other in zip(pipeline.basic_ops, twin.basic_ops, strict=True):
+        assert other is not own
+        for one, like in zip(own.parameters(), other.parameters(), strict=True):
+            assert like.is_meta
+            assert not one.is_meta
+            assert (like.shape, like.dtype) == (one.shape, one.dtype)
+            assert like.requires_grad == one.requires_grad
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_compiled_step_has_the_bits_of_an_eager_one(recipe: Any) -> None:
     model, x = Blocks(), rows()

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fuser
 from fuser.op import BasicOperation, FusedOperation, OperationContext
+from fuser.specs import TensorSpec
 
 aten = torch.ops.aten
 GEMMS = {aten.mm.default, aten.addmm.default, aten.addmm_.default, aten.bmm.default}
@@ -516,6 +517,24 @@ def test_torch_autocast_runs_in_bf16_and_gives_fp32_gradients() -> None:
     assert_same(gradients(model(x, extra), leaves), expected)
 
 
+@pytest.mark.parametrize("inside", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("around", [None, torch.bfloat16, torch.float16], ids=str)
+def test_a_backward_runs_in_the_dtypes_of_its_forward_whatever_autocast_is_around_it(
+    inside: torch.dtype | None, around: torch.dtype | None
+) -> None:
+    model = mlp(64, 128)
+    (x,) = inputs((32, 64))
+    leaves, dy = [x, *model.parameters()], torch.randn(32, 64)
+
+    def run(around: torch.dtype | None) -> list[torch.Tensor]:
+        with torch.autocast("cpu", inside, enabled=inside is not None):
+            y = model(x)
+        with torch.autocast("cpu", around, enabled=around is not None):
+            return list(torch.autograd.grad(y, leaves, dy.to(y.dtype)))
+
+    assert_same(run(around), run(None))
+
+
 # -- higher derivatives -----------------------------------------------------------------------
 
 
@@ -561,6 +580,124 @@ def test_the_loss_may_use_any_of_the_outputs(used: tuple[int, ...], fusions: Any
         wanted = torch.zeros_like(leaf) if truth is None else truth.float()
         actual = torch.zeros_like(leaf) if grad is None else grad
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_loss_of_an_extra_output_alone_has_gradients_in_the_dtype_of_the_model(
+    dtype: torch.dtype,
+) -> None:
+    model = fuser.Sequential(fuser.Linear(8, 8), fuser.MakeExtraOutput(), fuser.Linear(8, 16))
+    model.to(dtype)
+    (x,) = inputs((4, 8))
+    x = x.detach().to(dtype).requires_grad_()
+    weight, bias = model[0].parameters()
+    seen: list[torch.dtype] = []
+    entering = x * 1
+    entering.register_hook(lambda grad: seen.append(grad.dtype))
+    y, made = model(entering)
+    dy = torch.randn(4, 8).to(dtype)
+    found = torch.autograd.grad(made, [x, weight, bias], dy)
+    plain = torch.nn.functional.linear(x, weight, bias)
+    expected = torch.autograd.grad(plain, [x, weight, bias], dy)
+    assert y.shape == (4, 16)
+    assert seen == [dtype]
+    assert [grad.dtype for grad in found] == [dtype] * 3
+    for grad, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(grad, exact, rtol=2e-2, atol=2e-2)
+
+
+class TwoDtypes(BasicOperation):
+    """Its extra outputs, of two dtypes, are unlike its input, as planning takes them to be."""
+
+    num_extra_outputs = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grads: list[Any] = []
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **_: Any) -> Any:
+        rows = torch.arange(input_.shape[0])
+        return 2 * input_, [(input_.float().sum(1), rows)]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        (self.grads,) = basic_op_grad_extra_outputs
+        return 2 * grad_output, [()], [()]
+
+
+class DescribedDtypes(TwoDtypes):
+    """Tells what they are."""
+
+    def extra_output_specs(self, spec: Any, extras: Any) -> Any:
+        rows = spec.shape[:1]
+        return TensorSpec(rows, torch.float32), TensorSpec(rows, torch.int64)
+
+
+class TakesRows(BasicOperation):
+    """Adds numbers of rows to its input, from a channel of integers."""
+
+    num_extra_inputs = 1
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: torch.Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Any:
+        ((rows,),) = basic_op_extra_inputs
+        assert not rows.requires_grad
+        return input_ + rows[:, None], [()]
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: torch.Tensor, **_: Any) -> Any:
+        return grad_output, [()], [(None,)]
+
+
+@pytest.mark.parametrize("make", [TwoDtypes, DescribedDtypes])
+def test_extra_outputs_without_gradients_get_zeros_in_their_own_dtype_and_integers_none(
+    make: type[TwoDtypes],
+) -> None:
+    op = make().set_extra_output_channel(1, "rows", output_to_caller=False)
+    taking = TakesRows().set_extra_input_channel(0, "rows")
+    model = fuser.Sequential(fuser.Bias(8, dtype=torch.bfloat16), op, fuser.GELU(), taking)
+    x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    y, sums = model(x)
+    assert sums.dtype is torch.float32
+    y.sum().backward()
+    first, second = op.grads
+    assert (first.shape, first.dtype, bool(first.any())) == ((4,), torch.float32, False)
+    assert second is None
+    plan = model.plan(x)
+    (rows,) = plan.key.ops[3].extra_inputs
+    if make is DescribedDtypes:
+        assert (rows.dtype, rows.requires_grad) == (torch.int64, False)
+        assert [channel.has_gradient for channel in plan.channels] == [False]
+
+
+def test_a_channel_needs_a_gradient_if_what_writes_it_does() -> None:
+    """And not if the first op does: here that one is frozen, and the input needs none."""
+    made = fuser.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
+    add = fuser.AddExtraInput().set_extra_input_channel(0, "x")
+    frozen, trained = fuser.Bias(8), fuser.Linear(8, 8)
+    frozen.requires_grad_(False)
+    model = fuser.Sequential(frozen, trained, made, fuser.GELU(), add)
+    (x,) = inputs((4, 8), requires_grad=False)
+    dy = torch.randn(4, 8)
+    assert [t.requires_grad for t in model.plan(x).key.ops[5].extra_inputs] == [True]
+    found = torch.autograd.grad(model(x), list(trained.parameters()), dy)
+    plain = torch.nn.functional.linear(x + frozen.bias, *trained.parameters())
+    exact = torch.nn.functional.gelu(plain, approximate="tanh") + plain
+    expected = torch.autograd.grad(exact, list(trained.parameters()), dy)
+    for grad, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(grad, truth, rtol=1e-4, atol=1e-5)
+
+
+def test_a_method_that_is_set_on_an_op_returns_a_pair_and_a_tensor_is_none() -> None:
+    model = fuser.Sequential(fuser.Bias(8), fuser.ConstantScale(2.0))
+    (x,) = inputs((2, 8))
+    model[1].op_backward = lambda ctx, grad_output: [2 * grad_output, ()]
+    model(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 8), 2.0))
+    model[1].op_backward = lambda ctx, grad_output: 2 * grad_output  # of two rows
+    with pytest.raises(fuser.StateError, match=r"ConstantScale\.op_backward returns"):
+        model(x).sum().backward()
 
 
 def test_an_extra_output_without_gradient_is_not_differentiable() -> None:

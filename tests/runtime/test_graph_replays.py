@@ -670,6 +670,86 @@ def test_a_leaf_keeps_its_gradient_when_the_graph_is_replayed() -> None:
     assert_equal(kept[1:], [p.grad for p in other.parameters()])
 
 
+@pytest.mark.parametrize("trained", [0, 1, 4], ids=["none", "the first", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_a_graph_has_the_gradients_of_the_parameters_that_are_trained(
+    trained: int, dtype: torch.dtype
+) -> None:
+    model = mlp().to(dtype)
+    for parameter in [*model.parameters()][trained:]:
+        parameter.requires_grad_(False)
+    other = copy.deepcopy(model)
+    fuser.make_graphed_callables(model, (sample().detach().to(dtype).requires_grad_(),))
+    for _ in range(2):
+        x = torch.randn(SHAPE, dtype=dtype)
+        found = results(model, x)
+        assert [tensor.dtype for tensor in found] == [dtype] * (2 + trained)
+        assert_equal(found, results(other, x))
+    assert replays(model) == 2
+
+
+def test_each_replay_returns_a_tensor_of_its_own() -> None:
+    model, _ = graphed(mlp())
+    first, second = model(sample()), model(sample())
+    assert first is not second
+    assert first.grad_fn is not second.grad_fn
+    still = torch.nn.Linear(8, 8)
+    with torch.no_grad():
+        fuser.make_graphed_callables(still, (sample(False),))
+        found = [still(sample(False)) for _ in range(2)]
+        found[0].requires_grad_()
+        assert found[0] is not found[1]
+        assert not found[1].requires_grad
+
+
+class OfPairs(torch.nn.Module):
+    """Takes a tuple and a dictionary of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, pair: Any, named: Any) -> torch.Tensor:
+        y: torch.Tensor = self.inner(pair[0]) * pair[1] + named["scale"]
+        return y
+
+
+def test_a_graph_takes_tensors_in_tuples_and_dictionaries() -> None:
+    def given() -> Any:
+        return (sample(), sample()), {"scale": sample()}
+
+    model = OfPairs()
+    other = copy.deepcopy(model)
+    fuser.make_graphed_callables(model, given())
+    for _ in range(2):
+        pair, named = given()
+        assert_equal([model(pair, named)], [other(pair, named)])
+    assert replays(model) == 2
+    with pytest.raises(fuser.InputError, match="captured with 3 tensors, and got 2"):
+        model((sample(),), {"scale": sample()})
+
+
+class Marking(torch.nn.Module):
+    """Sets an attribute of a weight at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = fuser.BasicLinear(8, 8, accumulate_into_main_grad=True)
+        self.linear.weight.main_grad = torch.zeros(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.is_marked = True
+        y: torch.Tensor = self.linear(x)
+        return y
+
+
+def test_attributes_that_a_capture_gave_to_a_weight_are_gone_after_it() -> None:
+    model = Marking()
+    before = dict(vars(model.linear.weight))
+    fuser.make_graphed_callables(model, (sample(),))
+    assert vars(model.linear.weight).keys() == before.keys()
+
+
 def test_gradients_of_autograd_grad_are_the_callers() -> None:
     model, other = graphed(mlp())
     x = sample()

@@ -498,6 +498,39 @@ def test_what_a_backward_alone_reads_is_in_one_tensor(
     assert not any(piece.offset % sequence.PIECE_ALIGNMENT for piece in one.pieces)
 
 
+def test_another_name_of_a_tensor_is_left_out_and_not_what_is_done_by_it() -> None:
+    x = torch.randn(8, 64)
+
+    def calls() -> torch.Tensor:
+        made = x + 1
+        name = made.view(8, 64)
+        name.mul_(2)
+        return made * 3 + name.t().sum()
+
+    made, result, slotted = sequence.record([x], calls, with_calls=True)
+    made.result = slotted(result)
+    made.drop_names()
+    for x in (torch.randn(8, 64), torch.randn(8, 64)):
+        assert torch.equal(made.play((x,)), calls())
+    functions = [action.function for action in made.actions if type(action) is sequence.TorchCall]
+    aten = torch.ops.aten
+    own = aten.add.Tensor, aten.mul_.Tensor, aten.mul.Tensor
+    assert functions == [*own, aten.t.default, aten.sum.default, aten.add.Tensor]
+
+
+@pytest.mark.parametrize("is_enough", [True, False])
+def test_results_are_packed_if_there_are_as_many_calls_as_a_graph_needs(is_enough: bool) -> None:
+    x = torch.randn(8, 64)
+    count = pass_graphs.FEWEST_CALLS - (not is_enough)
+
+    def calls() -> tuple[torch.Tensor, ...]:
+        return tuple(x + i for i in range(count))
+
+    made, result, slotted = sequence.record([x], calls, with_calls=True)
+    made.result = ((), (), slotted(result))
+    assert made.pack(made.result[2]) == list(range(count)) * is_enough
+
+
 def test_a_result_that_leaves_otherwise_too_is_in_memory_of_its_own() -> None:
     x = torch.randn(8, 64)
 
