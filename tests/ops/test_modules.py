@@ -238,9 +238,9 @@ def test_a_replaced_parameter_is_the_one_that_is_used() -> None:
     halved = torch.func.functional_call(layer, {"bias": torch.full((96,), 0.5)}, (x,))
     assert torch.equal(halved, torch.full((5, 96), 0.5))
     assert torch.equal(layer(x), torch.ones(5, 96))
-    steps = len(layer.plan(x).backward)
+    assert "sum" in [step.kernel for step in layer.plan(x).backward]
     layer.bias = torch.nn.Parameter(torch.ones(96), requires_grad=False)
-    assert len(layer.plan(x).backward) == steps - 1
+    assert "sum" not in [step.kernel for step in layer.plan(x).backward]
 
 
 @pytest.mark.parametrize("convert", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
