@@ -1870,10 +1870,12 @@ class Steep(nn.Module):
 class WithSteep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.act = nn.Linear(48, 64), nn.Linear(64, 48), Steep()
+        self.gate, self.up, self.down = nn.Linear(48, 64), nn.Linear(48, 64), nn.Linear(64, 48)
+        self.act = Steep()
 
     def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(self.act(self.up(x), slope=3.0)) + other
+        h = self.act(self.gate(x), slope=3.0) * self.up(x)
+        y: torch.Tensor = self.down(h) + other
         return y
 
 
