@@ -1725,6 +1725,10 @@ def test_a_report_says_if_a_recipe_quantizes_nothing() -> None:
 
     sentence = "No linear is quantized: keep=('first', 'last') holds those of every chain"
     assert sentence in str(fuser.convert(chain(), recipe=CURRENT))
+    beside = nn.ModuleList([chain(), nn.LayerNorm(HIDDEN)])
+    report = fuser.convert(beside, recipe=CURRENT, norms="all")
+    assert sentence in report.note
+    assert [row.path for row in report.converted] == ["0.0", "0.2", "1"]
     assert not fuser.convert(chain(), recipe=CURRENT, keep=()).note
     assert not fuser.convert(chain()).note
     assert not fuser.convert(titan_like_model(), recipe=CURRENT).note

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from said import said
 
+import fuser
 from fuser.communication import agreement, collectives, groups
 from fuser.communication.agreement import Agreement
 from fuser.communication.collectives import (
@@ -22,6 +24,7 @@ from fuser.communication.collectives import (
     start_reduce_scatter,
 )
 from fuser.recipe import Float8CurrentScaling, MXFP8BlockScaling
+from fuser.specs import Collective
 
 GROUP: Any = object()
 RANKS = 2
@@ -144,3 +147,52 @@ def test_a_torch_that_is_built_without_groups_has_none(monkeypatch: pytest.Monke
     monkeypatch.setattr(dist, "is_available", lambda: False)
     monkeypatch.delattr(dist, "is_initialized")
     assert not groups.is_initialized()
+
+
+@pytest.fixture
+def has_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the second of two."""
+    monkeypatch.setattr(groups, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", rank_of)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=WORLD))
+
+
+WORLD, DESTROYED = dist.ProcessGroup(1, 2), dist.ProcessGroup(0, 1)
+
+
+def rank_of(group: Any = None) -> int:
+    if group is DESTROYED:
+        raise ValueError("it is not registered")
+    return 1
+
+
+@pytest.mark.usefixtures("has_groups")
+def test_a_group_of_others_and_one_that_was_destroyed_are_refused_each_by_its_sentence() -> None:
+    assert groups.resolved("Op", None) is groups.resolved("Op", WORLD) is WORLD
+    with pytest.raises(fuser.InputError, match=said("groups-rank-member-every", "Op", 1)):
+        groups.resolved("Op", dist.GroupMember.NON_GROUP_MEMBER)
+    with pytest.raises(fuser.StateError, match=said("groups-communicates-destroyed-make", "Op")):
+        groups.resolved("Op", DESTROYED)
+    with pytest.raises(
+        fuser.InputError, match=said("groups-takes-torch-distributed", "Op", repr("tp"))
+    ):
+        groups.resolved("Op", "tp")  # type: ignore[arg-type]
+
+
+def test_without_groups_a_process_is_rank_0() -> None:
+    assert groups.rank_in("Op", None) == groups.rank_in("Op", groups.PlannedGroup(4)) == 0
+
+
+@pytest.mark.usefixtures("has_groups")
+def test_with_groups_a_process_has_the_rank_of_all_of_them() -> None:
+    assert groups.rank_in("Op", None) == groups.rank_in("Op", WORLD) == 1
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all"])
+def test_what_kernels_read_has_travelled_before_them(kind: str) -> None:
+    tensors = ("input", "output", "grad_output", "grad_input", "rows", "grad of rows")
+    first = {name for name in tensors if Collective(kind, name, RANKS).is_first}
+    assert first == {
+        "all-gather": set(tensors),
+        "all-to-all": {"input", "grad_output", "grad of rows"},
+    }.get(kind, set())
