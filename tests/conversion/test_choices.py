@@ -147,7 +147,6 @@ MIXTURE = "4 experts: gate_up_proj, SwiGLU, down_proj"
 SHARED = "gate and up, SwiGLU, down"
 
 
-
 def chain() -> list[nn.Module]:
     return [nn.Linear(HIDDEN, 96), nn.GELU(), nn.Linear(96, HIDDEN)]
 

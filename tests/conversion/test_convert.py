@@ -2014,7 +2014,9 @@ class OutIn(nn.Module):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("width", [HIDDEN, WIDTH])
 @pytest.mark.parametrize("kind", [InOut, OutIn])
-def test_a_linear_of_another_class_is_known_by_its_values(kind: Any, width: int, bias: bool) -> None:
+def test_a_linear_of_another_class_is_known_by_its_values(
+    kind: Any, width: int, bias: bool
+) -> None:
     def make() -> nn.Module:
         return nn.Sequential(kind(HIDDEN, width, bias), nn.GELU(), kind(width, HIDDEN, bias))
 

@@ -171,7 +171,8 @@ def test_what_no_forward_reads_may_change() -> None:
 
 def test_the_choice_among_implementations_of_transformers_may_change() -> None:
     def read(held: Any) -> Any:
-        return held.alpha if held._experts_implementation else held.alpha
+        assert held._experts_implementation
+        return held.alpha
 
     held = types.SimpleNamespace(alpha=1.702, _experts_implementation="eager")
     model = FeedForward(held, read)

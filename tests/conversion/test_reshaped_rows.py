@@ -200,14 +200,14 @@ class Doubling(nn.Module):
 class WrittenInBetween(FeedForward):
     """A module of the user's writes into the input of a chain, after its first linear read it."""
 
-    def __init__(self, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, view: Callable[..., torch.Tensor]) -> None:
         super().__init__()
         self.doubling, self.view = Doubling(), view
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * 1.0
         h = torch.relu(self.fc1(y))
-        z = self.doubling(self.view(y))
+        z = self.doubling(self.view(y, x))
         out: torch.Tensor = self.fc2(h) + z.view(x.shape)
         return out
 
@@ -221,12 +221,12 @@ class Beside(WrittenInBetween):
         return out
 
 
-VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "itself": lambda y: y,
-    "a view": lambda y: y.view(-1, HIDDEN),
-    "a view of its own size": lambda y: y.view(y.size(0), -1, HIDDEN),
-    "an item": lambda y: y[:, :],
-    "an item of a view": lambda y: y.view(1, -1, HIDDEN)[0],
+VIEWS: dict[str, Callable[..., torch.Tensor]] = {
+    "itself": lambda y, x: y,
+    "a view": lambda y, x: y.view(-1, HIDDEN),
+    "a view of the size of another": lambda y, x: y.view(x.size(0), -1, HIDDEN),
+    "an item": lambda y, x: y[:, :],
+    "an item of a view": lambda y, x: y.view(1, -1, HIDDEN)[0],
 }
 
 

@@ -341,7 +341,9 @@ def test_tp_size_is_that_of_the_group() -> None:
         ),
         *(
             (
-                lambda mode=mode, **ranks: modules.LayerNormMLP(64, 64, parallel_mode=mode, **ranks),
+                lambda mode=mode, **ranks: modules.LayerNormMLP(
+                    64, 64, parallel_mode=mode, **ranks
+                ),
                 said("parallel-two-linears-modes", "LayerNormMLP", repr(mode)),
             )
             for mode in ("column", "row")
@@ -425,7 +427,9 @@ def test_a_factory_gets_the_layers_name() -> None:
 
 @pytest.mark.parametrize("make", [fuser.GELU, fuser.Sequential, torch.nn.Tanh])
 def test_gather_quantized_refuses_what_has_no_linear(make: Any) -> None:
-    with pytest.raises(fuser.InputError, match=said("gather-quantized-without-basic-module", make.__name__)):
+    with pytest.raises(
+        fuser.InputError, match=said("gather-quantized-without-basic-module", make.__name__)
+    ):
         fuser.distributed.gather_quantized(make(), recipes.Float8CurrentScaling())
 
 

@@ -1,4 +1,4 @@
-"""Collectives and agreements as torch is asked for them: what is sent, when, and how long it lives."""
+"""Collectives and agreements as torch is asked for them: what is sent, when, and its lifetime."""
 
 from __future__ import annotations
 

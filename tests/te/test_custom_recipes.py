@@ -47,9 +47,7 @@ def test_a_factory_has_the_quantizers_of_its_recipe(
         assert made == make_quantizer(recipe, role)
 
 
-@pytest.mark.parametrize(
-    "name", ["nvfp4_ref_rht_2d_factory", "nvfp4_ref_rht_2d_quantizer_factory"]
-)
+@pytest.mark.parametrize("name", ["nvfp4_ref_rht_2d_factory", "nvfp4_ref_rht_2d_quantizer_factory"])
 def test_the_reference_of_nvfp4_transforms_all_but_weights(name: str) -> None:
     for role in ROLES:
         is_weight = role == "weight"
