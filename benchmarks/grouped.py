@@ -1,9 +1,10 @@
 """Mixtures of experts, forward and backward: GroupedLinear-ScaledSwiGLU-GroupedLinear.
 
-Variants: fuser as one pipeline, in bf16 and under recipes; the same in torch with `grouped_mm`,
-eager and compiled; a loop of linears over the experts, with their sizes on the host; and the six
-grouped products alone. Tokens are split unevenly. All run alternately (timing.py), launched from
-Python and as CUDA graphs. On a CPU sizes are small, to try the script.
+Variants: fuser as one pipeline, in bf16 and under recipes, also with parameters in FP8; the same in
+torch with `grouped_mm`, eager and compiled; a loop of linears over the experts, with their sizes on
+the host; and the six grouped products alone. Weights are one tensor for all experts, quantized ones
+a tensor each. Tokens are split unevenly. All run alternately (timing.py), launched from Python and
+as CUDA graphs. On a CPU sizes are small, to try the script.
 
     python benchmarks/grouped.py --out out/grouped.csv
 """
@@ -55,21 +56,29 @@ class Case:
             torch.nn.Parameter(torch.randn(self.experts, n, k, **options) * k**-0.5)
             for n, k in shapes
         )
+        self.leaves = [self.x, self.scales, self.up, self.down]
+        """What gets gradients."""
 
 
-def in_fuser(case: Case, recipe: Recipe | None = None) -> Call:
+def in_fuser(
+    case: Case, recipe: Recipe | None = None, *, has_quantized_parameters: bool = False
+) -> Call:
     options: dict[str, Any] = {
         "bias": False,
-        "single_grouped_weight": True,
+        "single_grouped_weight": not has_quantized_parameters,
         "device": case.x.device,
         "dtype": torch.bfloat16,
     }
-    model = fuser.Sequential(
-        fuser.GroupedLinear(case.experts, case.hidden, 2 * case.width, **options),
-        fuser.ScaledSwiGLU(),
-        fuser.GroupedLinear(case.experts, case.width, case.hidden, **options),
-    )
-    model[0].weight, model[2].weight = case.up, case.down
+    with fuser.quantized_model_init(enabled=has_quantized_parameters, recipe=recipe):
+        model = fuser.Sequential(
+            fuser.GroupedLinear(case.experts, case.hidden, 2 * case.width, **options),
+            fuser.ScaledSwiGLU(),
+            fuser.GroupedLinear(case.experts, case.width, case.hidden, **options),
+        )
+    if has_quantized_parameters:
+        case.leaves += model.parameters()
+    else:
+        model[0].weight, model[2].weight = case.up, case.down
 
     def forward() -> torch.Tensor:
         with fuser.autocast(enabled=recipe is not None, recipe=recipe):
@@ -143,6 +152,12 @@ RECIPES = {
 VARIANTS: dict[str, Callable[[Case], Call]] = {
     "fuser": in_fuser,
     **{f"fuser {name}": partial(in_fuser, recipe=recipe) for name, recipe in RECIPES.items()},
+    **{
+        f"fuser {name}, FP8 parameters": partial(
+            in_fuser, recipe=RECIPES[name], has_quantized_parameters=True
+        )
+        for name in ("current", "delayed", "128-block")
+    },
     "torch grouped_mm": in_torch,
     "torch.compile": compiled,
     "a loop of linears": in_a_loop,
@@ -159,7 +174,7 @@ def step_of(name: str, case: Case) -> Call:
     def step() -> None:
         y: Any = call()
         y.backward(case.dy)
-        for leaf in (case.x, case.scales, case.up, case.down):
+        for leaf in case.leaves:
             leaf.grad = None
 
     return step
@@ -218,14 +233,14 @@ def table(records: list[dict[str, Any]]) -> str:
     lines = [
         f"\n{first['experts']} experts, T {first['tokens']}, H {first['hidden']}, "
         f"F {first['intermediate']}, {first['way']}",
-        f"{'':<22}{'ms':>9}{'p20':>9}{'p80':>9}{'host ms':>9}{'peak MiB':>10}",
+        f"{'':<32}{'ms':>9}{'p20':>9}{'p80':>9}{'host ms':>9}{'peak MiB':>10}",
     ]
     for row in records:
         if row["failure"]:
-            lines.append(f"{row['variant']:<22}  FAILED {row['failure']}")
+            lines.append(f"{row['variant']:<32}  FAILED {row['failure']}")
         else:
             lines.append(
-                f"{row['variant']:<22}{row['ms']:>9.3f}{row['p20']:>9.3f}{row['p80']:>9.3f}"
+                f"{row['variant']:<32}{row['ms']:>9.3f}{row['p20']:>9.3f}{row['p80']:>9.3f}"
                 f"{row['host ms']:>9.3f}{row['peak MiB']:>10}  {row['method']}"
             )
     return "\n".join(lines)
@@ -237,6 +252,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--only", metavar="PATTERN", default="", help="a regular expression in names of variants"
     )
+    parser.add_argument(
+        "--experts", type=int, nargs="+", help="only sizes with so many; by default all sizes"
+    )
     options = parsed(parser, argv, {})
     if options.chart:
         parser.error("grouped.py draws no chart.")
@@ -246,6 +264,8 @@ def main(argv: list[str] | None = None) -> None:
     names = [name for name in names if re.search(options.only, name)]
     sink = Sink(options.out, where)
     for size in SIZES[options.device]:
+        if options.experts and size[0] not in options.experts:
+            continue
         records = measured(size, names, options.device, options.rounds)
         for way in dict.fromkeys(row["way"] for row in records):
             say(table([row for row in records if row["way"] == way]))

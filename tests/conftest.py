@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import getpass
 import json
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +19,11 @@ import pytest
 # Tensors are small here, and workers take the cores: torch's threads would wait for each other.
 # Set before torch is imported, and inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor finds a graph that it has compiled by what it computes, whatever vectors it is compiled
+# for: a run that takes another CPU for its own has graphs of its own.
+if CAPABILITY := os.environ.get("ATEN_CPU_CAPABILITY"):
+    graphs = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{CAPABILITY}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(graphs))
 
 import garbage
 import other_sums  # noqa: F401  torch adds in other orders if the environment says so

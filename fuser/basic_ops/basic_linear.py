@@ -399,7 +399,7 @@ class BasicLinear(LinearWeight):
     ) -> torch.Tensor | None:
         """The input that backward reads; ``qx`` is the quantized one."""
         if gather is not None:
-            saved: torch.Tensor | None = gather.saved_input(ctx)
+            saved: torch.Tensor | None = gather.saved
             return saved
         if not ctx.keeps_input:
             return ctx.input_quantizer.to_repeat(qx)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from fuser.communication import (
     Agreement,
     GroupArgument,
     GroupRef,
+    Pending,
     check_divides,
     check_shard,
     group_size,
@@ -24,7 +25,7 @@ from fuser.errors import StateError
 from fuser.op import BasicOperation, Grads, OperationContext, write_grad_input, write_output
 from fuser.precision.contexts import current_recipe
 from fuser.specs import Collective, PlanKey, TensorSpec
-from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.tensors import Quantizer
 
 
 class CollectiveOperation(BasicOperation):
@@ -44,6 +45,9 @@ class CollectiveOperation(BasicOperation):
         If a group is given and torch.distributed is not initialised.
     """
 
+    forward_kind: str
+    backward_kind: str | None
+    """How the ranks communicate, as :class:`Collective` names it; None if they do not."""
     parameter_names = ()
     saves_input = False
     can_quantize_output = ("forward", "backward")
@@ -88,10 +92,30 @@ class CollectiveOperation(BasicOperation):
                 "made."
             )
 
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the output on this rank; of more than one rank."""
+        return shape
+
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:
-        return spec
+        if self.process_group_size == 1:
+            return spec
+        return TensorSpec(self.output_shape(spec.shape), spec.dtype)
+
+    def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
+        kind = self.forward_kind if side == "forward" else self.backward_kind
+        if kind is None or self.process_group_size == 1:
+            return ()
+        if kind != "all-gather":
+            tensor = "output" if side == "forward" else "grad_input"
+            return (Collective(kind, tensor, self.process_group_size),)
+        (op,) = key.ops
+        tensor, quantized = (
+            ("input", op.output) if side == "forward" else ("grad_output", op.grad_input)
+        )
+        sent = travelling(key.recipe, quantized)
+        return (Collective(kind, tensor, self.process_group_size, sent),)
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         return tuple(each.kind for each in self.collectives(side, key))
@@ -110,37 +134,31 @@ class CollectiveOperation(BasicOperation):
         grads = f"gradients {ctx.requires_grad and ctx.input_requires_grad}"
         self._agreement.check(name, group, current_recipe(), input_, grads)
         note_group(ctx, group)
-        return self._forward(ctx, input_, group, next_op_input_quantizer)
+        self.output_shape(input_.shape)  # raises for rows that cannot be communicated
+        kind, quantizer = self.forward_kind, next_op_input_quantizer
+        if kind == "all-gather":
+            return gathered(input_, quantizer, group, reduces_amaxes=ctx.reduces_amaxes)
+        return write_output(_STARTS[kind](input_, group).wait(), quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        if self.process_group_size == 1:
+        kind, quantizer = self.backward_kind, ctx.grad_input_quantizer
+        if kind is None or self.process_group_size == 1:
             return write_grad_input(grad_output, ctx), ()
         group = group_of(ctx, type(self).__name__, self.process_group)
-        return self._backward(ctx, grad_output, group), ()
+        is_cast = quantizer is not None and grad_output.dtype is not ctx.input_dtype
+        if kind == "all-gather" and not is_cast:
+            dx = gathered(grad_output, quantizer, group, reduces_amaxes=ctx.reduces_amaxes)
+            return dx, ()
+        return write_grad_input(_STARTS[kind](grad_output, group).wait(), ctx), ()
 
-    def _forward(
-        self, ctx: OperationContext, x: torch.Tensor, group: Any, quantizer: Quantizer | None
-    ) -> torch.Tensor:
-        raise NotImplementedError
 
-    def _backward(self, ctx: OperationContext, dy: torch.Tensor, group: Any) -> torch.Tensor:
-        raise NotImplementedError
-
-    def _on(self, side: str, key: PlanKey, kind: str) -> tuple[Collective, ...]:
-        """One collective of ``side``; none in a group of one rank."""
-        if self.process_group_size == 1:
-            return ()
-        tensor = {
-            "forward": "input" if kind == "all-gather" else "output",
-            "backward": "grad_output" if kind == "all-gather" else "grad_input",
-        }[side]
-        made = None
-        if kind == "all-gather":
-            (op,) = key.ops
-            made = travelling(key.recipe, op.output if side == "forward" else op.grad_input)
-        return (Collective(kind, tensor, self.process_group_size, made),)
+_STARTS: dict[str, Callable[[torch.Tensor, Any], Pending[torch.Tensor]]] = {
+    "all-gather": start_all_gather,
+    "all-reduce": start_all_reduce,
+    "reduce-scatter": start_reduce_scatter,
+}
 
 
 class AllGather(CollectiveOperation):
@@ -157,26 +175,11 @@ class AllGather(CollectiveOperation):
         As the base; on an input of one dimension.
     """
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
-        if self.process_group_size == 1:
-            return spec
-        check_shard("AllGather", spec.shape)
-        return TensorSpec((self.process_group_size * spec.shape[0], *spec.shape[1:]), spec.dtype)
+    forward_kind, backward_kind = "all-gather", "reduce-scatter"
 
-    def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
-        return self._on(side, key, "all-gather" if side == "forward" else "reduce-scatter")
-
-    def _forward(
-        self, ctx: OperationContext, x: torch.Tensor, group: Any, quantizer: Quantizer | None
-    ) -> torch.Tensor:
-        check_shard("AllGather", x.shape)
-        return gathered(x, quantizer, group, reduces_amaxes=ctx.reduces_amaxes)
-
-    def _backward(self, ctx: OperationContext, dy: torch.Tensor, group: Any) -> torch.Tensor:
-        dx = start_reduce_scatter(_values(dy), group).wait()
-        return write_grad_input(dx, ctx)
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        check_shard("AllGather", shape)
+        return (self.process_group_size * shape[0], *shape[1:])
 
 
 class ReduceScatter(CollectiveOperation):
@@ -190,28 +193,10 @@ class ReduceScatter(CollectiveOperation):
         As the base; if the ranks do not divide the rows, or on an input of one dimension.
     """
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
-        if self.process_group_size == 1:
-            return spec
-        shape = check_divides("ReduceScatter", spec.shape, self.process_group_size)
-        return TensorSpec(shape, spec.dtype)
+    forward_kind, backward_kind = "reduce-scatter", "all-gather"
 
-    def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
-        return self._on(side, key, "reduce-scatter" if side == "forward" else "all-gather")
-
-    def _forward(
-        self, ctx: OperationContext, x: torch.Tensor, group: Any, quantizer: Quantizer | None
-    ) -> torch.Tensor:
-        check_divides("ReduceScatter", x.shape, self.process_group_size)
-        y = start_reduce_scatter(_values(x), group).wait()
-        return write_output(y, quantizer)
-
-    def _backward(self, ctx: OperationContext, dy: torch.Tensor, group: Any) -> torch.Tensor:
-        if ctx.grad_input_quantizer is not None and dy.dtype is not ctx.input_dtype:
-            return write_grad_input(start_all_gather(_values(dy), group).wait(), ctx)
-        return gathered(dy, ctx.grad_input_quantizer, group, reduces_amaxes=ctx.reduces_amaxes)
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return check_divides("ReduceScatter", shape, self.process_group_size)
 
 
 class AllReduce(CollectiveOperation):
@@ -227,27 +212,10 @@ class AllReduce(CollectiveOperation):
         compute the same loss.
     """
 
+    forward_kind = "all-reduce"
+
     def __init__(
         self, process_group: GroupArgument = None, reduce_in_backward: bool = False
     ) -> None:
         super().__init__(process_group)
-        self._reduce_in_backward = reduce_in_backward
-
-    def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
-        if side == "backward" and not self._reduce_in_backward:
-            return ()
-        return self._on(side, key, "all-reduce")
-
-    def _forward(
-        self, ctx: OperationContext, x: torch.Tensor, group: Any, quantizer: Quantizer | None
-    ) -> torch.Tensor:
-        return write_output(start_all_reduce(_values(x), group).wait(), quantizer)
-
-    def _backward(self, ctx: OperationContext, dy: torch.Tensor, group: Any) -> torch.Tensor:
-        if not self._reduce_in_backward:
-            return write_grad_input(dy, ctx)
-        return write_grad_input(start_all_reduce(_values(dy), group).wait(), ctx)
-
-
-def _values(x: torch.Tensor) -> torch.Tensor:
-    return x.dequantize() if isinstance(x, QuantizedTensor) else x
+        self.backward_kind = "all-reduce" if reduce_in_backward else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -180,7 +180,7 @@ class Parallelism:
         is_recipes = ctx.has_recipe and ctx.compute_dtype is not None
         is_quantized = is_recipes and ctx.backward_override is None
         gathering = None
-        is_whole = ctx.state is not None and ctx.state.input_is_whole
+        is_whole = x is not None and x.shape[0] == grad_output.shape[0]
         if x is not None and self.gathers_input and not is_whole:
             gathering = _start_saved(x, group, is_quantized)
         dtype = ctx.compute_dtype if is_recipes else (weight if x is None else x).dtype
@@ -223,19 +223,12 @@ def _travels(key: PlanKey, role: str, spec: QuantSpec | None, side: str) -> Quan
     return travelling(recipe, spec)
 
 
-class _State(NamedTuple):
-    """What a linear that gathers its input keeps for its backward besides tensors."""
-
-    input_is_whole: bool
-    """Whether it saved the input of all ranks, and not its own rows."""
-
-
 class InputGather:
     """The quantized input of a column parallel linear, while it is gathered.
 
-    Starts at once, and ``wait`` returns the whole input with a rowwise copy. ``saved`` is what
-    backward needs: the rows of this rank, gathered again, or with ``is_whole`` the whole input,
-    where ranks cannot quantize their rows alike.
+    Starts at once, and ``wait`` returns the whole input with a rowwise copy. After it, ``saved`` is
+    what backward needs: the rows of this rank, gathered again, or the whole input, where ranks
+    cannot quantize their rows alike.
     """
 
     def __init__(
@@ -255,42 +248,26 @@ class InputGather:
             self._usage = "rowwise" if override == "dequantized" else "columnwise"
         usages = tuple(dict.fromkeys(("rowwise", self._usage or "rowwise")))
         source = input_ if isinstance(input_, QuantizedTensor) else _cast(input_, dtype)
-        self._rows = quantized_rows(
-            source, quantizer, usages, group, reduces_amaxes=ctx.reduces_amaxes
-        )
-        self.is_whole = self._rows is None and self._usage is not None
-        self.saved: torch.Tensor | None = None
-        self._whole: QuantizedTensor | None = None
-        self._values: Pending[torch.Tensor] | None = None
-        self._bytes: Pending[QuantizedTensor] | None = None
-        if self._rows is None:
-            self._values = start_all_gather(_cast(plain(input_, dtype), dtype), group)
+        rows = quantized_rows(source, quantizer, usages, group, reduces_amaxes=ctx.reduces_amaxes)
+        self._gathering: Pending[QuantizedTensor]
+        if rows is None:
+            values = start_all_gather(_cast(plain(input_, dtype), dtype), group)
+            self._gathering = Pending(lambda: quantizer(values.wait()))
         else:
-            self._bytes = self._rows.start(("rowwise",), group)
+            self._gathering = rows.start(("rowwise",), group)
+        self.of_rank = None if rows is None else rows.tensor
+        """What this rank has quantized: its rows, or after :meth:`wait` the whole input."""
+        self.saved: torch.Tensor | None = None
         if wants_wgrad and override == "high_precision":
             self.saved = original(input_, dtype)
 
-    def saved_input(self, ctx: OperationContext) -> torch.Tensor | None:
-        """After :meth:`wait`, what backward reads."""
-        ctx.state = _State(self.is_whole)
-        return self.saved
-
-    @property
-    def of_rank(self) -> QuantizedTensor | None:
-        """What this rank has quantized: its rows, or after :meth:`wait` the whole input."""
-        return self._whole if self._rows is None else self._rows.tensor
-
     def wait(self) -> QuantizedTensor:
         """The input of all ranks."""
-        if self._bytes is None:
-            assert self._values is not None
-            whole = self._whole = self._quantizer(self._values.wait())
-            self.saved = whole if self.is_whole else self.saved
-            return whole
-        whole = self._bytes.wait()
-        if self._usage is not None:
-            assert self._rows is not None
-            own = self._rows.tensor
+        whole, own = self._gathering.wait(), self.of_rank
+        if own is None:
+            self.of_rank = whole
+            self.saved = self.saved if self._usage is None else whole
+        elif self._usage is not None:
             kept = self._usage if own._has(self._usage) else "rowwise"
             self.saved = saved_operand(own, kept, self._quantizer)
         return whole

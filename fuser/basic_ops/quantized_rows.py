@@ -21,6 +21,7 @@ from fuser.precision.delayed_scaling import reduces_amaxes_over
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.specs import QuantSpec
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
+from fuser.tensors.base import USAGES
 
 
 def note_group(ctx: OperationContext, group: Any) -> None:
@@ -93,12 +94,6 @@ class Rows:
         return Pending(finish)
 
 
-def usages_of(quantizer: Quantizer) -> tuple[str, ...]:
-    """The copies that a quantizer makes."""
-    usages = (("rowwise", quantizer.rowwise), ("columnwise", quantizer.columnwise))
-    return tuple(usage for usage, is_used in usages if is_used)
-
-
 def quantized_rows(
     x: torch.Tensor,
     quantizer: Any,
@@ -141,21 +136,17 @@ def gathered(
 
     Bytes travel if the ranks can quantize their rows alike, else values.
     """
-    given = x if isinstance(x, QuantizedTensor) else None
-    usages: tuple[str, ...] = ()
-    if isinstance(quantizer, Quantizer):
-        usages = usages_of(quantizer)
-    elif given is not None:
-        usages = usages_of(given._usage())
-    rows = None
+    copies: Any = quantizer
+    if isinstance(x, QuantizedTensor) and not isinstance(quantizer, Quantizer):
+        copies = x._usage()
+    usages = tuple(usage for usage in USAGES if getattr(copies, usage, False))
+    rows, whole = None, x
     if usages:
         rows = quantized_rows(x, quantizer, usages, group, reduces_amaxes=reduces_amaxes)
-    whole: torch.Tensor
     if rows is not None:
         whole = rows.start(usages, group).wait()
     else:
-        values = x if given is None else given.dequantize()
-        whole = start_all_gather(values, group).wait()
+        whole = start_all_gather(x, group).wait()
         whole = whole if quantizer is None else quantizer(whole)
     source = getattr(x, "high_precision_source", None)
     if source is not None:

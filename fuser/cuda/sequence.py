@@ -1103,8 +1103,10 @@ def _are_alike(one: Any, other: Any) -> bool:
 # Arguments that are the same in every repetition.
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _aten = torch.ops.aten
-_ZEROING = frozenset((_aten.zeros.default, _aten.zeros_like.default))
-_ALLOCATING = frozenset((_aten.empty.memory_format, _aten.empty_like.default, *_ZEROING))
+_ZEROING = frozenset((_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default))
+_ALLOCATING = frozenset(
+    (_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, *_ZEROING)
+)
 # Views that have all elements of a tensor, in as many bytes.
 _REORDERING = frozenset(
     (_aten.view.default, _aten.view.dtype, _aten.t.default, _aten.transpose.int)

@@ -31,6 +31,8 @@ class _Style:
     half a second.
     """
 
+    taken: ClassVar[tuple[type, ...]]
+    """The modules that the style is for."""
     src_data_rank: int | None = 0
     """As in torch's styles: the rank of the mesh whose values all get; None for each rank's own."""
 
@@ -64,9 +66,9 @@ class _Style:
     def _check(self, module: torch.nn.Module) -> None:
         """Refuse a module of another kind, or one that is sharded already."""
         name = type(self).__name__
-        if not isinstance(module, self._taken()):
+        if not isinstance(module, self.taken):
             kind = type(module).__name__
-            styles = [s for s in (Colwise, Rowwise, Replicated) if isinstance(module, s._taken())]
+            styles = [s for s in (Colwise, Rowwise, Replicated) if isinstance(module, s.taken)]
             if styles:
                 hint = f"The style for {kind} is {' or '.join(s.__name__ for s in styles)}."
             else:
@@ -97,10 +99,6 @@ class _Style:
                         f"{type(value).__name__}; it takes plain and quantized parameters, before "
                         "gather_quantized and fully_shard."
                     )
-
-    @staticmethod
-    def _taken() -> tuple[type, ...]:
-        raise NotImplementedError
 
     def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
         """Shard the ops of ``module``; returns those whose parameters become DTensors."""
@@ -152,10 +150,28 @@ class _LinearStyle(_Style):
         output_layouts: Any = None,
         use_local_output: bool = True,
     ) -> None:
+        from torch.distributed.tensor import Replicate, Shard
+
         style, layouts = type(self).__name__, {"input": input_layouts, "output": output_layouts}
-        rows = _is_sequence(style, self.whole, layouts[self.whole], sequence_parallel)
-        _check_fixed(style, self.parted, layouts[self.parted], use_local_output)
-        super().__init__(sequence_parallel=rows)
+        whole, parted = layouts[self.whole], layouts[self.parted]
+        has_shards = {None: sequence_parallel, Replicate(): False, Shard(0): True}
+        if whole not in has_shards or (sequence_parallel and not has_shards[whole]):
+            raise InputError(
+                f"{style} got {self.whole}_layouts={whole} and "
+                f"sequence_parallel={sequence_parallel}; the {self.whole} is Replicate(), or "
+                "Shard(0) with sequence_parallel=True."
+            )
+        if parted not in (None, Shard(-1)):
+            raise InputError(
+                f"{style} got {self.parted}_layouts={parted}; the {self.parted} is Shard(-1)."
+            )
+        if not use_local_output:
+            raise InputError(
+                f"{style} got use_local_output=False; an op returns the tensor of this rank, and "
+                "no DTensor."
+                " Leave it out."
+            )
+        super().__init__(sequence_parallel=has_shards[whole])
 
 
 class Colwise(_LinearStyle):
@@ -185,11 +201,10 @@ class Colwise(_LinearStyle):
     """
 
     whole, parted = "input", "output"
-
-    @staticmethod
-    def _taken() -> tuple[type, ...]:
-        linears = (Linear, BasicLinear, Bias, layers.Linear)
-        return (*linears, layers.LayerNormLinear, layers.LayerNormMLP)
+    taken = (
+        *(Linear, BasicLinear, Bias),
+        *(layers.Linear, layers.LayerNormLinear, layers.LayerNormMLP),
+    )
 
     def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
         if isinstance(module, Bias):
@@ -234,10 +249,7 @@ class Rowwise(_LinearStyle):
     """
 
     whole, parted = "output", "input"
-
-    @staticmethod
-    def _taken() -> tuple[type, ...]:
-        return (Linear, BasicLinear, layers.Linear)
+    taken = (Linear, BasicLinear, layers.Linear)
 
     def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
         _linears(module)[0].shard("row", group, self.is_sequence)
@@ -262,12 +274,10 @@ class Replicated(_Style):
         If :class:`Colwise` would raise it.
     """
 
+    taken = (BasicOperation,)
+
     def __init__(self, *, sequence_parallel: bool = False) -> None:
         super().__init__(sequence_parallel=sequence_parallel)
-
-    @staticmethod
-    def _taken() -> tuple[type, ...]:
-        return (BasicOperation,)
 
     def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
         module.rows_are_sharded = self.is_sequence
@@ -301,34 +311,4 @@ def _check_gates(mlp: Any, ranks: int) -> None:
             "layer with activation_params={'glu_interleave_size': size}, where gates and values "
             f"alternate in blocks of that many outputs, and {2 * ranks} times the size divides "
             f"{width}; or without DTensors, by set_parallel_mode=True."
-        )
-
-
-# -- layouts of torch's styles -------------------------------------------------------------
-
-
-def _is_sequence(style: str, side: str, layout: Any, is_sequence: bool) -> bool:
-    """Whether rows are sharded, from the layout and the argument ``sequence_parallel``."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    taken = {None: is_sequence, Replicate(): False, Shard(0): True}
-    if layout not in taken or (is_sequence and not taken[layout]):
-        raise InputError(
-            f"{style} got {side}_layouts={layout} and sequence_parallel={is_sequence}; the {side} "
-            "is Replicate(), or Shard(0) with sequence_parallel=True."
-        )
-    return taken[layout]
-
-
-def _check_fixed(style: str, side: str, layout: Any, is_local: bool) -> None:
-    """Refuse another layout of features than ``Shard(-1)``, and outputs that are DTensors."""
-    from torch.distributed.tensor import Shard
-
-    if layout not in (None, Shard(-1)):
-        raise InputError(f"{style} got {side}_layouts={layout}; the {side} is Shard(-1).")
-    if not is_local:
-        raise InputError(
-            f"{style} got use_local_output=False; an op returns the tensor of this rank, and no "
-            "DTensor."
-            " Leave it out."
         )

@@ -237,13 +237,8 @@ class InspectionReport:
         for step in self._steps:
             for op, has_recipe in step.recipes.items():
                 ran[op] = ran.get(op, False) or has_recipe
-        reasons = {
-            None: "it did not run",
-            False: "no recipe was active",
-            True: "nothing was quantized",
-        }
         return {
-            place.layer: reasons[ran.get(op)]
+            place.layer: _REASONS[ran.get(op)]
             for op, place in self.places.items()
             if op not in quantized and not (place.is_spare and op not in ran)
         }
@@ -326,12 +321,9 @@ class InspectionReport:
         StateError
             If matplotlib is missing.
         """
-        from fuser.report.draw import drawable, write_picture
-        from fuser.report.inspection import lay_out_inspection
+        from fuser.report.draw import draw
 
-        target = drawable(path)
-        picture = lay_out_inspection(self.to_dict())
-        return write_picture(picture, str(self), target)
+        return draw(self.to_dict(), str(self), path)
 
 
 def _added(parts: Sequence[Sums]) -> Sums:

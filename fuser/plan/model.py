@@ -5,20 +5,17 @@ A module that no pipeline runs is a box with its calls of torch. Repeated layers
 
 from __future__ import annotations
 
-import html
-import os
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fuser.plan.devices import Device
 from fuser.plan.plain_torch import COMPILED, EAGER
-from fuser.plan.plan import Baseline, FusionPlan
+from fuser.plan.plan import Baseline, Drawn, FusionPlan
 from fuser.report.text import columns, format_bytes, format_flops, format_time
 
 OPTIMIZER = "optimizer"  # the place of its step
@@ -122,7 +119,7 @@ class StepMemory:
 
 
 @dataclass(frozen=True)
-class ModelPlan:
+class ModelPlan(Drawn):
     """What a call of a model runs: ``parts`` in the order of their first calls.
 
     ``name`` is the model's class, ``inputs`` describes the arguments, ``parameters`` is the number
@@ -284,21 +281,6 @@ class ModelPlan:
             "plan": content.to_dict() if isinstance(content, FusionPlan) else None,
             "calls": {} if isinstance(content, FusionPlan) else dict(content.calls),
         }
-
-    def draw(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the plan into ``path``: ``.svg``, ``.png`` or ``.html``. Returns the path.
-
-        Raises
-        ------
-        InputError
-            If the path has another suffix.
-        """
-        from fuser.report.draw import draw
-
-        return draw(self.to_dict(), str(self), path)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def grouped(calls: Iterable[Part]) -> tuple[Part, ...]:

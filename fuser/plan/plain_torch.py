@@ -44,16 +44,6 @@ Tensors = tuple[torch.Tensor, ...]
 EAGER, COMPILED = "torch eager", "torch.compile"
 
 
-def _layer_norm(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
-    weight, bias = params
-    return F.layer_norm(x, op.normalized_shape, weight, bias, op.eps)
-
-
-def _rms_norm(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
-    (weight,) = params
-    return F.rms_norm(x, op.normalized_shape, weight, op.eps)
-
-
 def _linear(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
     return F.linear(x, *params)
 
@@ -127,7 +117,9 @@ PLAIN: dict[type[BasicOperation], Callable[[Any, torch.Tensor, Tensors, Tensors]
     GroupedLinear: _grouped_linear,
     Identity: lambda op, x, extras, params: x,
     L2Normalization: lambda op, x, extras, params: F.normalize(x, dim=-1, eps=op.eps),
-    LayerNorm: _layer_norm,
+    LayerNorm: lambda op, x, extras, params: F.layer_norm(
+        x, op.normalized_shape, params[0], params[1], op.eps
+    ),
     LoRAGroupedLinear: _lora_grouped_linear,
     LoRALinear: _lora_linear,
     MakeExtraOutput: lambda op, x, extras, params: x,
@@ -135,7 +127,7 @@ PLAIN: dict[type[BasicOperation], Callable[[Any, torch.Tensor, Tensors, Tensors]
     MoeDispatch: _dispatch,
     Quantize: lambda op, x, extras, params: x,
     Reshape: lambda op, x, extras, params: x.reshape(op.shape),
-    RMSNorm: _rms_norm,
+    RMSNorm: lambda op, x, extras, params: F.rms_norm(x, op.normalized_shape, params[0], op.eps),
     ScaledActivation: lambda op, x, extras, params: (
         step_by_step(op.function, x) * extras[0].to(x.dtype).unsqueeze(-1)
     ),

@@ -137,6 +137,29 @@ class ModuleCall:
     before: int = 0
 
 
+class Drawn:
+    """A plan that is drawn from its dict, and shown as its text."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain lists, strings and numbers, ready for JSON."""
+        raise NotImplementedError
+
+    def draw(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the plan into ``path``: ``.svg``, ``.png`` or ``.html``. Returns the path.
+
+        Raises
+        ------
+        InputError
+            If the path has another suffix.
+        """
+        from fuser.report.draw import draw
+
+        return draw(self.to_dict(), str(self), path)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
 @dataclass(frozen=True)
 class Channel:
     """An extra output that is an extra input of a later op, perhaps in another pipeline.
@@ -198,7 +221,7 @@ class MemoryCurve:
 
 
 @dataclass(frozen=True)
-class FusionPlan:
+class FusionPlan(Drawn):
     """The steps that a pipeline runs for one plan key.
 
     ``forward`` and ``backward`` have the steps in the order in which they run:
@@ -566,21 +589,6 @@ class FusionPlan:
             gap = len(self.ops) if after is None and before == len(self.ops) - 1 else after
             edges.append((source, target, gap) if side == "forward" else (target, source, gap))
         return edges if side == "forward" else edges[::-1]
-
-    def draw(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the plan into ``path``: ``.svg``, ``.png`` or ``.html``. Returns the path.
-
-        Raises
-        ------
-        InputError
-            If the path has another suffix.
-        """
-        from fuser.report.draw import draw
-
-        return draw(self.to_dict(), str(self), path)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def merged(parts: Iterable[FusionPlan | ModuleCall], channels: Sequence[Channel]) -> FusionPlan:

@@ -73,12 +73,8 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Of all tensors, by their numbers, which so stay unique.
         self.storages: dict[int, torch.UntypedStorage] = {}
         self._on_a_gpu = _AsOnAGpu(self)
-        self._is_inside = False
-
-    @property
-    def is_recording(self) -> bool:
-        """False inside of attention, whose kernel depends on the device."""
-        return not self._is_inside
+        self.is_inside = False
+        """Whether attention runs, whose kernel depends on the device: nothing is listed."""
 
     def __enter__(self) -> Any:
         self._on_a_gpu.__enter__()  # type: ignore[no-untyped-call]
@@ -95,7 +91,7 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         is_free = func.is_view or name.startswith(ALLOCATES) or name == "detach"
-        if self._is_inside or is_free or func.namespace == "prim":
+        if self.is_inside or is_free or func.namespace == "prim":
             return result
         from torch.utils.flop_counter import flop_registry  # it imports Triton
 
@@ -135,15 +131,15 @@ class _AsOnAGpu(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.rms_norm and not self._calls._is_inside:
+        if func is F.rms_norm and not self._calls.is_inside:
             return _rms_norm(*args, **kwargs)
-        if func is not F.scaled_dot_product_attention or self._calls._is_inside:
+        if func is not F.scaled_dot_product_attention or self._calls.is_inside:
             return func(*args, **kwargs)
-        self._calls._is_inside = True
+        self._calls.is_inside = True
         try:
             result = func(*args, **kwargs)
         finally:
-            self._calls._is_inside = False
+            self._calls.is_inside = False
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         query, key, value = (given[name] for name in names[:3])

@@ -91,27 +91,23 @@ class Transformer:
         return 6 * self.active_parameters + attention
 
 
-def _preset(name: str, *sizes: int, **more: int) -> Transformer:
-    return Transformer(name, *sizes, **more)
-
-
 PRESETS = {
     one.name: one
     for one in (
         # Layers, hidden, intermediate, heads, kv heads, vocabulary: "The Llama 3 Herd of Models"
         # (2024), table 3; the width of its feed-forward blocks as in the published weights.
-        _preset("llama3-8b", 32, 4096, 14336, 32, 8, 128256),
-        _preset("llama3-70b", 80, 8192, 28672, 64, 8, 128256),
-        _preset("llama3-405b", 126, 16384, 53248, 128, 8, 128256),
+        Transformer("llama3-8b", 32, 4096, 14336, 32, 8, 128256),
+        Transformer("llama3-70b", 80, 8192, 28672, 64, 8, 128256),
+        Transformer("llama3-405b", 126, 16384, 53248, 128, 8, 128256),
         # Feed-forward blocks alone, of the sizes that benchmarks/pipelines.py times.
-        _preset("swiglu-blocks", 8, 4096, 14336, 0, 0, 0, sequence=1),
+        Transformer("swiglu-blocks", 8, 4096, 14336, 0, 0, 0, sequence=1),
         # config.json of mistralai/Mixtral-8x22B-v0.1.
-        _preset("mixtral-8x22b", 56, 6144, 16384, 48, 8, 32000, experts=8, top_k=2),
+        Transformer("mixtral-8x22b", 56, 6144, 16384, 48, 8, 32000, experts=8, top_k=2),
         # config.json of Qwen/Qwen3-8B.
-        _preset("qwen3-8b", 36, 4096, 12288, 32, 8, 151936),
+        Transformer("qwen3-8b", 36, 4096, 12288, 32, 8, 151936),
         # config.json of Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
-        _preset("qwen3-30b-a3b", 48, 2048, 768, 32, 4, 151936, experts=128, top_k=8),
-        _preset("qwen3-235b-a22b", 94, 4096, 1536, 64, 4, 151936, experts=128, top_k=8),
+        Transformer("qwen3-30b-a3b", 48, 2048, 768, 32, 4, 151936, experts=128, top_k=8),
+        Transformer("qwen3-235b-a22b", 94, 4096, 1536, 64, 4, 151936, experts=128, top_k=8),
     )
 }
 

@@ -83,6 +83,8 @@ class _Place(NamedTuple):
     dtypes: Sequence[DType]
 
 
+Flags = Callable[[], tuple[bool, bool]]
+"""Reads whether some ranks, and whether all, used a state without a place."""
 Used = dict[tuple[int, str], DelayedScaling]
 """The recipes of states, by the number of the op and the mode of the state."""
 
@@ -106,7 +108,7 @@ class AmaxReduction:
         self._amaxes: dict[Identity, torch.Tensor] = {}
         # The message of a rank that used no state; and of one that used one without a place.
         self._blank: tuple[torch.Tensor, ...] = ()
-        self._flags: _Flags | None = None
+        self._flags: Flags | None = None
         # States without a place, of the last step, and states whose op no longer exists.
         self._late: list[DelayedScales] = []
         self._without_op: weakref.WeakSet[Identity] = weakref.WeakSet()
@@ -130,10 +132,10 @@ class AmaxReduction:
         used = [s for s in dict.fromkeys((*self._late, *states)) if s._identity.state() is s]
         device = next((s.scale.device for s in states if s.scale.is_cuda), states[0].scale.device)
         flags, self._late, self._flags = self._flags, [], None
-        if flags is not None and flags.are_some_late():
+        if flags is not None and flags()[0]:
             self._add(used, device, group)
         late = self._exchange(used, device, group)
-        if late and self._flags is not None and self._flags.are_all_late():
+        if late and self._flags is not None and self._flags()[1]:
             self._add(used, device, group)
             late = self._exchange(used, device, group)
         self._late = late
@@ -172,7 +174,7 @@ class AmaxReduction:
             foreach_copy_([self._amaxes[s._identity] for s in sent], amaxes)
         message = self._message
         _communicate(group, lambda: dist.all_reduce(message, dist.ReduceOp.MAX, group=group))
-        self._flags = _Flags.of(message)
+        self._flags = _flags_of(message)
         return late
 
     def _lay_out(self, device: torch.device) -> None:
@@ -226,35 +228,25 @@ def reduction_over(group: dist.ProcessGroup) -> AmaxReduction:
     return _reductions.setdefault(group, AmaxReduction())
 
 
-class _Flags:
-    """Whether the ranks of a reduction had states without a place."""
-
-    def __init__(self, flags: torch.Tensor, event: torch.cuda.Event | None) -> None:
-        self._flags = flags
-        self._event = event
-
-    @classmethod
-    def of(cls, message: torch.Tensor) -> _Flags | None:
-        """Those of a reduced message; nothing waits for the device until they are read."""
-        if not message.is_cuda:
-            return cls(message[:2].clone(), None)
-        if torch.cuda.is_current_stream_capturing():
-            return None
+def _flags_of(message: torch.Tensor) -> Flags | None:
+    """The flags of a reduced message; nothing waits for the device until they are read."""
+    event = None
+    if not message.is_cuda:
+        flags = message[:2].clone()
+    elif torch.cuda.is_current_stream_capturing():
+        return None
+    else:
         flags = torch.empty(2, dtype=torch.float32, device="cpu", pin_memory=True)
         flags.copy_(message[:2], non_blocking=True)
-        return cls(flags, torch.cuda.current_stream().record_event())
+        event = torch.cuda.current_stream().record_event()
 
-    def _read(self) -> list[float]:
-        if self._event is not None:
-            self._event.synchronize()
-        flags: list[float] = self._flags.tolist()
-        return flags
+    def read() -> tuple[bool, bool]:
+        if event is not None:
+            event.synchronize()
+        some, not_all = flags.tolist()
+        return some == 1, not_all != 1
 
-    def are_some_late(self) -> bool:
-        return self._read()[0] == 1
-
-    def are_all_late(self) -> bool:
-        return self._read()[1] != 1
+    return read
 
 
 # -- agreement ----------------------------------------------------------------------

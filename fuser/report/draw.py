@@ -1,4 +1,4 @@
-"""Drawing of plans, given as dicts, into files: SVG, PNG, or HTML with the text."""
+"""Drawing of plans and inspections, given as dicts, into files: SVG, PNG, or HTML with the text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from fuser.errors import InputError
+from fuser.report.inspection import lay_out_inspection
 from fuser.report.layout import lay_out
 from fuser.report.model_layout import lay_out_model
 from fuser.report.picture import COLORS, Picture, Text, paint, svg
 
 SUFFIXES = (".html", ".png", ".svg")
+LAYOUTS = {"parts": lay_out_model, "rows_of_steps": lay_out_inspection}
+"""The layouts of dicts with these keys, of models and inspections; others are of pipelines."""
 
 
 def drawable(path: str | os.PathLike[str]) -> Path:
@@ -28,10 +31,10 @@ def drawable(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def draw(plan: dict[str, Any], text: str, path: str | os.PathLike[str]) -> Path:
-    """Draw a plan, of a pipeline or of a model, into ``path``, and return that.
+def draw(shown: dict[str, Any], text: str, path: str | os.PathLike[str]) -> Path:
+    """Draw a plan, of a pipeline or of a model, or an inspection into ``path``, and return that.
 
-    Equal plans give equal SVG files. SVG has text as text, PNG 160 dots per inch. HTML is one
+    Equal ones give equal SVG files. SVG has text as text, PNG 160 dots per inch. HTML is one
     self-contained page: the picture, with tooltips, and ``text``.
 
     Raises
@@ -40,12 +43,8 @@ def draw(plan: dict[str, Any], text: str, path: str | os.PathLike[str]) -> Path:
         If the path has another suffix.
     """
     target = drawable(path)
-    picture = lay_out_model(plan) if "parts" in plan else lay_out(plan)
-    return write_picture(picture, text, target)
-
-
-def write_picture(picture: Picture, text: str, target: Path) -> Path:
-    """Write a picture into a file that :func:`drawable` returned; a page has also the text."""
+    layout = next((layout for key, layout in LAYOUTS.items() if key in shown), lay_out)
+    picture = layout(shown)
     if target.suffix.lower() == ".png":
         target.write_bytes(paint(picture, "png"))
     else:

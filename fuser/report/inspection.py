@@ -30,13 +30,9 @@ COLORS_OF = {"input": "GEMM", "weight": "norm", "grad_output": "activation"}
 Item = dict[str, Any]
 
 
+@matplotlib_or_error()
 def lay_out_inspection(inspection: Item) -> Picture:
     """The picture of an inspection, given as ``InspectionReport.to_dict`` returns it."""
-    with matplotlib_or_error():
-        return _laid_out(inspection)
-
-
-def _laid_out(inspection: Item) -> Picture:
     rows = inspection["rows"]
     numbers = listed([str(step) for step in inspection["steps"]])
     title = f"Quantized tensors of call {numbers}, of {inspection['calls']} in training"

@@ -46,10 +46,10 @@ LANE = 18.0  # one level of channels above a row
 REASON_WIDTHS = (170.0, 330.0)  # least and greatest width of a refusal's text
 
 
+@matplotlib_or_error()
 def lay_out(plan: Item) -> Picture:
     """The picture of a plan, given as ``FusionPlan.to_dict`` returns it, with all places."""
-    with matplotlib_or_error():
-        return _Layout(plan).picture()
+    return _Layout(plan).picture()
 
 
 @dataclass(frozen=True)

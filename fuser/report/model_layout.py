@@ -28,10 +28,10 @@ BAR = 170.0  # of the longest time
 PLAIN, COMPILED = "torch eager", "torch.compile"
 
 
+@matplotlib_or_error()
 def lay_out_model(plan: Item) -> Picture:
     """The picture of a plan, given as ``ModelPlan.to_dict`` returns it, with all places."""
-    with matplotlib_or_error():
-        return _ModelLayout(plan).picture()
+    return _ModelLayout(plan).picture()
 
 
 class _ModelLayout:
@@ -70,13 +70,12 @@ class _ModelLayout:
         plan, y = self.plan, MARGIN + 12
         side = "training" if plan["training"] else "no grad"
         self._text(MARGIN, y, f"Plan of {plan['name']}", size=15.0, bold=True)
-        lines = [
+        y += 15
+        line = (
             f"{format_flops(plan['parameters'])} parameters, {side}, inputs "
             f"{', '.join(plan['inputs'])}, modelled on {plan['device']}"
-        ]
-        for line in lines:
-            y += 15
-            self._text(MARGIN, y, line, size=9.0, color="muted")
+        )
+        self._text(MARGIN, y, line, size=9.0, color="muted")
         own, compiled = plan["microseconds"], plan["compiled_microseconds"]
         plain = plan["baselines"]
         longest = max(own, compiled, *plain.values()) or 1.0

@@ -7,6 +7,7 @@ the same steps of the same plan, with equal results.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -43,11 +44,12 @@ class CuttingPasses(PassRunner):
     def compiled_plan(
         self, kind: Any, planned: Planned, graph: OpGraph, key: PlanKey, *contents: Any
     ) -> Any:
+        kind = SplittablePlan
         if key.requires_grad:
             cuts = Cuts(planned, key, graph)
             if cuts.at((0, 0)):
-                return CuttablePlan(cuts, planned, key, *contents)
-        return super().compiled_plan(SplittablePlan, planned, graph, key, *contents)
+                kind = functools.partial(CuttablePlan, cuts)
+        return super().compiled_plan(kind, planned, graph, key, *contents)
 
 
 class CuttablePlan(SplittablePlan):
@@ -57,28 +59,15 @@ class CuttablePlan(SplittablePlan):
     ----------
     cuts
         The places where the plan can be cut; there is one.
-    planned, key, ops, sources, returned, param_counts
-        As of :class:`CompiledPlan`.
+    contents
+        The arguments of :class:`CompiledPlan`.
     """
 
     can_be_cut = True
 
-    def __init__(
-        self,
-        cuts: Cuts,
-        planned: Planned,
-        key: PlanKey,
-        ops: Sequence[BasicOperation],
-        sources: Sequence[tuple[Source, ...]],
-        returned: Sequence[Place],
-        param_counts: Sequence[int],
-    ) -> None:
-        steps = planned.forward, planned.backward
-        super().__init__(planned.plan, key, ops, sources, returned, param_counts, *steps)
+    def __init__(self, cuts: Cuts, *contents: Any) -> None:
+        super().__init__(*contents)
         self.cuts = cuts
-        self._steps = steps
-        self._sources = sources
-        self._to_caller = returned
         self._watched = self._largest(cuts.at(default_buckets()))
         self._cuts_of: dict[Any, tuple[int, ...]] = {}
         self._cut_plans: dict[tuple[int, ...], CutPlan] = {}
@@ -157,7 +146,7 @@ class CuttablePlan(SplittablePlan):
         kept = plan.kept
         if who:
             graph.bind(self.key)
-            kept = OBSERVER.guest.kept(graph, self._steps[0], cuts)
+            kept = OBSERVER.guest.kept(graph, self.code.steps["forward"], cuts)
         return replace(plan, nodes=plan_nodes, waiting=who, kept=kept)
 
     def _largest(self, cuts: Sequence[int]) -> list[int]:
@@ -175,15 +164,15 @@ class CuttablePlan(SplittablePlan):
         cut_plan = self._cut_plans.get(cuts)
         if cut_plan is None:
             own_nodes = [self._node(ops) for ops in nodes(len(self.ops), cuts)]
-            cut_plan = self._cut_plans.setdefault(cuts, CutPlan(own_nodes, self._to_caller))
+            cut_plan = self._cut_plans.setdefault(cuts, CutPlan(own_nodes, self.code.returned))
         return cut_plan
 
     def _node(self, ops: range) -> _Node:
         """The steps of the plan that run ``ops``, as an autograd node of their own."""
-        start, stop = ops.start, ops.stop
+        start, stop, code = ops.start, ops.stop, self.code
         forward, backward = (
             [(op, tuple(i - start for i in run)) for op, run in side if run[0] in ops]
-            for side in self._steps
+            for side in code.steps.values()
         )
         # Autograd adds the gradients of a channel that is read at several places in the order of
         # these inputs: in that of the backward's steps, as one node adds them.
@@ -192,17 +181,17 @@ class CuttablePlan(SplittablePlan):
         sources: dict[int, tuple[Source, ...]] = {}
         for i in dict.fromkeys((*reading, *ops)):
             own = []
-            for source in self._sources[i]:
+            for source in code.sources[i]:
                 if source.producer is not None and source.producer in ops:
                     own.append(replace(source, producer=source.producer - start))
                 else:
                     own.append(Source(len(inputs), source.channel))
                     inputs.append(source)
             sources[i] = tuple(own)
-        later = {s.place for row in self._sources[stop:] for s in row if s.producer is not None}
-        outputs = [p for p in self.places if p[0] in ops and (p in later or p in self._to_caller)]
-        counts = self.code.param_counts[start:stop]
-        first = sum(self.code.param_counts[:start])
+        later = {s.place for row in code.sources[stop:] for s in row if s.producer is not None}
+        outputs = [p for p in self.places if p[0] in ops and (p in later or p in code.returned)]
+        counts = code.param_counts[start:stop]
+        first = sum(code.param_counts[:start])
         run = SplittablePlan(
             self.plan,
             self._key(start, stop),

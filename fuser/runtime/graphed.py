@@ -8,7 +8,6 @@ import itertools
 import operator
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -33,24 +32,6 @@ from fuser.torch_private import pytree
 
 Module = torch.nn.Module
 Tensors = Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Spec:
-    """The properties that later arguments must have in common with the sample's."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Spec:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
-
-    def __str__(self) -> str:
-        grad = " with a gradient" if self.requires_grad else ""
-        return f"{self.dtype} {self.shape} on {self.device}{grad}"
 
 
 class Graph:
@@ -84,7 +65,7 @@ class Graph:
         self._memory = memory
         self._pool = pool
         self._inputs: list[torch.Tensor] = pytree.tree_leaves(args)
-        self._specs = list(map(Spec.of, self._inputs))
+        self._needs_grad = [tensor.requires_grad for tensor in self._inputs]
         tensors = [*self._inputs, *module.parameters()]
         self._device_type = tensors[0].device.type if tensors else "cuda"
         places = list(map(id, self._inputs))
@@ -207,23 +188,23 @@ class Graph:
             If they are unlike those of the capture.
         """
         given: Sequence[object] = args if self._is_flat else pytree.tree_leaves(args)
-        if len(given) != len(self._specs):
+        if len(given) != len(self._inputs):
             raise InputError(
-                f"{self.name} was captured with {len(self._specs)} tensors, and got {len(given)}."
+                f"{self.name} was captured with {len(self._inputs)} tensors, and got {len(given)}."
                 " Capture it again with such a sample."
             )
-        for place, (tensor, spec) in enumerate(zip(given, self._specs, strict=True)):
+        for place, (tensor, ours) in enumerate(zip(given, self._inputs, strict=True)):
             if not isinstance(tensor, torch.Tensor):
                 raise InputTypeError(
                     f"Argument {place} of {self.name} is a {type(tensor).__name__}; a graph takes "
                     "tensors."
                 )
-            if (tensor.shape, tensor.dtype, tensor.device) != (spec.shape, spec.dtype, spec.device):
+            if (tensor.shape, tensor.dtype, tensor.device) != (ours.shape, ours.dtype, ours.device):
                 raise InputError(
-                    f"Argument {place} of {self.name} is {Spec.of(tensor)}; it was captured as "
-                    f"{spec}. Other shapes need a capture of their own."
+                    f"Argument {place} of {self.name} is {_described(tensor)}; it was captured as "
+                    f"{_described(ours)}. Other shapes need a capture of their own."
                 )
-            if tensor.requires_grad and not spec.requires_grad and torch.is_grad_enabled():
+            if tensor.requires_grad and not self._needs_grad[place] and torch.is_grad_enabled():
                 raise InputError(
                     f"Argument {place} of {self.name} needs a gradient, and the sample did not: "
                     "its graph computes none."
@@ -233,7 +214,7 @@ class Graph:
             if given[first] is not tensor and first != place:
                 raise InputError(
                     f"Arguments {first} and {place} of {self.name} are two tensors of shape "
-                    f"{spec.shape}, and were one tensor at its capture: its graph reads one."
+                    f"{tuple(ours.shape)}, and were one tensor at its capture: its graph reads one."
                     " Pass one, or capture it with two."
                 )
         return cast("Tensors", given)
@@ -362,6 +343,11 @@ def _mode(module: Module, device_type: str) -> tuple[object, ...]:
         torch.is_inference_mode_enabled(),
         autocast_dtype(device_type),
     )
+
+
+def _described(tensor: torch.Tensor) -> str:
+    parts = [str(tensor.dtype), str(tuple(tensor.shape)), "on", str(tensor.device)]
+    return " ".join(parts + ["with a gradient"] * tensor.requires_grad)
 
 
 def _zeros_like(output: torch.Tensor) -> torch.Tensor:

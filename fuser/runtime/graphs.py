@@ -100,7 +100,8 @@ def make_graphed_callables(
     chosen: tuple[Any, ...] = (modules,) if is_one else tuple(modules)  # type: ignore[arg-type]
     args = _checked_args(chosen, (sample_args,) if is_one else sample_args)
     if enabled is None:
-        enabled, recipe = _default(recipe)
+        recipe = recipe or current_recipe()
+        enabled = recipe is not None
     if not torch.cuda.is_available():
         raise StateError(
             "A CUDA graph needs a GPU, and torch sees no CUDA device. Call the module itself."
@@ -131,12 +132,6 @@ def make_graphed_callables(
 
 
 # -- arguments ------------------------------------------------------------------
-
-
-def _default(recipe: Recipe | None) -> tuple[bool, Recipe | None]:
-    """Without ``enabled``: whether to quantize, and the recipe."""
-    recipe = recipe or current_recipe()
-    return recipe is not None, recipe
 
 
 def _checked_args(modules: tuple[Any, ...], sample_args: Any) -> tuple[tuple[Any, ...], ...]:

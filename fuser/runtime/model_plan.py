@@ -120,7 +120,7 @@ class _Observation:
             stack.enter_context(fakes)
             stack.enter_context(self.place)
             inputs, keywords = pytree.tree_map_only(
-                torch.Tensor, self._fake, (inputs, dict(keywords))
+                torch.Tensor, lambda tensor: _empty(tensor, self.place), (inputs, dict(keywords))
             )
             own = [fakes.from_tensor(tensor) for tensor in self.tensors]
             hooks = saved_tensors_hooks(self._holds, _same)
@@ -157,7 +157,7 @@ class _Observation:
 
     def _holds(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that autograd saves for backward."""
-        if self.calls.is_recording:
+        if not self.calls.is_inside:
             self.held[storage_of(tensor)] = tensor.untyped_storage()
         return tensor
 
@@ -188,11 +188,6 @@ class _Observation:
             return "its forward"
         return f"the forward of {self.paths[module]}, a {type(self.modules[module]).__name__}"
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor like an input, on the device of the model."""
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.place)
-        return fake.requires_grad_(tensor.requires_grad)
-
     # -- pipelines --------------------------------------------------------------
 
     def _pipeline(
@@ -202,16 +197,13 @@ class _Observation:
         _, module = calling_module(self.paths)
         # Plain torch runs beside the plan on meta tensors; what that saves does not count.
         with outside_fake_mode(), saved_tensors_hooks(_same, _same):
-            inputs = [_on_meta(tensor) for tensor in (x, *extras)]
+            inputs = [_empty(tensor, "meta") for tensor in (x, *extras)]
             plan = self._planned(pipeline, inputs)
             outputs = pipeline.outputs_like(*inputs)
         self._keeps(plan, x)
         name = type(self.modules[module]).__name__ if module else type(self.model).__name__
         self.made.append(Part((self.paths.get(module, ""),), name, plan))
-        fakes = tuple(
-            torch.empty(t.shape, dtype=t.dtype, device=x.device).requires_grad_(t.requires_grad)
-            for t in outputs
-        )
+        fakes = tuple(_empty(output, x.device) for output in outputs)
         return fakes if len(fakes) > 1 else fakes[0]
 
     def _planned(self, pipeline: OperationFuser, inputs: list[torch.Tensor]) -> FusionPlan:
@@ -305,6 +297,6 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def _empty(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    like = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return like.requires_grad_(tensor.requires_grad)

@@ -54,6 +54,7 @@ from fuser.runtime.known_parameters import (
     Quantized,
     QuantizedFacts,
     buffers_of,
+    tensor_guard,
 )
 from fuser.runtime.saved_tensors import Part, put_together, saved_as, tensor_of
 from fuser.source import SourceCode
@@ -475,6 +476,9 @@ class RecordedForward:
         self.last_use = 0
         """The number of the call that used it last, of those of its plan."""
         self._backwards: _Recordings[LaunchSequence] = _Recordings()
+        # The buffers of the last backward: their guard, addresses and layout. There are hundreds.
+        self._last_buffers: tuple[Callable[..., bool] | None, list[int], Hashable]
+        self._last_buffers = (None, [], None)
 
     def run(
         self, tensors: Tensors, keywords: Keywords, groups: Groups, forward: Forward, *args: Any
@@ -640,6 +644,19 @@ class RecordedForward:
 
     # -- backward -------------------------------------------------------------
 
+    def _layout_of(self, buffers: Sequence[Any]) -> Hashable:
+        """As a reader reads it: again only if a buffer of a quantized parameter has changed."""
+        is_same, known, layout = self._last_buffers
+        try:
+            addresses = list(map(torch.Tensor.data_ptr, buffers))
+        except (TypeError, RuntimeError):  # one is not there, or has no memory of its own
+            return None
+        if is_same is None or addresses != known or not is_same(*buffers):
+            layout = _reader_of(len(buffers))(buffers)
+            is_same = None if layout is None else tensor_guard(buffers)
+            self._last_buffers = is_same, addresses, layout
+        return layout
+
     def backward(
         self,
         backward: Backward,
@@ -689,15 +706,18 @@ class RecordedForward:
         if read.quantized:  # None if one is quantized otherwise since the forward
             buffers = buffers_of([*given, *saved], read.quantized)
         if launch.recording.listener is None and not is_part and buffers is not None:
-            tensors = [*grads, *[saved[i] for i in read.inputs], *buffers]
+            tensors = [*grads, *[saved[i] for i in read.inputs]]
             layout = _reader_of(len(tensors))(tensors)
+            if buffers and layout is not None:
+                of_buffers = self._layout_of(buffers)
+                layout = None if of_buffers is None else (layout, of_buffers)
             del tensors
         if layout is not None:
             autocast = is_any_autocast_enabled() and autocast_dtype(dx.device.type)
             layout = (layout, autocast, others, needed, is_packed)
             call = next(self._backwards.calls)
             found = self._backwards.get(layout)
-        if found is not None and found.is_complete:
+        if found is not None and found.refusal is None:
             found.last_use = call
             for each in versions.values():
                 each.check()

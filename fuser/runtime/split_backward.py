@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.op import OperationContext, method_of
-from fuser.runtime.codegen import PlanCodegen
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.gradient_paths import Needed
 from fuser.tensors import QuantizedTensor
@@ -39,13 +38,15 @@ class _Kept(NamedTuple):
         )
 
 
-class SplitBackward:
-    """The two parts of a plan's generated backward."""
+class SplittablePlan(CompiledPlan):
+    """A plan whose callers may ask for the gradients of backward apart."""
 
-    def __init__(self, code: PlanCodegen) -> None:
+    @functools.cached_property
+    def _parts(self) -> tuple[Function, Function]:
+        """The two parts of the generated backward."""
         first, second = {}, {}
-        names, ops, param_counts = code.names, code.ops, code.param_counts
-        for number, (op, indices) in enumerate(code.steps["backward"]):
+        names, ops, param_counts = self.code.names, self.code.ops, self.code.param_counts
+        for number, (op, indices) in enumerate(self.code.steps["backward"]):
             name = f"backward{number}"
             has_params = any(param_counts[i] for i in indices)
             extras = sum(ops[i].num_extra_inputs + ops[i].num_extra_outputs for i in indices)
@@ -55,30 +56,30 @@ class SplitBackward:
                 second[name] = _from_kept(names[name], is_alone=is_alone and has_params)
             else:
                 second[name] = _left_out(method_of(op, "backward"), len(indices))
-        _, self._first = code.functions(first)
-        _, self._second = code.functions(second)
-        self._params = slice(1, 1 + sum(param_counts))
+        return self.code.functions(first)[1], self.code.functions(second)[1]
 
-    def part(
+    @functools.cached_property
+    def _params(self) -> slice:
+        """The parameters among the inputs of the node."""
+        return slice(1, 1 + sum(self.code.param_counts))
+
+    def part_of_backward(
         self, ctx: Any, needed: Needed, grads: tuple[torch.Tensor | None, ...]
     ) -> Function | None:
-        """The part that this backward is, in the place of the generated one; None if it is whole.
-
-        ``ctx`` is the node's context in torch, which keeps what the second part needs; ``grads``
-        are those of the outputs.
-        """
         of_params = needed[self._params]
         if not any(of_params):
-            return self._keeping(ctx, grads) if keeps_graph() else None
+            return self._first(ctx, grads) if keeps_graph() else None
         kept: _Kept | None = getattr(ctx, "kept", None)
         if kept is None or sum(needed) > sum(of_params) or _is_capturing(grads):
             return None
         ctx.kept = None  # kernels may write over what they read last
-        return self._from(kept.entering) if kept.are(grads) else None
+        return self._second(kept.entering) if kept.are(grads) else None
 
-    def _keeping(self, ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> Function:
+    def _first(self, ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> Function:
+        """The first part, which keeps in ``ctx``, the node's in torch, what the second needs."""
+
         def first(contexts: list[OperationContext], *rest: Any) -> Any:
-            results = self._first(contexts, *rest)
+            results = self._parts[0](contexts, *rest)
             entering = [vars(context).pop("entering", None) for context in contexts]
             ctx.kept = None
             if all(e is None or _can_be_kept(e) for e in entering):
@@ -87,28 +88,14 @@ class SplitBackward:
 
         return first
 
-    def _from(self, entering: list[Any]) -> Function:
+    def _second(self, entering: list[Any]) -> Function:
         def second(contexts: list[OperationContext], *rest: Any) -> Any:
             for context, gradient in zip(contexts, entering, strict=True):
                 context.entering = gradient  # type: ignore[attr-defined]
-            results = self._second(contexts, *rest)
+            results = self._parts[1](contexts, *rest)
             return (*results[:1], None, *results[2:])  # without dx, which is no gradient here
 
         return second
-
-
-class SplittablePlan(CompiledPlan):
-    """A plan whose callers may ask for the gradients of backward apart."""
-
-    @functools.cached_property
-    def split(self) -> SplitBackward:
-        """The two parts of backward."""
-        return SplitBackward(self.code)
-
-    def part_of_backward(
-        self, ctx: Any, needed: Needed, grads: tuple[torch.Tensor | None, ...]
-    ) -> Function | None:
-        return self.split.part(ctx, needed, grads)
 
 
 def _contexts(given: Any) -> Sequence[Any]:

@@ -3,25 +3,10 @@
 No other part of fuser uses them.
 """
 
-from fuser.te.functions import (
-    checkpoint,
-    deinterleave_glu_tensor,
-    fp8_autocast,
-    fp8_model_init,
-    get_default_recipe,
-    interleave_glu_tensor,
-    is_bf16_available,
-)
+from fuser.te import functions, quantizers
+from fuser.te.functions import *  # noqa: F403
 from fuser.te.import_paths import install, missing
-from fuser.te.quantizers import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-)
+from fuser.te.quantizers import *  # noqa: F403
 from fuser.tensors import Float8BlockwiseQTensor as Float8BlockwiseQTensorStorage
 from fuser.tensors import Float8Tensor as Float8TensorStorage
 from fuser.tensors import MXFP8Tensor as MXFP8TensorStorage
@@ -29,25 +14,13 @@ from fuser.tensors import NVFP4Tensor as NVFP4TensorStorage
 from fuser.tensors import QuantizedTensor as QuantizedTensorStorage
 
 __all__ = [
-    "Float8BlockQuantizer",
+    *functions.__all__,
+    *quantizers.__all__,
     "Float8BlockwiseQTensorStorage",
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
     "Float8TensorStorage",
-    "HybridQuantizer",
-    "IdentityQuantizer",
-    "MXFP8Quantizer",
     "MXFP8TensorStorage",
-    "NVFP4Quantizer",
     "NVFP4TensorStorage",
     "QuantizedTensorStorage",
-    "checkpoint",
-    "deinterleave_glu_tensor",
-    "fp8_autocast",
-    "fp8_model_init",
-    "get_default_recipe",
     "install",
-    "interleave_glu_tensor",
-    "is_bf16_available",
     "missing",
 ]

@@ -16,6 +16,16 @@ from fuser.errors import InputError
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import Recipe
 
+__all__ = [
+    "checkpoint",
+    "deinterleave_glu_tensor",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_default_recipe",
+    "interleave_glu_tensor",
+    "is_bf16_available",
+]
+
 Result = TypeVar("Result")
 
 

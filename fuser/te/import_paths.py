@@ -109,7 +109,7 @@ class _ImportPath(ModuleType):
                 value = getattr(module, name)
                 self.__dict__[name] = value
                 return value
-        _note_missing(f"{self.__name__}.{name}")
+        _asked[f"{self.__name__}.{name}"] += 1
         raise AttributeError(
             f"{self.__name__} is fuser here, which has no {name!r}. Use another way in the "
             "program; fuser.te.missing() lists what it has asked for."
@@ -130,7 +130,7 @@ class _Paths:
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         if fullname.startswith(f"{ROOT}."):
-            _note_missing(fullname)
+            _asked[fullname] += 1
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context
@@ -213,10 +213,6 @@ def missing() -> dict[str, int]:
     A name such as ``transformer_engine.pytorch.ep`` is an attribute or a module.
     """
     return dict(_asked.most_common())
-
-
-def _note_missing(name: str) -> None:
-    _asked[name] += 1
 
 
 def program(arguments: Sequence[str]) -> Callable[[], None]:

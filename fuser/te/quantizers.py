@@ -28,6 +28,16 @@ from fuser.op import default_device
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.quantizer import QUANTIZABLE
 
+__all__ = [
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+]
+
 _VALUE_OF: dict[type, type[Quantizer]] = {}
 """The class of frozen quantizers for each class here."""
 _CHANGEABLE: dict[type[Quantizer], type[ChangeableQuantizer]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,19 +111,22 @@ def check(
             tolerance = tolerance_of(recipe, inputs[0].dtype, atol, rtol)
             for is_training in (True, False):
                 where = f"{_named(recipe)}, in {'training' if is_training else 'inference'}"
-                run = _Run(subject, recipe, is_training, seed, where)
+                said = f"{subject.name} {where}"
+                run = functools.partial(
+                    _run, subject, inputs, recipe, is_training, seed, said, ran, refusals
+                )
                 expected = truth if is_training else in_inference
                 against = "its reference" if reference is not None else "its float64 values"
                 if subject.fusions:
-                    unfused = run(inputs, fusions=())
+                    unfused = run(())
                     if recipe is None:
                         # Fused and unfused ops may run the same kernel. Each op rounds once.
                         rounded = replace(tolerance, rtol=len(subject.modules) * tolerance.rtol)
-                        said = f"{subject.name}, unfused {where}"
-                        _compare(said, unfused, expected, rounded, against)
+                        of_unfused = f"{subject.name}, unfused {where}"
+                        _compare(of_unfused, unfused, expected, rounded, against)
                     expected, against = unfused, "the unfused ops"
-                actual = run(inputs, fusions=subject.fusions, ran=ran, refusals=refusals)
-                _compare(f"{subject.name} {where}", actual, expected, tolerance, against)
+                actual = run(subject.fusions)
+                _compare(said, actual, expected, tolerance, against)
     for fusion in subject.required:
         if fusion.__name__ not in ran:
             why = refusals.get(fusion.__name__)
@@ -244,6 +248,15 @@ def _input_name(place: int) -> str:
     return "the input" if place == 0 else f"extra input {place - 1}"
 
 
+def _trained(
+    inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """The inputs and parameters that require gradients, by the names of these in messages."""
+    named = [(_input_name(i), x) for i, x in enumerate(inputs)]
+    named += [(f"parameter {n}", p) for n, p in zip(names, parameters, strict=True)]
+    return {f"the gradient of {name}": x for name, x in named if x.requires_grad}
+
+
 def _gradients(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
@@ -255,14 +268,7 @@ def _gradients(
     gradients: Tensors = {
         "the output" if i == 0 else f"extra output {i - 1}": y for i, y in enumerate(outputs)
     }
-    named = {
-        f"the gradient of {_input_name(i)}": x for i, x in enumerate(inputs) if x.requires_grad
-    }
-    named |= {
-        f"the gradient of parameter {name}": parameter
-        for name, parameter in zip(names, parameters, strict=True)
-        if parameter.requires_grad
-    }
+    named = _trained(inputs, parameters, names)
     with_graph = [
         (y, w.to(y.dtype))
         for y, w in zip(outputs, _weights(outputs, seed), strict=True)
@@ -277,58 +283,44 @@ def _gradients(
     return gradients
 
 
-@dataclass
-class _Run:
-    """A run of a subject under one recipe."""
-
-    subject: _Subject
-    recipe: Recipe | None
-    is_training: bool
-    seed: int
-    where: str
-
-    def __call__(
-        self,
-        inputs: Sequence[torch.Tensor],
-        *,
-        fusions: Classes,
-        ran: set[str] | None = None,
-        refusals: dict[str, str] | None = None,
-    ) -> Tensors:
-        """Outputs and, in training, gradients; records the fusions that ran and the refusals."""
-        subject = self.subject
-        modules, parameters = subject.copies()
-        if self.recipe is not None:
-            # Ops before and after that quantize; other modules take unquantized tensors.
-            before = [Quantize(True, True)] if isinstance(modules[0], FusibleOperation) else []
-            after = [Quantize(True, True)] if isinstance(modules[-1], FusibleOperation) else []
-            modules = [*before, *modules, *after]
-        model = Sequential(*modules, fusions=fusions).train(self.is_training)
-        leaves = _leaves(inputs, with_grad=self.is_training)
-        said = f"{subject.name} {self.where}"
-        with _failing(said, "forward"), torch.set_grad_enabled(self.is_training):
-            torch.manual_seed(self.seed)
-            with autocast(enabled=self.recipe is not None, recipe=self.recipe):
-                outputs = _outputs(model(*leaves))
-                if subject.required and ran is not None and refusals is not None:
-                    plan = model.plan(*leaves)
-                    steps = (*plan.forward, *plan.backward)
-                    ran.update(step.fusion for step in steps if step.fusion is not None)
-                    refusals.update({r.fusion: r.reason for r in plan.refusals})
-        with _failing(said, "backward"):
-            results = _gradients(
-                outputs,
-                leaves,
-                parameters if self.is_training else (),
-                subject.names if self.is_training else (),
-                self.seed,
+def _run(
+    subject: _Subject,
+    inputs: Sequence[torch.Tensor],
+    recipe: Recipe | None,
+    is_training: bool,
+    seed: int,
+    said: str,
+    ran: set[str],
+    refusals: dict[str, str],
+    fusions: Classes,
+) -> Tensors:
+    """Outputs and, in training, gradients; adds the fusions that ran and the refusals."""
+    modules, parameters = subject.copies()
+    if recipe is not None:
+        # Ops before and after that quantize; other modules take unquantized tensors.
+        before = [Quantize(True, True)] if isinstance(modules[0], FusibleOperation) else []
+        after = [Quantize(True, True)] if isinstance(modules[-1], FusibleOperation) else []
+        modules = [*before, *modules, *after]
+    model = Sequential(*modules, fusions=fusions).train(is_training)
+    leaves = _leaves(inputs, with_grad=is_training)
+    with _failing(said, "forward"), torch.set_grad_enabled(is_training):
+        torch.manual_seed(seed)
+        with autocast(enabled=recipe is not None, recipe=recipe):
+            outputs = _outputs(model(*leaves))
+            if subject.required and fusions:
+                plan = model.plan(*leaves)
+                steps = (*plan.forward, *plan.backward)
+                ran.update(step.fusion for step in steps if step.fusion is not None)
+                refusals.update({r.fusion: r.reason for r in plan.refusals})
+    with _failing(said, "backward"):
+        trained, names = (parameters, subject.names) if is_training else ([], ())
+        results = _gradients(outputs, leaves, trained, names, seed)
+    for place, (x, leaf) in enumerate(zip(inputs, leaves, strict=True)):
+        if not torch.equal(x, leaf.detach()) and not x.isnan().any():
+            raise AssertionError(
+                f"{said}: {_input_name(place)} is changed in place. Return a new tensor."
             )
-        for place, (x, leaf) in enumerate(zip(inputs, leaves, strict=True)):
-            if not torch.equal(x, leaf.detach()) and not x.isnan().any():
-                raise AssertionError(
-                    f"{said}: {_input_name(place)} is changed in place. Return a new tensor."
-                )
-        return results
+    return results
 
 
 @contextmanager
@@ -397,19 +389,7 @@ def _truth(
             return expected
         weights = _weights(outputs, seed)
         generator = torch.Generator().manual_seed(seed)
-        tensors = [
-            *(
-                (f"the gradient of {_input_name(i)}", x)
-                for i, x in enumerate(leaves)
-                if x.requires_grad
-            ),
-            *(
-                (f"the gradient of parameter {name}", p)
-                for name, p in zip(subject.names, parameters, strict=True)
-                if p.requires_grad
-            ),
-        ]
-        for name, x in tensors:
+        for name, x in _trained(leaves, parameters, subject.names).items():
             with torch.no_grad():
                 slopes = Slopes(function, weights, x.detach())
                 how = wrong_slope(slopes, x.shape, results[name], generator)

@@ -35,6 +35,7 @@ from fuser.precision.availability import USAGES, runs_natively
 from fuser.precision.contexts import autocast, default_recipe
 from fuser.precision.quantizer_for import role_format
 from fuser.recipe import NAMES, recipe_named
+from fuser.report.text import columns
 from fuser.runtime.pipeline import OperationFuser
 from fuser.version import __version__
 
@@ -285,7 +286,8 @@ class Diagnosis:
             },
             "recipes": {
                 device.name: {
-                    name: row.to_dict() for name, row in self._support(device.capability).items()
+                    name: row.to_dict()
+                    for name, row in support(device.capability, self.obstacle).items()
                 }
                 for device in self.devices
             },
@@ -340,16 +342,13 @@ class Diagnosis:
             )
         return tuple(lines)
 
-    def _support(self, capability: tuple[int, int] | None) -> dict[str, RecipeSupport]:
-        return support(capability, self.obstacle)
-
     def _recipe_lines(self) -> tuple[str, ...]:
         """A matrix for each kind of GPU, or else for the CPU: rows are recipes, columns parts."""
         gpus = dict.fromkeys(device.capability for device in self.devices if device.capability)
         lines: list[str] = []
         for capability in tuple(gpus) or (None,):
             where = "CPU" if capability is None else f"sm_{capability[0]}{capability[1]}"
-            lines += [*_matrix(where, self._support(capability)), ""]
+            lines += [*_matrix(where, support(capability, self.obstacle)), ""]
         return (
             *lines,
             *_wrapped(
@@ -365,13 +364,13 @@ class Diagnosis:
 
 def _matrix(where: str, rows: dict[str, RecipeSupport]) -> Iterator[str]:
     """The rows as a table, and below it the reason of what is not native."""
-    columns = ("linear", "", "", "experts", "", "", "", "other")
+    groups = ("linear", "", "", "experts", "", "", "", "other")
     heading = (where, *PRODUCTS, *PRODUCTS, "how", "ops")
     cells = []
     for name, row in rows.items():
         *products, other = (part.status for part in row.parts.values())
         cells.append((name, *products, "at once" if row.is_grouped else "one by one", other))
-    yield from _aligned([("", *columns), heading, *cells])
+    yield from _aligned([("", *groups), heading, *cells])
     parts: dict[str, dict[str, list[str]]] = {}
     for name, row in rows.items():
         for part, cell in row.parts.items():
@@ -534,11 +533,7 @@ def _agreement(facts: Installation) -> list[str]:
 
 def _aligned(rows: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     cells = list(rows)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return tuple(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    )
+    return tuple(line[2:] for line in columns(cells, left=len(cells[0])))
 
 
 def _version_of(package: str) -> str | None:

@@ -65,7 +65,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         *("single_grouped_bias", "single_grouped_weight", "use_grouped_tensor"),
     ),
     "fuser.te.pytorch.LayerNorm": ("device", "sm_margin"),
-    "fuser.te.pytorch.RMSNorm": ("device", "sm_margin"),
 }
 METHODS = (
     *(f"fuser.te.pytorch.{name}.forward" for name in SIZES),
@@ -500,44 +499,54 @@ def _rows_of_each_group(given: Given) -> None:
 # -- norms -----------------------------------------------------------------------------
 
 
-def _rows_of_a_norm(name: str) -> None:
-    path = f"fuser.te.pytorch.{name}"
+NORM = "fuser.te.pytorch.LayerNorm"
+"""Of both norms, which share a constructor."""
 
-    def layer(**given: Any) -> Any:
-        shape = {} if "hidden_size" in given else {"normalized_shape": 8}
-        return filled(getattr(te, name)(**{**shape, **given}))
 
-    def _rows(arguments: Given, size: int = 8, **settings: Any) -> None:
-        @sets(path, **arguments)
-        def _values_of_a_norm(given: Given) -> None:
-            module, x = layer(**given), torch.randn(5, size)
+def norms(given: Given) -> dict[str, Any]:
+    """Both norms by their names."""
+    shape = {} if "hidden_size" in given else {"normalized_shape": 8}
+    return {
+        name: filled(getattr(te, name)(**{**shape, **given})) for name in ("LayerNorm", "RMSNorm")
+    }
+
+
+def _rows_of_norms_alone(arguments: Given, size: int = 8, **settings: Any) -> None:
+    @sets(NORM, **arguments)
+    def _values_of_a_norm(given: Given) -> None:
+        for name, module in norms(given).items():
+            x = torch.randn(5, size)
             y = normed(x, dict(module.named_parameters()), "", kind=name, **settings)
             close(module(x), y)
 
-    _rows({"eps": 0.5}, eps=0.5)
-    _rows({"zero_centered_gamma": True}, is_zero_centered=True)
-    _rows({"normalized_shape": Of(12, instead=8), "hidden_size": 12}, size=12)
 
-    @sets(path, params_dtype=torch.bfloat16, dtype=torch.bfloat16)
-    def _gains_in_16_bits(given: Given) -> None:
-        module, x = layer(**given), torch.randn(5, 8).bfloat16()
+_rows_of_norms_alone({"eps": 0.5}, eps=0.5)
+_rows_of_norms_alone({"zero_centered_gamma": True}, is_zero_centered=True)
+_rows_of_norms_alone({"normalized_shape": Of(12, instead=8), "hidden_size": 12}, size=12)
+
+
+@sets(NORM, params_dtype=torch.bfloat16, dtype=torch.bfloat16)
+def _gains_in_16_bits(given: Given) -> None:
+    for name, module in norms(given).items():
+        x = torch.randn(5, 8).bfloat16()
         assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
         y = normed(x, dict(module.named_parameters()), "", kind=name)
         assert_close(module(x).double(), y, atol=0.05, rtol=0.02)
 
-    @sets(path, device="meta")
-    def _gains_on_meta(given: Given) -> None:
-        assert getattr(te, name)(8, **given).weight.is_meta
 
-    @sets(path, sequence_parallel=True)
-    def _marks_of_a_part_of_the_rows(given: Given) -> None:
-        assert all(parameter.sequence_parallel for parameter in layer(**given).parameters())
-
-    ignores(path, "kernels take the multiprocessors that they need", "sm_margin")
+@sets(NORM, device="meta")
+def _gains_on_meta(given: Given) -> None:
+    assert te.LayerNorm(8, **given).weight.is_meta
+    assert te.RMSNorm(8, **given).weight.is_meta
 
 
-_rows_of_a_norm("LayerNorm")
-_rows_of_a_norm("RMSNorm")
+@sets(NORM, sequence_parallel=True)
+def _marks_of_a_part_of_the_rows(given: Given) -> None:
+    for module in norms(given).values():
+        assert all(parameter.sequence_parallel for parameter in module.parameters())
+
+
+ignores(NORM, "kernels take the multiprocessors that they need", "sm_margin")
 
 
 # -- what layers share -----------------------------------------------------------------

@@ -78,6 +78,9 @@ _parent = functools.cache(_Parent)
 def _serve() -> None:
     import torch  # noqa: F401
 
+    if os.environ.get("FUSER_TEST_OTHER_SUMS"):
+        import other_sums  # noqa: F401  processes add as that of the tests does
+
     gc.collect()
     gc.freeze()
     del sys.path[0]  # the folder of this file

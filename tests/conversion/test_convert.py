@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import titan_like
 import torch
+from joined_products import output_of
 from said import holds, said
 from torch import nn
 from torch._dynamo.utils import counters
@@ -107,7 +108,7 @@ def results(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     leaf = x.detach().clone()
     leaf.requires_grad_(x.is_floating_point())
-    y = model(leaf)
+    y = output_of(model, leaf)
     y.float().square().mean().backward()
     found = {"y": y.detach(), **({"dx": leaf.grad} if leaf.grad is not None else {})}
     return found | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -849,7 +850,8 @@ def test_children_are_looked_at_again_after_a_change_alone(
         torch.manual_seed(7)
         change(each)
     with contextlib.suppress(RuntimeError):  # the forward may not take such a child
-        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-6)
+        found, expected = (output_of(each, x) for each in (model, plain))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     # Another parameter of the same kind is read by every call.
     assert (len(looked) > 1) == (change.__name__ not in ("change_parameter", "change_data"))
 
@@ -1104,7 +1106,7 @@ def test_an_argument_too_many_is_not_dropped() -> None:
             return super().forward(x)
 
     model, x = seeded(Layer), data()
-    expected = model(x)
+    expected = output_of(model, x)
     assert fuser.convert(model).converted
     assert torch.equal(model(x, anything=3), expected)
     with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
@@ -1349,8 +1351,8 @@ def test_norms_alone_and_linears_alone_are_asked_for() -> None:
             model = seeded(titan_like.TitanLike)
             report = fuser.convert(model, norms=norms, linears=linears)
             counts[norms, linears] = len(report.converted)
-            assert torch.equal(model(titan_like.tokens()),
-                               seeded(titan_like.TitanLike)(titan_like.tokens()))  # fmt: skip
+            plain, x = seeded(titan_like.TitanLike), titan_like.tokens()
+            assert torch.equal(model(x), output_of(plain, x))
     none = fuser.convert(seeded(titan_like.TitanLike), norms="none")
     assert not any("RMSNorm" in row.text for row in none.converted)
     assert any("w1 and w3" in row.text for row in none.converted)
@@ -1456,7 +1458,7 @@ def test_a_transform_of_torch_func_has_the_values_of_the_own_forward(
 
 def test_other_calls_of_a_converted_forward_are_those_of_the_class() -> None:
     model, x = seeded(GatedMLP), data()
-    expected = model(x)
+    expected = output_of(model, x)
     fuser.convert(model)
     assert torch.equal(model(x=x), expected)
     with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
@@ -1498,7 +1500,7 @@ def test_a_model_that_loops_over_layers_may_lose_and_get_some(
     for each in (model, plain):
         change(each)
     x = titan_like.tokens() if plain.tok_embeddings is not None else torch.randn(2, 12, HIDDEN)
-    assert torch.equal(model(x), plain(x))
+    assert torch.equal(model(x), output_of(plain, x))
     assert pipelines_run(model, x) == len(plain.get_submodule("layers")._modules)
 
 

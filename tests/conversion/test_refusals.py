@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from joined_products import output_of
 from said import said
 from test_convert import (
     HIDDEN,
@@ -337,10 +338,10 @@ def test_a_norm_whose_mode_decides_stays(kind: str, in_training: bool) -> None:
     """In the mode in which it is converted, and in the other one later."""
     model = seeded(lambda: Normed(kind, 1e-3, {})).train(in_training)
     model.norm = DoubledInTraining(kind, 1e-3, {}).train(in_training)
-    expected = [model.train(mode)(data()) for mode in (True, False)]
+    expected = [output_of(model.train(mode), data()) for mode in (True, False)]
     report = fuser.convert(model.train(in_training), norms="all")
     assert not any("Norm" in row.text for row in report.converted)
-    found = [model.train(mode)(data()) for mode in (True, False)]
+    found = [output_of(model.train(mode), data()) for mode in (True, False)]
     assert all(map(torch.equal, found, expected))
     assert not torch.equal(*found)
 

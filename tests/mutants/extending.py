@@ -57,8 +57,8 @@ EXTENDING = (
         "check compares fused ops with themselves",
         "testing/check.py",
         "check",
-        "if subject.fusions:\n    unfused = run(inputs, fusions=())",
-        "if subject.fusions:\n    unfused = run(inputs, fusions=subject.fusions)",
+        "if subject.fusions:\n    unfused = run(())",
+        "if subject.fusions:\n    unfused = run(subject.fusions)",
         "test_testing.py::test_a_fusion_that_forgets_its_bias_is_found",
     ),
     Mutant(

@@ -347,9 +347,9 @@ NODES = (
     Mutant(
         "gradients of parameters are of the gradient that came before",
         "runtime/split_backward.py",
-        "SplitBackward.part",
-        "return self._from(kept.entering) if kept.are(grads) else None",
-        "return self._from(kept.entering)",
+        "SplittablePlan.part_of_backward",
+        "return self._second(kept.entering) if kept.are(grads) else None",
+        "return self._second(kept.entering)",
         "test_gradient_paths.py::test_gradients_of_parameters_are_of_the_gradient_that_is_given",
     ),
     Mutant(

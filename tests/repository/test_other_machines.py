@@ -82,6 +82,14 @@ for dtype in (torch.float32, torch.bfloat16):
 a = torch.randn(64, 128)
 assert not torch.equal(a.sum(1), a.t().contiguous().t().sum(1))
 assert not torch.equal(a.mean(1), a.t().contiguous().t().mean(1))
+assert torch.equal(a.sum(1), a.view(8, 8, 128).sum(2).flatten())
+assert not torch.equal(a.sum(1)[:32], a[:32].sum(1))
+batch, b = torch.randn(4, 64, 128), torch.randn(128, 64)
+torch.testing.assert_close(torch.vmap(lambda a: (a @ b).sum(0))(batch), (batch @ b).sum(1))
+with torch.profiler.profile(profile_memory=True) as counted, other_sums.own_order():
+    a @ b
+(product,) = (event for event in counted.key_averages() if event.key == "aten::mm")
+assert product.cpu_memory_usage == 4 * 64 * 64
 """
 
 

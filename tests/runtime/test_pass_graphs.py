@@ -328,6 +328,29 @@ def test_results_that_leave_a_graph_have_the_options_of_their_calls(capturer: Cp
     assert made.graphs.hits
 
 
+def test_memory_that_is_made_like_a_tensors_leaves_a_graph(capturer: CpuCapturer) -> None:
+    """Gradients of experts are made so, with zeros for those without rows."""
+    x, w = (torch.randn(4, 4) for _ in range(2))
+
+    def calls() -> tuple[torch.Tensor, ...]:
+        product, zeros = x.new_empty(2, 4, 4), x.new_zeros(3, 4, dtype=torch.float64)
+        torch.mul(x, w, out=product[0])
+        torch.add(x, w, out=product[1])
+        zeros[0].add_(x[0])
+        return product, zeros, x * 2
+
+    made, result, slotted = sequence.record([x, w], calls, with_calls=True)
+    made.result = slotted(result)
+    made.drop_names()
+    for _ in range(6):
+        found = made.play((x, w))
+        assert all(map(torch.equal, found, calls()))
+        for each in found:  # whose memory comes back
+            each.fill_(7)
+    assert made.graphs is not None, made.no_graphs
+    assert made.graphs.hits
+
+
 @pytest.mark.parametrize("below", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("shape", [(16,), (8, 16), (2, 4, 16)], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -26,6 +26,8 @@ import fuser
 from fuser import recipe as recipes
 from fuser.errors import StateError
 from fuser.formats import DType
+from fuser.runtime import recorded
+from fuser.runtime.known_parameters import ParameterLayout
 from fuser.te.pytorch import optimizers as fused
 from fuser.tensors import HybridQuantizer
 
@@ -491,3 +493,39 @@ def test_a_users_quantizer_runs_the_plans_own_code(of: str, played: list[Any]) -
         played.clear()
         assert_same(dense, recipe, [with_hybrids(OwnQuantizer), *WARM])
     assert not played
+
+
+# -- what a backward looks at ----------------------------------------------------------------------
+
+
+def test_the_layout_of_buffers_is_read_again_after_a_change_of_one() -> None:
+    forward = recorded.RecordedForward([], ParameterLayout(()), {})
+    memory = torch.zeros(80, dtype=torch.uint8)
+    others = [torch.zeros(4, 8), torch.zeros(3)]
+    layouts = [
+        forward._layout_of(buffers)
+        for buffers in (
+            [memory[:64], *others],
+            [memory[16:], *others],  # elsewhere, as far from a multiple of 16
+            [memory[1:65], *others],
+            [memory[:64].view(8, 8), *others],
+            [memory[:64], others[0].t(), others[1]],
+            [memory[:64], others[0], others[1].double()],
+            [memory[:64], *others],
+        )
+    ]
+    assert layouts[0] == layouts[1] == layouts[-1] is not None
+    assert len(set(layouts)) == 5
+    assert forward._layout_of([memory[:64], *others]) is layouts[-1]
+
+
+def test_buffers_without_values_have_no_layout() -> None:
+    forward = recorded.RecordedForward([], ParameterLayout(()), {})
+    buffers = [torch.zeros(4), torch.ones(2)]
+    assert forward._layout_of(buffers) is not None
+    buffers[1].untyped_storage().resize_(0)
+    assert forward._layout_of(buffers) is None
+    assert forward._layout_of(buffers) is None
+    buffers[1].untyped_storage().resize_(8)
+    assert forward._layout_of(buffers) is not None
+    assert forward._layout_of([buffers[0], None]) is None

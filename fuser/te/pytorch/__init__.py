@@ -9,15 +9,9 @@ from fuser.precision.availability import (
 )
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import QuantizerRole
-from fuser.te.functions import (
-    checkpoint,
-    deinterleave_glu_tensor,
-    fp8_autocast,
-    fp8_model_init,
-    get_default_recipe,
-    interleave_glu_tensor,
-    is_bf16_available,
-)
+from fuser.te import functions
+from fuser.te.functions import *  # noqa: F403
+from fuser.te.pytorch import padding, permutation, tensors, transformer, userbuffers
 from fuser.te.pytorch.attention import DotProductAttention
 from fuser.te.pytorch.cpu_offload import get_cpu_offload_context
 from fuser.te.pytorch.cross_entropy import parallel_cross_entropy
@@ -31,61 +25,38 @@ from fuser.te.pytorch.layers import (
     Linear,
     RMSNorm,
 )
-from fuser.te.pytorch.padding import Fp8Padding, Fp8Unpadding
-from fuser.te.pytorch.permutation import (
-    moe_permute,
-    moe_permute_and_pad_with_probs,
-    moe_permute_with_probs,
-    moe_sort_chunks_by_index,
-    moe_sort_chunks_by_index_with_probs,
-    moe_unpermute,
-)
+from fuser.te.pytorch.padding import *  # noqa: F403
+from fuser.te.pytorch.permutation import *  # noqa: F403
 from fuser.te.pytorch.rope import RotaryPositionEmbedding
 from fuser.te.pytorch.tensors import *  # noqa: F403
-from fuser.te.pytorch.tensors import __all__ as _tensors
-from fuser.te.pytorch.transformer import MultiheadAttention, TransformerLayer
-from fuser.te.pytorch.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
+from fuser.te.pytorch.transformer import *  # noqa: F403
+from fuser.te.pytorch.userbuffers import *  # noqa: F403
 
 __all__ = [
-    *_tensors,
+    *functions.__all__,
+    *padding.__all__,
+    *permutation.__all__,
+    *tensors.__all__,
+    *transformer.__all__,
+    *userbuffers.__all__,
     "CudaRNGStatesTracker",
     "DType",
     "DotProductAttention",
-    "Fp8Padding",
-    "Fp8Unpadding",
     "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
-    "MultiheadAttention",
     "QuantizerRole",
     "RMSNorm",
     "RotaryPositionEmbedding",
-    "TransformerLayer",
-    "UserBufferQuantizationMode",
     "autocast",
-    "checkpoint",
-    "deinterleave_glu_tensor",
-    "destroy_ub",
-    "fp8_autocast",
-    "fp8_model_init",
     "get_cpu_offload_context",
-    "get_default_recipe",
-    "initialize_ub",
-    "interleave_glu_tensor",
-    "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
     "make_graphed_callables",
-    "moe_permute",
-    "moe_permute_and_pad_with_probs",
-    "moe_permute_with_probs",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
-    "moe_unpermute",
     "parallel_cross_entropy",
     "quantized_model_init",
 ]

@@ -354,19 +354,12 @@ def _seen(
     return seen, False
 
 
-class _SplitAlongDim(torch.autograd.Function):
-    """Parts of a tensor along a dimension, whose gradients are joined again."""
+class _SplitAlongDim:
+    """Parts of a tensor along a dimension, by a function's method of autograd."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, dim: int, sizes: Any, squeeze: bool = False
+    def apply(
+        tensor: torch.Tensor, dim: int, sizes: Any, squeeze: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        ctx.dim, ctx.squeeze = dim, squeeze
         parts = torch.split(tensor, sizes, dim=dim)
         return tuple(part.squeeze(dim) for part in parts) if squeeze else parts
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if ctx.squeeze:
-            grads = tuple(grad.unsqueeze(ctx.dim) for grad in grads)
-        return torch.cat(grads, dim=ctx.dim), None, None, None

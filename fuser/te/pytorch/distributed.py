@@ -28,22 +28,9 @@ __all__ = [
 ]
 
 
-def _get_state() -> torch.Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-
-
-def _set_state(state: torch.Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
-
-
-def _seed(seed: int) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
+def _generator() -> Any:
+    """What has the functions of the random state: that of the GPU, or of the CPU without one."""
+    return torch.cuda if torch.cuda.is_available() else torch
 
 
 _last_states: dict[str, torch.Tensor] = {}
@@ -86,10 +73,11 @@ class CudaRNGStatesTracker:
         if name in self.states_:
             raise InputError(f"There is a random state {name!r} already: call reset() first.")
         self.seeds_.add(seed)
-        before = _get_state()
-        _seed(seed)
-        self.states_[name] = _get_state()
-        _set_state(before)
+        generator = _generator()
+        before = generator.get_rng_state()
+        generator.manual_seed(seed)
+        self.states_[name] = generator.get_rng_state()
+        generator.set_rng_state(before)
         _last_states = self.states_
 
     @contextlib.contextmanager
@@ -105,13 +93,14 @@ class CudaRNGStatesTracker:
             raise StateError(
                 f"There is no random state {name!r} among {sorted(self.states_)}; add() makes one."
             )
-        before = _get_state()
-        _set_state(self.states_[name])
+        generator = _generator()
+        before = generator.get_rng_state()
+        generator.set_rng_state(self.states_[name])
         try:
             yield
         finally:
-            self.states_[name] = _get_state()
-            _set_state(before)
+            self.states_[name] = generator.get_rng_state()
+            generator.set_rng_state(before)
 
 
 def get_all_rng_states() -> dict[str, torch.Tensor]:

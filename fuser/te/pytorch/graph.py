@@ -23,6 +23,14 @@ _ABSENT = {
     "_reuse_graph_input_output_buffers": _NO_SCHEDULE,
 }
 """Arguments that are refused if they are on, with the reason."""
+_OLDER = {
+    "enabled": "fp8_enabled",
+    "calibrating": "fp8_calibrating",
+    "recipe": "fp8_recipe",
+    "amax_reduction_group": "fp8_group",
+    "cache_quantized_params": "fp8_weight_caching",
+}
+"""Arguments with an older name."""
 
 
 def make_graphed_callables(
@@ -63,47 +71,29 @@ def make_graphed_callables(
     InputError
         If an argument is on that is not here, or is given by both of its names.
     """
-    given = {
-        "sample_kwargs": sample_kwargs,
-        "calibrating": _newer("calibrating", calibrating, "fp8_calibrating", fp8_calibrating),
-        "cache_quantized_params": _newer(
-            "cache_quantized_params",
-            cache_quantized_params,
-            *("fp8_weight_caching", fp8_weight_caching),
-        ),
-        "_order": _order,
-        "_num_layers_per_chunk": _num_layers_per_chunk,
-        "retain_graph_in_backward": retain_graph_in_backward,
-        "_reuse_graph_input_output_buffers": _reuse_graph_input_output_buffers,
-    }
-    for name, value in given.items():
-        if any(value) if isinstance(value, (tuple, list)) else value:
+    given = dict(locals())
+    for name, older in _OLDER.items():
+        if given[name] is not None and given[older] is not None:
             raise InputError(
-                f"make_graphed_callables got {name}, which is not here: {_ABSENT[name]}. "
-                "Leave it out."
+                f"make_graphed_callables got {name}={given[name]!r} and {older}={given[older]!r}, "
+                f"its older name: give {name}."
+            )
+        given[name] = given[older] if given[name] is None else given[name]
+    for name, reason in _ABSENT.items():
+        if any(given[name]) if isinstance(given[name], (tuple, list)) else given[name]:
+            raise InputError(
+                f"make_graphed_callables got {name}, which is not here: {reason}. Leave it out."
             )
     return graphs.make_graphed_callables(
         modules,
         sample_args,
         num_warmup_iters,
         allow_unused_input,
-        enabled=_one(_newer("enabled", enabled, "fp8_enabled", fp8_enabled)),
-        recipe=_newer("recipe", recipe, "fp8_recipe", fp8_recipe),
-        amax_reduction_group=_newer(
-            "amax_reduction_group", amax_reduction_group, "fp8_group", fp8_group
-        ),
+        enabled=_one(given["enabled"]),
+        recipe=given["recipe"],
+        amax_reduction_group=given["amax_reduction_group"],
         pool=pool,
     )
-
-
-def _newer(name: str, value: Any, older: str, value_of_older: Any) -> Any:
-    """The value of an argument that has an older name too."""
-    if value is not None and value_of_older is not None:
-        raise InputError(
-            f"make_graphed_callables got {name}={value!r} and {older}={value_of_older!r}, its "
-            f"older name: give {name}."
-        )
-    return value_of_older if value is None else value
 
 
 def _one(enabled: Any) -> bool | None:

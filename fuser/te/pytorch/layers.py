@@ -449,75 +449,48 @@ def _zero_biases(layer: torch.nn.Module) -> None:
                 parameter.zero_()
 
 
-def _norm_shape(name: str, shape: Shape | None, hidden_size: int | None) -> Shape:
-    """The one of two names of the shape of a norm that was given."""
-    given = hidden_size if shape is None else shape
-    if given is None or (shape is not None and hidden_size is not None):
-        raise InputError(
-            f"{name} got normalized_shape={shape} and hidden_size={hidden_size}; it takes one of "
-            "them."
+class _Norm:
+    """The constructor of both norms, before that of the op."""
+
+    def __init__(
+        self,
+        normalized_shape: Shape | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        shape: Any = hidden_size if normalized_shape is None else normalized_shape
+        if shape is None or (normalized_shape is not None and hidden_size is not None):
+            raise InputError(
+                f"{type(self).__name__} got normalized_shape={normalized_shape} and "
+                f"hidden_size={hidden_size}; it takes one of them."
+            )
+        super().__init__(  # type: ignore[call-arg]
+            shape,
+            eps=eps,
+            dtype=params_dtype or dtype,
+            zero_centered_gamma=zero_centered_gamma,
+            **options,
         )
-    return given
+        if sequence_parallel is not None:
+            for parameter in self.parameters():  # type: ignore[attr-defined]
+                parameter.sequence_parallel = sequence_parallel
 
 
-def _mark_rows(norm: torch.nn.Module, sequence_parallel: bool | None) -> None:
-    """Set on parameters whether a rank's gradients are those of a part of the rows."""
-    if sequence_parallel is not None:
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-
-
-class LayerNorm(basic_ops.LayerNorm):
+class LayerNorm(_Norm, basic_ops.LayerNorm):
     """A LayerNorm as te.LayerNorm: also by ``hidden_size`` and ``params_dtype``.
 
     ``sequence_parallel`` is set on the parameters, whose gradients a trainer adds over ranks.
     """
 
-    def __init__(
-        self,
-        normalized_shape: Shape | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            _norm_shape("LayerNorm", normalized_shape, hidden_size),
-            eps=eps,
-            dtype=params_dtype or dtype,
-            zero_centered_gamma=zero_centered_gamma,
-            **options,
-        )
-        _mark_rows(self, sequence_parallel)
 
-
-class RMSNorm(basic_ops.RMSNorm):
+class RMSNorm(_Norm, basic_ops.RMSNorm):
     """An RMSNorm as te.RMSNorm: see :class:`LayerNorm`."""
-
-    def __init__(
-        self,
-        normalized_shape: Shape | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            _norm_shape("RMSNorm", normalized_shape, hidden_size),
-            eps=eps,
-            dtype=params_dtype or dtype,
-            zero_centered_gamma=zero_centered_gamma,
-            **options,
-        )
-        _mark_rows(self, sequence_parallel)
 
 
 def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:

@@ -12,13 +12,6 @@ ALIGNMENT = 16
 """The default multiple, in rows; the formats of this library need none."""
 
 
-def _check(name: str, sizes: list[int], num_gemms: int) -> None:
-    if len(sizes) != num_gemms:
-        raise InputError(
-            f"{name} for {num_gemms} groups got the {len(sizes)} sizes {sizes}: give one for each."
-        )
-
-
 class _Padded(torch.nn.Module):
     """``num_gemms`` groups, whose rows become a multiple of ``align_size``; None is 16."""
 
@@ -29,7 +22,11 @@ class _Padded(torch.nn.Module):
 
     def padded(self, sizes: list[int]) -> list[int]:
         """The sizes of groups with their padding."""
-        _check(type(self).__name__, sizes, self.num_gemms)
+        if len(sizes) != self.num_gemms:
+            raise InputError(
+                f"{type(self).__name__} for {self.num_gemms} groups got the {len(sizes)} sizes "
+                f"{sizes}: give one for each."
+            )
         return [-(-size // self.align_size) * self.align_size for size in sizes]
 
     def extra_repr(self) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from fuser.precision import availability
 from fuser.precision.availability import (
     is_fp8_available,
     is_fp8_block_scaling_available,
@@ -41,31 +41,20 @@ __all__ = [
 ]
 
 
-def _with_reason(answer: Any) -> tuple[bool, str]:
-    is_here, reason = answer
-    return bool(is_here), str(reason)
+def _with_reason(is_available: Callable[..., Any]) -> Callable[[], tuple[bool, str]]:
+    """Whether recipes run here, True on every device, and a sentence if they are emulated."""
+
+    def check() -> tuple[bool, str]:
+        answer: tuple[bool, str] = is_available(return_reason=True)
+        return answer
+
+    return check
 
 
-def check_fp8_support() -> tuple[bool, str]:
-    """Whether FP8 recipes run here, True on every device, and a sentence if they are emulated."""
-    return _with_reason(availability.is_fp8_available(return_reason=True))
-
-
-def check_mxfp8_support() -> tuple[bool, str]:
-    """Whether MXFP8 recipes run here, as :func:`check_fp8_support`."""
-    return _with_reason(availability.is_mxfp8_available(return_reason=True))
-
-
-def check_nvfp4_support() -> tuple[bool, str]:
-    """Whether NVFP4 recipes run here, as :func:`check_fp8_support`."""
-    return _with_reason(availability.is_nvfp4_available(return_reason=True))
-
-
-def check_fp8_block_scaling_support() -> tuple[bool, str]:
-    """Whether FP8 recipes in blocks of 128 run here, as :func:`check_fp8_support`."""
-    return _with_reason(availability.is_fp8_block_scaling_available(return_reason=True))
-
-
+check_fp8_support = _with_reason(is_fp8_available)
+check_mxfp8_support = _with_reason(is_mxfp8_available)
+check_nvfp4_support = _with_reason(is_nvfp4_available)
+check_fp8_block_scaling_support = _with_reason(is_fp8_block_scaling_available)
 get_default_fp8_recipe = get_default_recipe
 
 

@@ -1,14 +1,7 @@
 """``transformer_engine.pytorch.tensor``: the classes of quantized tensors and quantizers."""
 
-from fuser.te.quantizers import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-)
+from fuser.te import quantizers
+from fuser.te.quantizers import *  # noqa: F403
 from fuser.tensors import (
     Float8BlockwiseQTensor,
     Float8Tensor,
@@ -29,23 +22,17 @@ NVFP4TensorStorage = NVFP4Tensor
 QuantizedTensorStorage = QuantizedTensor
 
 __all__ = [
-    "Float8BlockQuantizer",
+    *quantizers.__all__,
     "Float8BlockwiseQTensor",
     "Float8BlockwiseQTensorStorage",
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
     "HybridQuantizedTensor",
     "HybridQuantizedTensorStorage",
-    "HybridQuantizer",
-    "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
-    "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
-    "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
     "QuantizedTensor",
