@@ -1843,7 +1843,7 @@ def test_a_number_in_a_sum_does_not_widen_its_dtype(way: str, other: Any, is_aft
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_sum_with_an_input_of_the_call_is_in_the_pipeline(other: str) -> None:
     for is_after in (True, False):
-        model = seeded(lambda is_after=is_after: Summed(is_after))
+        model = seeded(functools.partial(Summed, is_after))
         fuser.convert(model)
         given = OTHERS[other](48 if is_after else HIDDEN)
         assert titan_like.counted(lambda x, m=model, y=given: m(x, y), data())[1] == 1
@@ -1929,7 +1929,7 @@ class WithKeywords(TwoLinears):
         super().__init__(F.gelu)
         self.scaling, self.flipped = Scaling(), Flipped()
 
-    def forward(self, x: torch.Tensor, **options: float) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x: torch.Tensor, **options: float) -> torch.Tensor:
         h = self.flipped(self.scaling(x, **options))
         y: torch.Tensor = self.two(self.function(self.one(h)))
         return y

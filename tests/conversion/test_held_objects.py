@@ -183,18 +183,26 @@ def test_the_choice_among_implementations_of_transformers_may_change() -> None:
     assert pipelines_run(model, data()) == 0
 
 
+def read_of(module: nn.Module) -> Any:
+    """What a forward of a copy reads."""
+    held: Any = bare(module).held
+    return held.alpha
+
+
 def test_reads_are_noted_in_the_innermost_context_alone() -> None:
-    module, config = nn.Module(), Config()
+    module: Any = nn.Module()
+    config: Any = Config()
     module.held = config
     steps = ((False, "held"), (False, "alpha"))
     with held_objects.recorded_reads() as outer:
         with held_objects.recorded_reads() as inner:
-            assert bare(module).held.alpha == config.alpha
+            assert read_of(module) == config.alpha
         assert [read.steps for read in inner.inside(module, [""])] == [steps]
         assert outer.inside(module, [""]) == ()
-        assert bare(module).held.alpha == config.alpha
+        assert read_of(module) == config.alpha
         assert [read.steps for read in outer.inside(module, [""])] == [steps]
-    assert bare(module).held is config
+    found: Any = bare(module).held
+    assert found is config
 
 
 class Counting(FeedForward):

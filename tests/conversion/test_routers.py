@@ -194,7 +194,8 @@ def test_a_router_is_found_in_a_forward_with_optional_arguments(name: str) -> No
         def forward(self, x: torch.Tensor, k: int = 2, mask: Any = None) -> torch.Tensor:
             if mask is not None:
                 return x * mask
-            return x[self.scorer(x).topk(k).indices[:, 0]]
+            y: torch.Tensor = x[self.scorer(x).topk(k).indices[:, 0]]
+            return y
 
     class Keywords(Choosing):
         def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:

@@ -52,14 +52,6 @@ QUANTIZED_TENSORS = (
         "test_loaded_chunks.py::test_after_chunks_writes_have_the_scale_that_came_with_them",
     ),
     Mutant(
-        "in inference mode an operation in place returns a copy",
-        "tensors/dispatch.py",
-        "_mutate",
-        "back[id(v)][0] if id(v) in back else v",
-        "v",
-        "test_quantized_views.py::test_an_operation_in_place_returns_what_it_was_called_on",
-    ),
-    Mutant(
         "bytes are copied into a view whose blocks reach beyond it",
         "tensors/dispatch.py",
         "copy_",

@@ -157,7 +157,8 @@ def has_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=WORLD))
 
 
-WORLD, DESTROYED = dist.ProcessGroup(1, 2), dist.ProcessGroup(0, 1)
+_made: Any = dist.ProcessGroup
+WORLD, DESTROYED = _made(1, 2), _made(0, 1)
 
 
 def rank_of(group: Any = None) -> int:
@@ -176,7 +177,7 @@ def test_a_group_of_others_and_one_that_was_destroyed_are_refused_each_by_its_se
     with pytest.raises(
         fuser.InputError, match=said("groups-takes-torch-distributed", "Op", repr("tp"))
     ):
-        groups.resolved("Op", "tp")  # type: ignore[arg-type]
+        groups.resolved("Op", "tp")
 
 
 def test_without_groups_a_process_is_rank_0() -> None:
