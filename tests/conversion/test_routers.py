@@ -191,11 +191,10 @@ def test_a_layer_that_the_choice_alone_reads_belongs_to_the_router() -> None:
 @pytest.mark.parametrize("name", ["default", "keywords", "places"])
 def test_a_router_is_found_in_a_forward_with_optional_arguments(name: str) -> None:
     class Default(Choosing):
-        def forward(self, x: torch.Tensor, k: int = 2, mask: Any = None) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, k: int = 2, mask: torch.Tensor | None = None) -> Any:
             if mask is not None:
                 return x * mask
-            y: torch.Tensor = x[self.scorer(x).topk(k).indices[:, 0]]
-            return y
+            return x[self.scorer(x).topk(k).indices[:, 0]]
 
     class Keywords(Choosing):
         def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:
