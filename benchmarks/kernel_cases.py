@@ -535,29 +535,31 @@ def into_mxfp8(_: Inputs) -> Callable[[Made], object]:
 
 def made_swiglu(inputs: Inputs) -> Callable[[], Made]:
     x = inputs.normal(inputs.M, 2 * inputs.K)
-    return lambda: ops.activation(Stage("swiglu"), x)
+    return lambda: ops.chain((Stage("swiglu"),), x)
 
 
 def made_swiglu_backward(inputs: Inputs) -> Callable[[], Made]:
     x, dy = inputs.normal(inputs.M, 2 * inputs.K), inputs.normal()
-    return lambda: ops.activation_backward(Stage("swiglu"), dy, x)
+    return lambda: ops.chain_backward((Stage("swiglu"),), dy, x, (None,), (False,))[0]
 
 
 def made_gelu(inputs: Inputs) -> Callable[[], Made]:
     x = inputs.normal()
-    return lambda: ops.activation(Stage("gelu"), x)
+    return lambda: ops.chain((Stage("gelu"),), x)
 
 
 def made_bias_gelu_backward(inputs: Inputs) -> Callable[[], Made]:
     """The sum before the activation, from the saved tensors of a linear of the pipeline."""
     x, dy = inputs.normal(), inputs.normal()
-    return lambda: ops.activation_bias_backward(Stage("gelu"), dy, x)[0]
+    stages = (Stage("bias"), Stage("gelu"))
+    of_bias = (stages, dy, x, (None, None), (True, False))
+    return lambda: ops.chain_backward(*of_bias, saved=1)[0]
 
 
 def made_rmsnorm(inputs: Inputs, *, adds: bool) -> Callable[[], Made]:
     x, gamma = inputs.normal(), inputs.normal(inputs.K)
     extra = inputs.normal() if adds else None
-    return lambda: norm_ops.rmsnorm(x, gamma, EPS, x.dtype, extra=extra, wants_sum=adds)[0]
+    return lambda: norm_ops.norm(x, (gamma,), EPS, x.dtype, extra=extra, wants_sum=adds)[0]
 
 
 def stored(

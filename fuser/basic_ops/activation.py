@@ -124,7 +124,7 @@ class Activation(BasicOperation):
     ) -> torch.Tensor | LazyTensor:
         x = self.saved_input(ctx)
         state: ActivationState = ctx.state
-        return pointwise.activation(state.function, x, is_plain=not ctx.has_recipe)
+        return pointwise.chain((state.function,), x, is_plain=not ctx.has_recipe)
 
     def saved_bytes(self, spec: TensorSpec) -> int:
         return INPUT_CACHE.format.nbytes(spec.shape, ("rowwise",)) if not self.saves_input else 0
@@ -142,7 +142,7 @@ class Activation(BasicOperation):
             elif ctx.rounds_input:
                 saved = ROUNDED_INPUT(x)
             ctx.to_save = ActivationSaved(saved)
-        return pointwise.activation(self.function, x, is_plain=not ctx.has_recipe)
+        return pointwise.chain((self.function,), x, is_plain=not ctx.has_recipe)
 
     def stage(
         self,
@@ -175,11 +175,11 @@ class Activation(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        x, is_plain = self.saved_input(ctx), not ctx.has_recipe
         state: ActivationState = ctx.state
-        output = ctx.rebuilt_output
-        dx = pointwise.activation_backward(
-            state.function, grad_output, x, is_plain=is_plain, output=output
+        dx, _ = pointwise.chain_backward(
+            *((state.function,), grad_output, self.saved_input(ctx), (None,), (False,)),
+            is_plain=not ctx.has_recipe,
+            output=ctx.rebuilt_output,
         )
         return write_grad_input(dx, ctx), ()
 

@@ -23,6 +23,8 @@ from fuser.op import (
 )
 from fuser.specs import PlanKey, TensorSpec
 
+STAGES = (Stage("add_extra_input"),)
+
 
 class AddExtraInput(BasicOperation):
     """``y = x + extra``, with the extra input in the shape of the main input.
@@ -87,12 +89,14 @@ class AddExtraInput(BasicOperation):
         """As in ``Activation``."""
         (extra,) = extras
         self.check_extra(shape, extra.shape)
-        return Stage("add_extra_input"), extra
+        return STAGES[0], extra
 
     def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
         (extra,) = inputs.extras
         self.check_extra(x.shape, extra.shape)
-        return write_output(pointwise.add(x, extra), inputs.quantizer), ()
+        # A kernel adds tensors of one dtype.
+        y = pointwise.chain(STAGES, x, (extra,)) if extra.dtype is x.dtype else x + extra
+        return write_output(y, inputs.quantizer), ()
 
     def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
         (ctx,), dx = ctxs, dy

@@ -27,6 +27,8 @@ from fuser.op import (
 from fuser.specs import PlanKey, TensorSpec
 from fuser.tensors import Quantizer
 
+STAGES = (Stage("bias"),)
+
 
 class Bias(BasicOperation):
     """Add a bias to the last dimension: ``y = x + bias``.
@@ -149,7 +151,7 @@ class Bias(BasicOperation):
     ) -> tuple[Stage, torch.Tensor | None]:
         """As in ``Activation``."""
         self._check_features(shape)
-        return Stage("bias"), self.addend(ctx)
+        return STAGES[0], self.addend(ctx)
 
     def op_forward(
         self,
@@ -160,7 +162,8 @@ class Bias(BasicOperation):
     ) -> torch.Tensor:
         self._check_features(input_.shape)
         bias = self.addend(ctx)
-        return write_output(pointwise.bias(cast(input_, bias.dtype), bias), next_op_input_quantizer)
+        y = pointwise.chain(STAGES, cast(input_, bias.dtype), (bias,))
+        return write_output(y, next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
@@ -169,7 +172,7 @@ class Bias(BasicOperation):
         if not ctx.params_require_grad[0]:
             return write_grad_input(grad_output, ctx), (None,)
         if ctx.grad_input_quantizer is not None:
-            dx, dbias = pointwise.bias_backward(grad_output, grad_output.shape[-1])
+            dx, (dbias,) = pointwise.chain_backward(STAGES, grad_output, None, (None,), (True,))
             return write_grad_input(dx, ctx), (dbias,)
         rows = grad_output
         if rows.dim() != 2:

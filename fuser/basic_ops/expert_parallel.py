@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from fuser.basic_ops.quantized_rows import group_of, note_group
 from fuser.communication import (
@@ -129,10 +130,6 @@ class Exchange(NamedTuple):
         """The number of rows that this rank sends."""
         return len(self.received_map) if self.send_sizes is None else sum(self.send_sizes)
 
-    def start_to_experts(self, rows: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
-        """Start to send ``rows``, ``[sent, ...]``; returns received rows, not sorted yet."""
-        return start_all_to_all(rows, group, self.send_sizes, self.receive_sizes)
-
     def start_to_tokens(self, rows: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
         """Start to send rows of experts, ``[received, ...]``, back; returns ``[sent, ...]``."""
         back = ops.unpermute(rows, self.received_map.view(-1, 1), None)
@@ -145,7 +142,8 @@ class Exchange(NamedTuple):
     def start_of_tokens(self, x: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
         """Start to send each token of ``x [T, ...]``; returns received rows, not sorted yet."""
         row_map = ops.row_map_of(self.inverse_map, self.sent)
-        return self.start_to_experts(ops.permute(x, row_map, self.inverse_map), group)
+        rows = ops.permute(x, row_map, self.inverse_map)
+        return start_all_to_all(rows, group, self.send_sizes, self.receive_sizes)
 
     def sorted(self, rows: torch.Tensor) -> torch.Tensor:
         """Received rows, sorted by expert."""
@@ -210,16 +208,13 @@ class Routed(NamedTuple):
     """Tokens on their way to the experts, and the maps by which received rows are sorted.
 
     ``x`` are the tokens of this rank, ``counts`` the numbers of rows that it sends to each expert,
-    int32 ``[ranks, experts of a rank]``. ``experts``, int32 ``[received]``, is the expert of each
-    received place, beyond the last one of an unused place. ``row_map`` and ``places`` are the maps
-    of :func:`fuser.functional.permutation.permute` of received rows, ``probs`` their probabilities
-    after the sort, and ``packed`` is the exchange for a channel.
+    and of unused rows, int32 ``[ranks, experts of a rank + 1]``. ``row_map`` and ``places`` are the
+    maps of :func:`fuser.functional.permutation.permute` of received rows, ``probs`` their
+    probabilities after the sort, and ``packed`` is the exchange for a channel.
     """
 
     x: torch.Tensor
-    expert_indices: torch.Tensor
     counts: torch.Tensor
-    experts: torch.Tensor
     row_map: torch.Tensor
     places: torch.Tensor
     split_sizes: torch.Tensor
@@ -264,10 +259,10 @@ def route_to_experts(
         sizes = torch.cat([counts.sum(1, dtype=torch.int32), received.sum(1, dtype=torch.int32)])
         counts_by_rank = sizes.tolist()  # the one place that waits for the device
         send_sizes, receive_sizes = tuple(counts_by_rank[:ranks]), tuple(counts_by_rank[ranks:])
-        rows, unused = sum(receive_sizes), received.new_zeros(ranks, 1)
+        rows = sum(receive_sizes)
     else:
         sizes = counts.new_full((2 * ranks,), block)
-        rows, unused = ranks * block, block - received.sum(1, keepdim=True, dtype=torch.int32)
+        rows = ranks * block
     sent = rows if send_sizes is None else sum(send_sizes)
     # Unused places between two blocks may hold any values: no map of the receiver reads them.
     row_map = ops.row_map_of(inverse_map, sent)
@@ -279,15 +274,15 @@ def route_to_experts(
     of_rows = ops.permute(probs.reshape(-1, 1), row_map, inverse_map.view(-1, 1))
     moving_probs = start_all_to_all(of_rows, group, send_sizes, receive_sizes)
     # The expert of each received place; ``local`` for an unused one, which the sort leaves out.
-    ends = torch.cat([received, unused], 1).view(-1).cumsum(0, dtype=torch.int32)
+    ends = received.view(-1).cumsum(0, dtype=torch.int32)
     numbers = torch.arange(rows, dtype=torch.int32, device=x.device)
     experts = torch.searchsorted(ends, numbers, right=True, out_int32=True) % (local + 1)
     split_sizes, row_map, places = ops.sort_by_expert(experts.view(-1, 1), local, rows)
     exchange = Exchange(inverse_map, places.view(-1), send_sizes, receive_sizes)
     packed = exchange.packed(sizes)
     of_rows = ops.permute(moving_probs.wait(), row_map, places).view(-1)
-    maps = (counts, experts, row_map, places, split_sizes, of_rows)
-    return Routed(x, expert_indices, *maps, exchange, packed, moving)
+    maps = (row_map, places, split_sizes, of_rows)
+    return Routed(x, counts, *maps, exchange, packed, moving)
 
 
 def _places(
@@ -298,10 +293,10 @@ def _places(
     block: int | None,
     drop_policy: DropPolicy,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The number of rows for each expert, int32 ``[ranks, experts of a rank]``, and their places.
+    """The ``counts`` of :class:`Routed`, and the places of assignments among the sent rows.
 
-    Places, int32 ``[T, k]``, are those among the sent rows; -1 for a dropped assignment. With
-    ``block`` each rank gets that many rows, of which the last may be unused.
+    Places are int32 ``[T, k]``, -1 for a dropped assignment. With ``block`` each rank gets that
+    many rows, of which the last may be unused.
     """
     local, count = num_experts // ranks, expert_indices.numel()
     with torch.no_grad():
@@ -312,9 +307,9 @@ def _places(
         sizes, _, places = ops.sort_by_expert(expert_indices, num_experts, count)
         counts = sizes.view(ranks, local)
         if block is None:
-            return counts, places
-        of_ranks = counts.sum(1, dtype=torch.int32)
-        begins = torch.arange(ranks, dtype=torch.int32, device=sizes.device) * block
-        shifts = begins - (of_ranks.cumsum(0, dtype=torch.int32) - of_ranks)
+            return F.pad(counts, (0, 1)), places
+        unused = block - counts.sum(1, keepdim=True, dtype=torch.int32)
+        # Each rank's rows begin after the unused ones of those before it.
+        shifts = (unused.cumsum(0, dtype=torch.int32) - unused).view(-1)
         shifted = places + shifts[ranks_of.clamp(0, ranks - 1).long()]
-        return counts, torch.where(places < 0, places, shifted)
+        return torch.cat([counts, unused], 1), torch.where(places < 0, places, shifted)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from fuser.basic_ops.linear_operands import (
     quantizes_weight_again,
     takes_rebuilt_input,
 )
-from fuser.basic_ops.shared_memory import overlap, pack
+from fuser.basic_ops.shared_memory import overlap
 from fuser.cuda import grouped_gemm
 from fuser.errors import InputError, InputTypeError
 from fuser.functional.lazy import LazyTensor, materialize
@@ -44,7 +43,6 @@ from fuser.op import (
     check_sizes,
     default_device,
     default_dtype,
-    fill_weight,
     write_grad_input,
     write_output,
 )
@@ -134,7 +132,7 @@ class GroupedLinear(GroupParameters):
         self.num_groups = num_groups
         self.in_features = in_features
         self.out_features = out_features
-        self._take_parameter_init(self._sized(), is_one=single_grouped_weight)
+        self._take_parameter_init(is_one=single_grouped_weight)
         self.has_bias = bias
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias
@@ -166,17 +164,9 @@ class GroupedLinear(GroupParameters):
         """Initialise each weight as torch.nn.Linear does, and the biases with zeros."""
         self._reset([name for names in self._names.values() for name in names])
 
-    def _reset(self, chosen: Collection[str]) -> None:
-        tracker = self._rng_state_tracker_function
-        with tracker().fork() if tracker is not None else contextlib.nullcontext():
-            for name in self._names["weight"]:
-                if name in chosen:
-                    self.initialise(name, fill_weight)
-        for name in self._names.get("bias", ()):
-            if name in chosen:
-                self.initialise(name, torch.nn.init.zeros_)
-        for parts in self._separate():
-            pack(parts)
+    def _reset(self, names: Iterable[str]) -> None:
+        super()._reset(names)
+        self._pack()
 
     def pre_first_fuser_forward(self) -> None:
         every = [name for names in self._names.values() for name in names]

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser import gemm
+from fuser.basic_ops.grouped_parameters import are_quantized, note_reads
 from fuser.basic_ops.grouped_products import (
     Gradients,
     GroupedLinearSaved,
-    GroupedProduct,
-    GroupsQuantizers,
+    QuantizedProduct,
     Saved,
     SeparateWeights,
+    Usages,
     Values,
     Weights,
 )
-from fuser.basic_ops.grouped_quantized_weights import are_quantized, note_reads
 from fuser.basic_ops.linear_operands import original, plain, quantized, readable, saved_operand
 from fuser.functional.grouped import zero_tail
 from fuser.functional.lazy import materialize
@@ -36,10 +36,8 @@ class GroupOperands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LoopedProduct(GroupedProduct):
+class LoopedProduct(QuantizedProduct):
     """The product of each group alone, with quantizers of its own; the split sizes are read."""
-
-    quantizers: GroupsQuantizers
 
     @property
     def _usage(self) -> str:
@@ -54,60 +52,45 @@ class LoopedProduct(GroupedProduct):
                 yield g, rows, of_group
 
     def _quantized(
-        self, values: torch.Tensor, role: str, rowwise: bool, columnwise: bool
-    ) -> GroupOperands:
-        """The rows of each group, with a quantizer of ``role``."""
-        operand = GroupOperands(values, [None] * self.linear.num_groups)
+        self, x: Any, role: str, usages: Usages, is_padded: bool
+    ) -> tuple[GroupOperands, None]:
+        operand = GroupOperands(x, [None] * self.linear.num_groups)
+        quantizers = self._each(role, usages)
         for g, rows, _ in self._with_rows(operand):
-            quantizer: Quantizer = getattr(self.quantizers, role)[g]
-            quantizer = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
-            operand.groups[g] = quantized(values[rows], self.dtype, quantizer)
-        return operand
+            operand.groups[g] = quantized(x[rows], self.dtype, quantizers[g])
+        return operand, None
+
+    def _each(self, role: str, usages: Usages) -> list[Quantizer]:
+        """The quantizer of each group, with these copies."""
+        copies = {"rowwise": usages[0], "columnwise": usages[1]}
+        return [quantizer.with_usage(**copies) for quantizer in getattr(self.quantizers, role)]
+
+    def _reads_columns(self, role: str, device: torch.device) -> bool:
+        return True
 
     # -- forward -----------------------------------------------------------------------
 
     def forward(self, x: Values, *args: Any, **kwargs: Any) -> torch.Tensor:
         # It keeps its operands, whatever the plan, which did not foresee this loop.
+        self.ctx.keeps_weight = True
         return super().forward(materialize(x), *args, **{**kwargs, "keeps_input": True})
-
-    def _input(self, x: Any, has_columns: bool) -> tuple[GroupOperands, None]:
-        return self._quantized(x, "input", True, has_columns), None
 
     def _weights(self) -> Weights:
         return self.linear.read_weights(self.ctx, self.dtype)
 
-    def _weight_operand(
-        self, weights: Weights, is_first_microbatch: bool | None, *, has_columns: bool
-    ) -> list[QuantizedTensor]:
-        """The weight of each group, quantized alone, perhaps in the first microbatch.
-
-        All of them keep the copies that backward reads: see :meth:`forward`.
-        """
-        linear = self.linear
+    def _weight_operand(self, weights: Weights, *args: Any, **kwargs: Any) -> Any:
         if are_quantized(weights) and weights[0].dim() == 3:
             weights = matrices(weights[0])  # not quantized if rows cut blocks
-        if are_quantized(weights):
-            return list(linear.bound(weights))
-        columnwise = self.wants_dgrad and self.ctx.backward_override is None
-        quantizers = [
-            quantizer.with_usage(rowwise=True, columnwise=columnwise)
-            for quantizer in self.quantizers.weight
-        ]
+        return super()._weight_operand(weights, *args, **kwargs)
 
-        def make() -> list[QuantizedTensor]:
-            pairs = zip(weights, quantizers, strict=True)
-            return [quantized(weight, self.dtype, quantizer) for weight, quantizer in pairs]
+    def _parameters_as_operand(self, weights: Sequence[QuantizedTensor]) -> list[QuantizedTensor]:
+        return list(self.linear.bound(weights))
 
-        if is_first_microbatch is None:
-            return make()
-        return linear.kept_weights(
-            linear._parts("weight"),
-            self.dtype,
-            quantizers,
-            is_first_microbatch,
-            make,
-            lambda kept: not columnwise or all(weight._has("columnwise") for weight in kept),
-        )
+    def _quantized_weight(
+        self, weight: Weights, usages: Usages, scaling: torch.Tensor | None = None
+    ) -> list[QuantizedTensor]:
+        pairs = zip(weight, self._each("weight", usages), strict=True)
+        return [quantized(one, self.dtype, quantizer) for one, quantizer in pairs]
 
     def _multiplied(self, x: GroupOperands, weight: list[QuantizedTensor]) -> torch.Tensor:
         y = x.values.new_empty(len(x.values), self.linear.out_features)
@@ -161,23 +144,23 @@ class LoopedProduct(GroupedProduct):
         self.ctx.rebuilt_input = None  # nothing was computed of it yet
         return super().backward(held, leading, **options)
 
-    def _gradient(self, dy: Any) -> GroupOperands:
-        if self.ctx.backward_override is not None:
+    def _gradient(self, dy: Any) -> Any:
+        if self.is_exact:
             return GroupOperands(dy, [None] * self.linear.num_groups)
-        return self._quantized(dy, "grad_output", self.wants_dgrad, self.wants_wgrad)
+        return super()._gradient(dy)
 
-    def _dgrad(self, dy: GroupOperands, saved: GroupedLinearSaved) -> torch.Tensor:
+    def _dgrad(self, dy: GroupOperands, weight: Sequence[Any], *_: object) -> torch.Tensor:
         dx = dy.values.new_empty(len(dy.values), self.linear.in_features)
-        weights, is_split = self._weights_of_backward(saved), self.ctx.split_accumulators[1]
+        is_split = self.ctx.split_accumulators[1]
         for g, rows, gradient in self._with_rows(dy):
             if gradient is None:
-                dx[rows] = gemm.dgrad(dy.values[rows], plain(weights[g], self.dtype))
+                dx[rows] = gemm.dgrad(dy.values[rows], plain(weight[g], self.dtype))
             else:
                 rowwise = readable(gradient, "rowwise", self.quantizers.grad_output[g])
-                dx[rows] = gemm.quantized_dgrad(rowwise, weights[g], self.dtype, is_split=is_split)
+                dx[rows] = gemm.quantized_dgrad(rowwise, weight[g], self.dtype, is_split=is_split)
         return zero_tail(self.groups.ends, dx)
 
-    def _weights_of_backward(self, saved: GroupedLinearSaved) -> Sequence[Any]:
+    def _weight_of_backward(self, saved: GroupedLinearSaved) -> Sequence[Any]:
         """The weight of each group; those of a stack with the copy that is read."""
         separate: SeparateWeights | None = self.ctx.state.separate
         if separate is None:
@@ -186,12 +169,12 @@ class LoopedProduct(GroupedProduct):
         weights = matrices(stack, usage)
         if usage is None:
             return weights
-        one = {name: name == usage for name in ("rowwise", "columnwise")}
+        quantizers = self._each("weight", (usage == "rowwise", usage == "columnwise"))
         return [
             readable(weight, usage, quantizer)
             if isinstance(weight, QuantizedTensor)
-            else quantizer.with_usage(**one)(weight)
-            for weight, quantizer in zip(weights, self.quantizers.weight, strict=True)
+            else quantizer(weight)
+            for weight, quantizer in zip(weights, quantizers, strict=True)
         ]
 
     def _wgrad(self, dy: GroupOperands, x: Saved, *_: object) -> torch.Tensor:

@@ -3,46 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.nn import Parameter
 
-from fuser.basic_ops.grouped_quantized_weights import (
-    QuantizedGroupWeights,
-    are_quantized,
-    stacked,
-)
 from fuser.basic_ops.grouped_wgrad import GroupedWeightGradients
-from fuser.basic_ops.kept_weight import KeepsWeights
+from fuser.basic_ops.linear_operands import plain
 from fuser.basic_ops.shared_memory import Versions, are_packed, pack, packed
 from fuser.errors import InputError, StateError
+from fuser.formats import GROUP_TILE
 from fuser.op import OperationContext, cast
-from fuser.tensors import QuantizedTensor
+from fuser.precision.contexts import current_parameter_init
+from fuser.precision.quantizer_for import make_quantizer
+from fuser.recipe import DelayedScaling
+from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.tensors.base import note_backward_read
+from fuser.tensors.grouped import joined, one_copy
 from fuser.tensors.sharding import gathered_by
+from fuser.tensors.stacks import stack_quantizer
+from fuser.torch_private import without_autocast
 
 
-class GroupParameters(GroupedWeightGradients, QuantizedGroupWeights, KeepsWeights):
+class GroupParameters(GroupedWeightGradients):
     """An op with the weights ``[num_groups, out_features, in_features]``, and biases, of groups.
 
     They are separate parameters ``weight0``, ``weight1`` and so on, which share one buffer, or one
-    parameter ``weight``; biases likewise.
+    parameter ``weight``; biases likewise. Made under ``quantized_model_init``, separate weights are
+    quantized tensors as the weight of a linear is, and one weight is a stack of such tensors, each
+    with scales of its own (``tensors/stacks.py``).
     """
 
     parameter_names: Sequence[str]
     num_groups: int
     in_features: int
-    single_grouped_bias: bool
+    out_features: int
     has_bias: bool
     scale_bias: bool
-
-    def _register(self, kind: str, buffer: torch.Tensor) -> None:
-        parts = [buffer] if self._is_one(kind) else buffer
-        for name, part in zip(self._names[kind], parts, strict=True):
-            self.register_parameter(name, Parameter(part))
-
-    def _is_one(self, kind: str) -> bool:
-        return self.single_grouped_bias if kind == "bias" else self.single_grouped_weight
 
     def _size(self, kind: str) -> tuple[int, ...]:
         """The shape of what one group has."""
@@ -57,11 +54,6 @@ class GroupParameters(GroupedWeightGradients, QuantizedGroupWeights, KeepsWeight
     def _dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(self, self._names["weight"][0]).dtype
         return dtype
-
-    def _parts(self, kind: str) -> list[Any]:
-        """The separate parameters of a kind, or the one parameter that has all."""
-        own = self._parameters  # without torch's lookup of an attribute, 0.5 us for each
-        return [own[n] if n in own else getattr(self, n) for n in self._names[kind]]
 
     def _separate(self) -> list[list[Parameter]]:
         """The weights, and the biases, that are separate parameters in memory."""
@@ -138,6 +130,36 @@ class GroupParameters(GroupedWeightGradients, QuantizedGroupWeights, KeepsWeight
                 "Quantize the values of the weight again."
             )
 
+    # -- quantized weights -------------------------------------------------------------
+
+    def _take_parameter_init(self, *, is_one: bool) -> None:
+        """Note the options of ``quantized_model_init``.
+
+        Raises
+        ------
+        InputError
+            If all weights are one parameter, of which the recipe makes no stack.
+        """
+        self._init = current_parameter_init()
+        if self._init is None or not is_one:
+            return
+        recipe = self._init.recipe
+        is_delayed = isinstance(recipe, DelayedScaling)
+        if is_delayed or not stack_quantizer(make_quantizer(recipe, "weight"), self.out_features):
+            raise InputError(
+                f"{self._sized()} was made inside quantized_model_init with "
+                f"single_grouped_weight=True and {recipe}. One quantized parameter for all groups "
+                "takes Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling or "
+                "NVFP4BlockScaling without nvfp4_4over6, and out_features that are a multiple of "
+                f"{GROUP_TILE}: leave that argument out, and each group has a parameter of its own."
+            )
+
+    def _parameter_quantizer(self, name: str, device: torch.device) -> Quantizer:
+        alone = super()._parameter_quantizer(name, device)
+        return alone if name != "weight" else stack_quantizer(alone, self.out_features) or alone
+
+    # -- passes ------------------------------------------------------------------------
+
     def note_versions(self, ctx: OperationContext, kind: str) -> None:
         """Note the versions of weights or biases that backward reads but autograd does not save.
 
@@ -159,11 +181,6 @@ class GroupParameters(GroupedWeightGradients, QuantizedGroupWeights, KeepsWeight
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._pack()
-
-    def weights_to_keep(self) -> Sequence[torch.Tensor] | None:
-        own = self._parameters
-        are_own = all(name in own for name in self._names["weight"])
-        return self._parts("weight") if are_own else None
 
     def read_weights(
         self, ctx: OperationContext, dtype: torch.dtype
@@ -192,3 +209,34 @@ class GroupParameters(GroupedWeightGradients, QuantizedGroupWeights, KeepsWeight
                 "in backward; a gradient that comes later or goes elsewhere would be lost. Make "
                 "the op without that argument."
             )
+
+
+def are_quantized(weights: Any) -> TypeGuard[list[QuantizedTensor]]:
+    """Whether this is a list of quantized parameters: of each group, or one of all groups."""
+    return isinstance(weights, list) and isinstance(weights[0], QuantizedTensor)
+
+
+def padded_weights(weights: Sequence[QuantizedTensor], usage: str) -> QuantizedTensor:
+    """One copy of quantized weights, as padded groups; a copy of bytes if they are separate."""
+    first = weights[0]
+    if first.dim() == 2:
+        return joined(weights, usage)
+    return one_copy(first.detach().view(-1, first.shape[-1]), usage)  # type: ignore[arg-type]
+
+
+def note_reads(weights: Sequence[torch.Tensor], usage: str | None, *, is_read: bool) -> None:
+    """Say which copy of gathered weights this forward's backward reads."""
+    for weight in weights:
+        note_backward_read(weight, (usage or "rowwise") if is_read else None)
+
+
+def stacked_values(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The values ``[G, N, K]`` of weights, of each group or one for all groups, in ``dtype``."""
+    values = [cast(plain(weight.detach(), dtype), dtype) for weight in weights]
+    return values[0] if values[0].dim() == 3 else stacked(values)
+
+
+def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Separate weights or biases as one tensor, which is a copy."""
+    with without_autocast():  # which would choose another dtype
+        return torch.stack(list(parts))

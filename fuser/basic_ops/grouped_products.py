@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from fuser.basic_ops.grouped_parameters import GroupParameters
-from fuser.basic_ops.grouped_quantized_weights import (
+from fuser.basic_ops.grouped_parameters import (
+    GroupParameters,
     are_quantized,
     note_reads,
     padded_weights,
     stacked,
     stacked_values,
 )
+from fuser.basic_ops.kept_weight import as_list
 from fuser.basic_ops.linear_operands import plain
 from fuser.basic_ops.remote_rows import RemoteRows
 from fuser.basic_ops.shared_memory import packed
@@ -30,7 +31,7 @@ from fuser.formats import GROUP_TILE
 from fuser.functional.grouped import PaddedGroups, add_bias, padded_groups, padded_rows, unpad
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.gemm import grouped, quantized_groups
-from fuser.gemm.grouped import Groups, Places
+from fuser.gemm.grouped import Groups
 from fuser.gemm.quantized_groups import reads_columns
 from fuser.op import BasicOperation, OperationContext, cast
 from fuser.precision.contexts import current_recipe
@@ -159,8 +160,10 @@ class GroupedLinearSaved(NamedTuple):
     ``x`` and ``weight`` have a tensor of all groups, or one of each group.
     """
 
-    places: Places
-    """Those of the groups."""
+    ends: torch.Tensor
+    sizes: torch.Tensor | None
+    padded_ends: torch.Tensor | None
+    tiles: torch.Tensor | None
     scales: torch.Tensor | None
     bias: torch.Tensor | None
     x_scaling: torch.Tensor | None
@@ -172,19 +175,16 @@ class GroupedLinearSaved(NamedTuple):
 
     def tensors(self) -> Saved:
         """All of them, to be saved."""
-        (*most, x, weight) = self[1:]
-        return (*self.places, *most, *x, *weight)
+        return (*self[:-2], *self.x, *self.weight)
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> GroupedLinearSaved:
         """Those of :meth:`tensors`."""
-        ends, sizes, padded_ends, tiles, scales, bias, x_scaling, weight_scaling, *operands = (
-            tensors
-        )
+        count = len(cls._fields) - 2
+        operands = tuple(tensors[count:])
         half = len(operands) // 2
-        x, weight = tuple(operands[:half]), tuple(operands[half:])
-        places = (ends, sizes, padded_ends, tiles)
-        return cls(places, scales, bias, x_scaling, weight_scaling, x, weight)
+        named = dict(zip(cls._fields, tensors[:count], strict=False))
+        return cls(**named, x=operands[:half], weight=operands[half:])
 
 
 class SeparateWeights(NamedTuple):
@@ -260,9 +260,8 @@ class GroupedProduct:
         """
         linear.check_versions(ctx)
         saved, state = GroupedLinearSaved.of(ctx.saved_tensors), ctx.state
-        groups = Groups.at(saved.places, rows)
-        is_exact = groups.padded is not None and ctx.backward_override is not None
-        product = GroupedProduct if is_exact else state.product
+        groups = Groups.at(*saved[:4], rows)
+        product: type[GroupedProduct] = state.product
         return product(linear, ctx, groups, state.quantizers, state.is_padded, saved)
 
     @property
@@ -345,9 +344,8 @@ class GroupedProduct:
             saved_x = self._saved_input(x, operand) if keeps_input else ()
             missing = (None,) * (len(saved_weight) - len(saved_x))
             saved_x = (*saved_x, *missing)
-            saved = GroupedLinearSaved(
-                self.groups.places(), scales, bias, x_scaling, weight_scaling, saved_x, saved_weight
-            )
+            kept = (scales, bias, x_scaling, weight_scaling)
+            saved = GroupedLinearSaved(*self.groups.tensors(), *kept, saved_x, saved_weight)
             ctx.save_for_backward(*saved.tensors())
             ctx.state = GroupedLinearState(
                 type(self), self.quantizers, self.is_padded, separate, _are_transposed(weights)
@@ -498,7 +496,9 @@ class GroupedProduct:
         if observing.now is not None:
             note_operands(self.linear, grad_output=operand, groups=self.groups.padded)
         del dy
-        dx = self._dgrad(operand, saved) if self.wants_dgrad else None
+        dx = None
+        if self.wants_dgrad:
+            dx = self._dgrad(operand, self._weight_of_backward(saved), saved.weight_scaling)
         dweights: Gradients = [None] * self.linear.main_grad_count
         if self.wants_wgrad:
             # Without the saved weight, if the gradient is computed later.
@@ -516,28 +516,23 @@ class GroupedProduct:
         """The gradient of the output as the operand of the products that are wanted."""
         return self._padded(dy, self.is_padded[1])
 
-    def _dgrad(self, dy: Operand, saved: GroupedLinearSaved) -> torch.Tensor:
-        """``dy_g @ weight_g``, the gradient of the input ``[T, K]``."""
+    def _weight_of_backward(self, saved: GroupedLinearSaved) -> Operand:
+        """The weights that were saved, or a copy of their parameters."""
         (weight, *others), separate = saved.weight, self.ctx.state.separate
         if others:
             buffer = packed(saved.weight)
-            weight = stacked(saved.weight) if buffer is None else buffer
-        if separate is not None and separate.usage is None:
-            weight = stacked_values(separate.weights, self.dtype)
-        elif separate is not None:
-            weight = padded_weights(separate.weights, separate.usage)
-        is_values = not isinstance(weight, QuantizedTensor)
-        if is_values and self.quantizers is not None and not self.ctx.keeps_weight:
-            values = cast(weight, self.dtype)
-            weight = self._quantizing().weight_again(values, saved.weight_scaling)
-        return self._dgrad_of(dy, weight)
+            return stacked(saved.weight) if buffer is None else buffer
+        if separate is None:
+            return weight
+        if separate.usage is None:
+            return stacked_values(separate.weights, self.dtype)
+        return padded_weights(separate.weights, separate.usage)
 
-    def _quantizing(self) -> QuantizedProduct:
-        """The same product with quantized operands, as in forward."""
-        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return QuantizedProduct(**own)
+    def _dgrad(self, dy: Operand, weight: Operand, scaling: torch.Tensor | None) -> torch.Tensor:
+        """``dy_g @ weight_g``, the gradient of the input ``[T, K]``.
 
-    def _dgrad_of(self, dy: Operand, weight: Any) -> torch.Tensor:
+        ``scaling`` is that of weights which are quantized again, as in forward.
+        """
         if isinstance(weight, QuantizedTensor):
             shape = (len(self.rows.ends), -1, weight.shape[-1])
             weight = weight.dequantize(dtype=dy.dtype).view(shape)[:, : dy.shape[1]]
@@ -563,9 +558,7 @@ class GroupedProduct:
 
     def _rebuilt(self, x: Values, scaling: torch.Tensor | None) -> Operand:
         """An input that backward computed again, as the operand of the weight gradient."""
-        if self.quantizers is None or self.ctx.backward_override == "high_precision":
-            return x
-        return self._quantizing()._rebuilt(x, scaling)
+        return x
 
     def _bias_gradients(
         self, dy: torch.Tensor, saved: GroupedLinearSaved, leading: torch.Size
@@ -583,7 +576,7 @@ class GroupedProduct:
         """The gradients of the biases that autograd gets, from those of all groups ``[G, N]``."""
         if summed is None:
             return [None] * len(self.linear._names.get("bias", ()))
-        parts = [summed] if self.linear.single_grouped_bias else summed
+        parts = [summed] if self.linear._is_one("bias") else summed
         return [p if w else None for p, w in zip(parts, self._biases_wanted, strict=True)]
 
 
@@ -594,13 +587,18 @@ class QuantizedProduct(GroupedProduct):
     quantizers: GroupsQuantizers
 
     @property
+    def is_exact(self) -> bool:
+        """Whether backward multiplies values, those of quantized operands too."""
+        return self.ctx.backward_override is not None
+
+    @property
     def padded(self) -> PaddedGroups:
         assert self.groups.padded is not None
         return self.groups.padded
 
     def _quantized(
         self, x: Values, role: str, usages: Usages, is_padded: bool
-    ) -> tuple[QuantizedTensor, Quantizer | None]:
+    ) -> tuple[Operand, Quantizer | None]:
         """The rows quantized, and their quantizer; None if it was that of another rank."""
         quantizers: list[Quantizer] = getattr(self.quantizers, role)
         rowwise, columnwise = usages
@@ -620,19 +618,22 @@ class QuantizedProduct(GroupedProduct):
         other = quantizers.input if role == "grad_output" else quantizers.grad_output
         return reads_columns(getattr(quantizers, role)[0], other[0], device)
 
-    def _input(self, x: Values, has_columns: bool) -> tuple[QuantizedTensor, Quantizer | None]:
+    def _input(self, x: Values, has_columns: bool) -> tuple[Operand, Quantizer | None]:
         has_columns = has_columns and self._reads_columns("input", x.device)
         return self._quantized(x, "input", (True, has_columns), self.is_padded[0])
 
-    def _rebuilt(self, x: Values, scaling: torch.Tensor | None) -> QuantizedTensor:
-        is_exact = self.ctx.backward_override is not None
-        has_columns = not is_exact and self._reads_columns("input", x.device)
+    def _rebuilt(self, x: Values, scaling: torch.Tensor | None) -> Operand:
+        if self.ctx.backward_override == "high_precision":
+            return x
+        has_columns = not self.is_exact and self._reads_columns("input", x.device)
         usages = {"rowwise": not has_columns, "columnwise": has_columns}
         quantizer = groups_quantizer(self.quantizers.input, self.padded, **usages)
         rows = padded_rows(x, self.padded, is_padded=self.is_padded[0])
         return quantizer.repeating(scaling)(rows)
 
-    def _gradient(self, dy: Values) -> QuantizedTensor:
+    def _gradient(self, dy: Values) -> Operand:
+        if self.is_exact:
+            return super()._gradient(dy)
         has_columns = self.wants_wgrad and self._reads_columns("grad_output", dy.device)
         rowwise = self.wants_dgrad or not has_columns
         return self._quantized(dy, "grad_output", (rowwise, has_columns), self.is_padded[1])[0]
@@ -642,26 +643,30 @@ class QuantizedProduct(GroupedProduct):
     ) -> Operand:
         linear = self.linear
         if are_quantized(weights):
-            return padded_weights(linear.bound(weights), "rowwise")
-        assert isinstance(weights, torch.Tensor)
-        has_columns = has_columns and self.wants_dgrad and self.ctx.backward_override is None
-        has_columns = has_columns and self._reads_columns("weight", weights.device)
+            return self._parameters_as_operand(weights)
+        has_columns = has_columns and self.wants_dgrad and not self.is_exact
+        has_columns = has_columns and self._reads_columns("weight", weights[0].device)
         make = functools.partial(self._quantized_weight, weights, (True, has_columns))
         if is_first_microbatch is None:
             return make()
         return linear.kept_weights(
             linear._parts("weight"),
-            weights.dtype,
+            self.dtype,
             self.quantizers.weight,
             is_first_microbatch,
             make,
-            lambda kept: not has_columns or kept._has("columnwise"),
+            lambda kept: not has_columns or all(q._has("columnwise") for q in as_list(kept)),
         )
 
+    def _parameters_as_operand(self, weights: Sequence[QuantizedTensor]) -> Operand:
+        """Weights that are quantized parameters, as the operand of the forward."""
+        return padded_weights(self.linear.bound(weights), "rowwise")
+
     def _quantized_weight(
-        self, weight: torch.Tensor, usages: Usages, scaling: torch.Tensor | None = None
-    ) -> QuantizedTensor:
+        self, weight: Weights, usages: Usages, scaling: torch.Tensor | None = None
+    ) -> Operand:
         """The weights ``[G, N, K]`` quantized; with ``scaling`` those of a forward again."""
+        assert isinstance(weight, torch.Tensor)
         quantizers = self.quantizers.weight
         count, n, k = weight.shape
         rows, first = weight.reshape(count * n, k), quantizers[0]
@@ -680,21 +685,20 @@ class QuantizedProduct(GroupedProduct):
         scales = [q.scale for q in self.quantizers.weight if isinstance(q, Float8Quantizer)]
         return torch.cat(scales) if scales else weight._amaxes
 
-    def weight_again(self, weight: torch.Tensor, scaling: torch.Tensor | None) -> QuantizedTensor:
-        """The copy of the weights ``[G, N, K]`` that backward reads, with the bytes of forward."""
-        is_exact = self.ctx.backward_override is not None
-        has_columns = not is_exact and self._reads_columns("weight", weight.device)
-        operand = self._quantized_weight(weight, (not has_columns, has_columns), scaling)
-        if observing.now is not None:
-            note_operands(self.linear, weight=operand)
-        return operand
-
     def _multiplied(self, x: Operand, weight: Operand) -> torch.Tensor:
         how = {"is_split": self.ctx.split_accumulators[0], "is_padded": self.is_padded[1]}
         size = self.linear.out_features
         return quantized_groups.quantized_forward(x, weight, self.padded, size, self.dtype, **how)
 
-    def _dgrad_of(self, dy: Operand, weight: Any) -> torch.Tensor:
+    def _dgrad(self, dy: Operand, weight: Operand, scaling: torch.Tensor | None) -> torch.Tensor:
+        if not isinstance(weight, QuantizedTensor) and not self.ctx.keeps_weight:
+            values = cast(weight, self.dtype)
+            has_columns = not self.is_exact and self._reads_columns("weight", values.device)
+            weight = self._quantized_weight(values, (not has_columns, has_columns), scaling)
+            if observing.now is not None:
+                note_operands(self.linear, weight=weight)
+        if self.is_exact:
+            return super()._dgrad(dy, weight, scaling)
         how = {"is_split": self.ctx.split_accumulators[1], "is_padded": self.is_padded[0]}
         dx = quantized_groups.quantized_dgrad(dy, weight, self.padded, self.dtype, **how)
         if dy._has("columnwise"):
@@ -704,6 +708,8 @@ class QuantizedProduct(GroupedProduct):
     def _wgrad(
         self, dy: Operand, x: Saved, scaling: torch.Tensor | None, rebuilt: Values | None
     ) -> torch.Tensor:
+        if self.is_exact:
+            return super()._wgrad(dy, x, scaling, rebuilt)
         operand = x[0] if rebuilt is None else self._rebuilt(rebuilt, scaling)
         if observing.now is not None:
             note_operands(self.linear, input=operand, groups=self.padded, only_new=True)

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from fuser.basic_ops.initialised_weights import InitialisedWeights
 from fuser.basic_ops.main_grad import check_main_grad, main_grad_of, stand_in_gradient
 from fuser.errors import StateError
-from fuser.op import BasicOperation, OperationContext
+from fuser.op import OperationContext
 
 
-class GroupedWeightGradients(BasicOperation):
+class GroupedWeightGradients(InitialisedWeights):
     """The weight gradients of :class:`GroupedLinear`, which derives from this class.
 
     Parameters
@@ -22,10 +23,6 @@ class GroupedWeightGradients(BasicOperation):
     accumulate_into_main_grad, delay_wgrad_compute
         As in :class:`GroupedLinear`.
     """
-
-    single_grouped_weight: bool
-    _names: dict[str, tuple[str, ...]]
-    """Names of the parameters, by ``"weight"`` and ``"bias"``."""
 
     def __init__(self, accumulate_into_main_grad: bool, delay_wgrad_compute: bool) -> None:
         super().__init__()
@@ -94,7 +91,7 @@ class GroupedWeightGradients(BasicOperation):
         require_grad: Sequence[bool],
     ) -> list[torch.Tensor | None]:
         """The gradients that autograd gets, after others were added to their ``main_grad``."""
-        parts = [gradients] if self.single_grouped_weight else list(gradients)
+        parts = [gradients] if self._is_one("weight") else list(gradients)
         names = self._names["weight"]
         if not self._accumulate_into_main_grad:
             owners = [None] * self.main_grad_count

@@ -31,7 +31,12 @@ class KeepsWeights(BasicOperation):
 
     def weights_to_keep(self) -> Sequence[torch.Tensor] | None:
         """The weights that a microbatch reads; None if each reading computes them."""
-        raise NotImplementedError
+        names = (self.parameter_names or ())[: self.main_grad_count]
+        try:
+            weights: list[Any] = list(map(self._parameters.__getitem__, names))
+        except KeyError:
+            return None
+        return weights
 
     def kept_weights(
         self,

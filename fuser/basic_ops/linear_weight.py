@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fuser.basic_ops.kept_weight import KeepsWeights
-from fuser.basic_ops.linear_operands import bind
+from fuser.basic_ops.initialised_weights import InitialisedWeights
 from fuser.communication import (
     Agreement,
     GroupArgument,
     GroupRef,
     divided,
     group_size,
-    is_distributed,
 )
 from fuser.doors import PARAMETERS
 from fuser.errors import InputError
 from fuser.op import ParallelMode, cast, check_parallel_mode, default_device, default_dtype
-from fuser.precision.contexts import (
-    ParameterInit,
-    current_parameter_init,
-    initialised_weight,
-    weight_quantizer,
-)
-from fuser.precision.quantizer_for import make_quantizer
-from fuser.recipe import DelayedScaling, Recipe
+from fuser.precision.contexts import current_parameter_init
 from fuser.tensors import QuantizedTensor, Quantizer
 
 
-class LinearWeight(KeepsWeights):
+class LinearWeight(InitialisedWeights):
     """An op with a weight ``[local_out_features, local_in_features]``, the part of this rank."""
 
     parameter_names: Sequence[str] = ("weight",)
@@ -53,7 +41,7 @@ class LinearWeight(KeepsWeights):
         rng_state_tracker_function: Callable[[], Any] | None,
     ) -> None:
         self._rng_state_tracker_function = rng_state_tracker_function
-        self._init: ParameterInit | None = current_parameter_init()
+        self._init = current_parameter_init()
         self.register_parameter(
             "weight",
             torch.nn.Parameter(
@@ -154,46 +142,7 @@ class LinearWeight(KeepsWeights):
         Of a weight that ``fully_shard`` has sharded, every rank initialises its shard; all ranks
         call this.
         """
-        weight = fresh = self.weight
-        fill = functools.partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
-        if is_distributed(weight):
-            quantizer = None
-            if self._init is not None:
-                quantizer = self._parameter_quantizer(self._init.recipe, weight.device)
-                quantizer = weight_quantizer(self._init, quantizer)
-            with self._random_state():
-                PARAMETERS.guest.initialise(self, "weight", fill, quantizer)
-            return
-        if weight.is_meta or isinstance(weight, QuantizedTensor):
-            device = default_device(None) if weight.is_meta else weight.device
-            data = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-            fresh = torch.nn.Parameter(data, requires_grad=weight.requires_grad)
-        with self._random_state():
-            fill(fresh)
-        fresh = self.as_parameter(fresh)
-        if fresh is not weight:
-            self.renew("weight", fresh)
-
-    def _random_state(self) -> Any:
-        tracker = self._rng_state_tracker_function
-        return tracker().fork() if tracker is not None else contextlib.nullcontext()
-
-    def as_parameter(self, weight: torch.nn.Parameter, name: str = "weight") -> torch.nn.Parameter:
-        """``weight``; quantized if the op was made under ``quantized_model_init``."""
-        if self._init is None:
-            return weight
-        quantizer = self._parameter_quantizer(self._init.recipe, weight.device)
-        return initialised_weight(weight, self._init, quantizer)
-
-    def _parameter_quantizer(self, recipe: Recipe, device: torch.device) -> Quantizer:
-        """The quantizer of a weight that is a quantized parameter on ``device``."""
-        if not isinstance(recipe, DelayedScaling):
-            return make_quantizer(recipe, "weight")
-        state, dtypes, device = self._delayed_state("forward", recipe, device)
-        state.prepare(recipe, dtypes, device)
-        quantizer = state.parameter_quantizer(1)
-        assert quantizer is not None
-        return quantizer
+        self._reset(("weight",))
 
     # -- quantized copies -----------------------------------------------------
 
@@ -206,9 +155,7 @@ class LinearWeight(KeepsWeights):
     ) -> QuantizedTensor:
         """The quantized weight; see :mod:`kept_weight` for a caller that counts microbatches."""
         if isinstance(weight, QuantizedTensor):
-            state = self._delayed.get("forward")
-            if state is not None and self._init is not None:
-                bind(weight, state, 1)
+            self.bound([weight])
             return weight
         if is_first_microbatch is None:
             return quantizer(cast(weight, dtype))
@@ -220,10 +167,6 @@ class LinearWeight(KeepsWeights):
             lambda: quantizer(cast(weight, dtype)),
             lambda kept: kept._has("columnwise") or not quantizer.columnwise,
         )
-
-    def weights_to_keep(self) -> Sequence[torch.Tensor] | None:
-        weight = self._parameters.get("weight")
-        return None if weight is None else [weight]
 
 
 def parallel_text(linears: Sequence[LinearWeight]) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fuser.basic_ops.grouped_quantized_weights import stacked
+from fuser.basic_ops.grouped_parameters import stacked
+from fuser.basic_ops.initialised_weights import InitialisedWeights
 from fuser.basic_ops.linear_operands import plain
 from fuser.communication import is_distributed
 from fuser.errors import InputError, StateError
@@ -17,7 +18,7 @@ from fuser.functional import pointwise
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.functional.random_seeds import dropout_seed
 from fuser.gemm.grouped import GroupProducts
-from fuser.op import BasicOperation, OperationContext, cast, check_sizes, fill_weight
+from fuser.op import OperationContext, cast, check_sizes
 from fuser.op.module_calls import module_calls
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor
@@ -50,7 +51,7 @@ class AdaptersState(NamedTuple):
     dtype: torch.dtype
 
 
-class LoRAAdapters(BasicOperation):
+class LoRAAdapters(InitialisedWeights):
     """The adapters of a linear, or of a linear for each group, whose weights are frozen.
 
     They are the last parameters, first all A and then all B. The linear's own class comes after
@@ -64,7 +65,6 @@ class LoRAAdapters(BasicOperation):
     alpha: float
     dropout_probability: float
     _groups: tuple[int, ...] = ()  # their number, if there are groups
-    _names: dict[str, tuple[str, ...]]  # of the parameters, by kind, but for a bias
     _adapter_names: tuple[str, ...] = ()
     _are_trained: tuple[bool, ...]  # the adapters, before they were merged
     is_merged: bool = False
@@ -82,11 +82,9 @@ class LoRAAdapters(BasicOperation):
         self.dropout_probability = dropout
         for kind in KINDS:
             each = (kind,) if is_one else tuple(f"{kind}{g}" for g in range(*self._groups))
-            self._names[kind] = each
+            self._names = {**self._names, kind: each}
             self._adapter_names += each
-            buffer = torch.empty(*self._groups, *self._size(kind), **options)
-            for name, part in zip(each, [buffer] if is_one else buffer, strict=True):
-                self.register_parameter(name, torch.nn.Parameter(part))
+            self._register(kind, torch.empty(*self._groups, *self._size(kind), **options))
         self.parameter_names = (*self.parameter_names, *self._adapter_names)
         self._are_trained = (True,) * len(self._adapter_names)
         if options["device"].type != "meta":
@@ -141,11 +139,6 @@ class LoRAAdapters(BasicOperation):
         sizes = {"weight": (outputs, inputs), "bias": (outputs,)}
         return {**sizes, "lora_A": (self.rank, inputs), "lora_B": (outputs, self.rank)}[kind]
 
-    def _parts(self, kind: str) -> list[Any]:
-        """The parameters of a kind, ``"weight"``, ``"lora_A"`` or ``"lora_B"``: one, or many."""
-        own = self._parameters
-        return [own[n] if n in own else getattr(self, n) for n in self._names[kind]]
-
     # -- first values ---------------------------------------------------------
 
     def reset_adapters(self) -> None:
@@ -155,14 +148,8 @@ class LoRAAdapters(BasicOperation):
         """
         self._reset(self._adapter_names)
 
-    def _reset(self, chosen: Collection[str]) -> None:
-        for name in self._adapter_names:
-            if name in chosen:
-                is_a = name.startswith("lora_A")
-                self.initialise(name, fill_weight if is_a else torch.nn.init.zeros_)
-
     def as_parameter(self, weight: torch.nn.Parameter, name: str = "weight") -> torch.nn.Parameter:
-        fresh: torch.nn.Parameter = super().as_parameter(weight, name)  # type: ignore[misc]
+        fresh = super().as_parameter(weight, name)
         hold_once(fresh)
         return fresh
 

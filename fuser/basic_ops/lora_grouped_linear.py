@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -131,9 +131,8 @@ class LoRAGroupedLinear(LoRAAdapters, GroupedLinear):
     def _groups(self) -> tuple[int, ...]:  # type: ignore[override]
         return (self.num_groups,)
 
-    def _reset(self, chosen: Collection[str]) -> None:
-        super()._reset(chosen)
-        GroupedLinear._reset(self, chosen)
+    def _reset(self, names: Iterable[str]) -> None:
+        super()._reset(sorted(names, key=lambda name: name not in self._adapter_names))
 
     # -- questions of the planner ---------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -92,7 +92,6 @@ class LoRALinear(LoRAAdapters, BasicLinear):
         of_bias = torch.nn.Parameter(torch.zeros(out_features, **factory)) if bias else None
         self.register_parameter("bias", of_bias)
         self.parameter_names = ("weight", "bias") if bias else ("weight",)
-        self._names = {"weight": ("weight",)}
         factory["dtype"] = default_dtype(adapter_dtype or self.weight.dtype)
         self._add_adapters(rank, alpha, dropout, is_one=True, **factory)
 
@@ -141,13 +140,7 @@ class LoRALinear(LoRAAdapters, BasicLinear):
 
         The adapters as :meth:`reset_adapters`. Parameters on meta are allocated first.
         """
-        super().reset_parameters()
-        self._reset(self.parameter_names[1:])
-
-    def _reset(self, chosen: Collection[str]) -> None:
-        super()._reset(chosen)
-        if "bias" in chosen:
-            self.initialise("bias", torch.nn.init.zeros_)
+        self._reset(self.parameter_names)
 
     def pre_first_fuser_forward(self) -> None:
         super().pre_first_fuser_forward()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -88,10 +88,6 @@ class _Normalization(BasicOperation):
     """What the norm saves: its input, its parameters and the statistics."""
     num_statistics: ClassVar[int]
     """Number of statistics of a row: 1 for ``rstd`` alone, 2 with the mean before it."""
-    _forward: ClassVar[Callable[..., Any]]
-    """``(x, *parameters, eps, dtype) -> (y, *statistics, x + extra)``."""
-    _backward: ClassVar[Callable[..., Any]]
-    """``(dy, x, *parameters, *statistics, wanted) -> (dx, *parameter gradients)``."""
 
     def __init__(
         self,
@@ -171,9 +167,9 @@ class _Normalization(BasicOperation):
         """
         x = self.rows(input_)
         parameters = [getattr(self, name) for name in self.parameter_names]
-        y, *statistics, z = self._forward(
+        y, statistics, z = functional.norm(
             x,
-            *map(torch.Tensor.flatten, parameters),
+            [parameter.flatten() for parameter in parameters],
             self.eps,
             ctx.autocast_dtype or parameters[0].dtype,
             zero_centered=self.zero_centered_gamma,
@@ -181,7 +177,7 @@ class _Normalization(BasicOperation):
             wants_sum=extra is not None and (wants_sum or ctx.requires_grad),
         )
         if ctx.requires_grad:
-            ctx.to_save = self.saved(x if extra is None else z, *parameters, *statistics)
+            ctx.to_save = self.saved(x if z is None else z, *parameters, *statistics)
         return self._shaped(y, input_.shape), None if z is None else z.view(input_.shape)
 
     def input_grad_and_param_grads(
@@ -199,11 +195,11 @@ class _Normalization(BasicOperation):
         x, *saved = self.saved(*ctx.saved_tensors)
         state: NormState = ctx.state
         count = len(self.parameter_names)
-        dx, *grads = self._backward(
+        dx, grads = functional.norm_backward(
             grad_output.reshape(x.shape),
             x,
-            *map(torch.Tensor.flatten, saved[:count]),
-            *saved[count:],
+            [parameter.flatten() for parameter in saved[:count]],
+            saved[count:],
             (ctx.input_requires_grad, *ctx.params_require_grad),
             zero_centered=state.zero_centered_gamma,
             d_extra=None if d_extra is None else d_extra.reshape(x.shape),
@@ -224,9 +220,9 @@ class _Normalization(BasicOperation):
         x, *saved = self.saved(*ctx.saved_tensors)
         state: NormState = ctx.state
         parameters = saved[: len(self.parameter_names)]
-        y, *_ = self._forward(
+        y, *_ = functional.norm(
             x,
-            *map(torch.Tensor.flatten, parameters),
+            [parameter.flatten() for parameter in parameters],
             state.eps,
             ctx.autocast_dtype or parameters[0].dtype,
             zero_centered=state.zero_centered_gamma,
@@ -316,8 +312,6 @@ class LayerNorm(_Normalization):
     parameter_names = ("weight", "bias")
     saved = LayerNormSaved
     num_statistics = 2
-    _forward = staticmethod(functional.layernorm)
-    _backward = staticmethod(functional.layernorm_backward)
 
 
 class RMSNorm(_Normalization):
@@ -329,8 +323,6 @@ class RMSNorm(_Normalization):
 
     saved = RMSNormSaved
     num_statistics = 1
-    _forward = staticmethod(functional.rmsnorm)
-    _backward = staticmethod(functional.rmsnorm_backward)
 
 
 class L2Normalization(BasicOperation):
@@ -386,7 +378,7 @@ class L2Normalization(BasicOperation):
     ) -> torch.Tensor:
         x = cast(input_, ctx.autocast_dtype or input_.dtype)
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        y, rnorm = functional.l2norm(rows, self.eps)
+        y, (rnorm,), _ = functional.norm(rows, (), self.eps, rows.dtype)
         if ctx.requires_grad:
             ctx.to_save = L2NormalizationSaved(rows, rnorm)
         return write_output(y.view(x.shape), next_op_input_quantizer)
@@ -396,12 +388,13 @@ class L2Normalization(BasicOperation):
     ) -> torch.Tensor | LazyTensor:
         x, rnorm = L2NormalizationSaved(*ctx.saved_tensors)
         state: L2NormalizationState = ctx.state
-        y, _ = functional.l2norm(x, state.eps)
+        y, *_ = functional.norm(x, (), state.eps, x.dtype)
         return functional.with_statistics(y, [rnorm])
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
         x, rnorm = L2NormalizationSaved(*ctx.saved_tensors)
-        dx = functional.l2norm_backward(grad_output.reshape(x.shape), x, rnorm)
+        dx, _ = functional.norm_backward(grad_output.reshape(x.shape), x, (), (rnorm,), (True,))
+        assert dx is not None
         return write_grad_input(dx.view(grad_output.shape), ctx), ()

@@ -11,11 +11,12 @@ from fuser.communication import start_all_gather, start_all_to_all
 from fuser.cuda.launch import call_each_time
 from fuser.formats import NumberFormat
 from fuser.functional.amax import largest_of_ranks
-from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows
+from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad
 from fuser.functional.lazy import LazyTensor, materialize
-from fuser.functional.permutation import gathered_rows, row_map_of
+from fuser.functional.permutation import gathered_rows, permute, row_map_of
 from fuser.reference.fp8 import scale_from_amax
 from fuser.reference.fp8_scaling import FLOAT32_MAX
+from fuser.reference.grouped import pad
 from fuser.tensors import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -78,16 +79,12 @@ class RemoteRows(LazyTensor):
         routed, exchange = self.routed, self.routed.exchange
         sent, scale = self._sent_bytes(quantizers)
         arriving = start_all_to_all(sent, self.group, exchange.send_sizes, exchange.receive_sizes)
-        # Each received row goes to its place among the padded rows; an unused one after the last.
-        local, places = len(groups.ends), routed.places.view(-1)
-        shifts = _begins(groups) - (groups.ends - routed.split_sizes)
-        targets = places + shifts[routed.experts.clamp(max=local - 1).long()]
-        targets = torch.where(places < 0, groups.padded_rows, targets).long()
-        out = sent.new_zeros(groups.padded_rows + 1, sent.shape[1])
-        own = torch.distributed.get_rank(self.group) * local
-        scale_inv = scale[own : own + local].reciprocal()
+        # The received place of each padded row, -1 in the padding and after the last group.
+        places = pad(routed.row_map.view(-1, 1) + 1, groups.tiles).view(-1) - 1
+        own = torch.distributed.get_rank(self.group) * routed.counts.shape[1]
+        scale_inv = scale[own : own + len(groups.ends)].reciprocal()
         of_tiles = scale_inv[groups.tiles[:, 0].clamp(min=0).long()]
-        data = out.index_copy_(0, targets, arriving.wait())[:-1].view(torch.uint8)
+        data = permute(arriving.wait(), places, routed.places).view(torch.uint8)
         quantizer = groups_quantizer(quantizers, groups, rowwise=rowwise, columnwise=columnwise)
         buffers = {"_rowwise_data": data, "_columnwise_data": None, "_scale_inv": of_tiles}
         tensor = quantizer.tensor_class(
@@ -100,48 +97,33 @@ class RemoteRows(LazyTensor):
         return tensor
 
     def _sent_bytes(self, quantizers: list[Quantizer]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bytes of the rows that this rank sends, in words; and the scale of each expert."""
-        routed, exchange = self.routed, self.routed.exchange
-        ranks, local = routed.counts.shape
-        sizes = routed.counts.view(-1)
-        ends = sizes.cumsum(0, dtype=torch.int32)
-        # Quantized rows follow one another; sent rows begin at the block of their rank.
-        begins = own_begins = ends - sizes
-        if exchange.send_sizes is None:
-            blocks = torch.arange(ranks, dtype=torch.int32, device=sizes.device)
-            shifts = blocks * (exchange.sent // ranks) - own_begins[::local]
-            begins = own_begins + shifts.repeat_interleave(local, output_size=len(sizes))
-        experts = routed.expert_indices.clamp(0, len(sizes) - 1).long()
-        inverse_map, count = exchange.inverse_map, exchange.inverse_map.numel()
-        own_map = torch.where(inverse_map < 0, -1, inverse_map + (own_begins - begins)[experts])
+        """The bytes of the rows that this rank sends, in words; and the scale of each group."""
+        routed, inverse_map = self.routed, self.routed.exchange.inverse_map
+        count, sizes = routed.exchange.sent, routed.counts.view(-1)
         groups = padded_groups(sizes, len(sizes), count, sizes.device)
-        rows = gathered_rows(routed.x, row_map_of(own_map, count), own_map)
+        rows = gathered_rows(routed.x, row_map_of(inverse_map, count), inverse_map)
         tensor, scale = self._quantized_here(quantizers, padded_rows(rows, groups), groups)
-        words = tensor._rowwise_data.view(torch.int64)
-        if not len(words):  # no token here
-            return words.new_zeros(exchange.sent, words.shape[1]), scale
-        padded_map = (inverse_map + (_begins(groups) - begins)[experts]).view(-1)
-        assignments = row_map_of(inverse_map, exchange.sent).clamp(min=0).long()
-        places = padded_map[assignments].clamp(0, len(words) - 1)
-        return words.index_select(0, places), scale
+        return unpad(tensor._rowwise_data.view(torch.int64), groups), scale
 
     def _quantized_here(
         self, quantizers: list[Quantizer], rows: Any, groups: PaddedGroups
     ) -> tuple[Any, torch.Tensor]:
-        """This rank's rows for all experts, quantized; and the scale of each expert."""
+        """This rank's rows for all experts, quantized; and the scales, as :attr:`Routed.counts`."""
         first = quantizers[0]
         if isinstance(first, Float8CurrentScalingQuantizer):
             amaxes = _largest(amaxes_of_groups(rows, groups), self.group)
             how = (first.force_pow_2_scales, first.amax_epsilon, FLOAT32_MAX)
             scale = scale_from_amax(amaxes, first.fp8_dtype.max, *how)
-            return Float8GroupsQuantizer(groups, first.fp8_dtype, **_state(scale))(rows), scale
+            return Float8GroupsQuantizer(groups, first, **_state(scale))(rows), scale
         states = [q for q in quantizers if isinstance(q, Float8Quantizer)]
-        scale = start_all_gather(torch.cat([q.scale for q in states]), self.group).wait()
+        own_scales = torch.cat([*(q.scale for q in states), states[0].scale])
+        scale = start_all_gather(own_scales, self.group).wait()
         amaxes = torch.zeros_like(scale)
         recorded = {"amaxes": amaxes.view(-1, 1).unbind(), **_state(scale)}
-        tensor = Float8GroupsQuantizer(groups, states[0].fp8_dtype, **recorded)(rows)
+        alone = Float8CurrentScalingQuantizer(states[0].fp8_dtype)
+        tensor = Float8GroupsQuantizer(groups, alone, **recorded)(rows)
         if states[0].amax is not None:
-            begin = torch.distributed.get_rank(self.group) * len(states)
+            begin = torch.distributed.get_rank(self.group) * len(own_scales)
             own = _largest(amaxes, self.group)[begin : begin + len(states)]
             kept = [q.amax for q in states if q.amax is not None]
             foreach_maximum_(kept, list(own.view(-1, 1).unbind()))
@@ -157,8 +139,3 @@ def _largest(amaxes: torch.Tensor, group: Any) -> torch.Tensor:
     """The maxima over the ranks, in place."""
     call_each_time(largest_of_ranks, amaxes, group)
     return amaxes
-
-
-def _begins(groups: PaddedGroups) -> torch.Tensor:
-    """The first row of each padded group."""
-    return torch.nn.functional.pad(groups.padded_ends[:-1], (1, 0))

@@ -112,7 +112,8 @@ class ScaledActivation(BasicOperation):
     def rebuild(
         self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
     ) -> torch.Tensor | LazyTensor:
-        return pointwise.scaled_activation(ctx.state.function, *self.saved(ctx))
+        x, scales = self.saved(ctx)
+        return pointwise.chain((ctx.state.function.scaled,), x, (scales,))
 
     def saved(self, ctx: OperationContext) -> ScaledActivationSaved:
         """What the forward saved; its input rounded if it was saved quantized."""
@@ -130,18 +131,18 @@ class ScaledActivation(BasicOperation):
         x = cast(x, ctx.autocast_dtype or x.dtype)
         if ctx.requires_grad:
             ctx.to_save = ScaledActivationSaved(input_to_save(ctx, x), scales)
-        y = pointwise.scaled_activation(self.function, x, scales)
+        y = pointwise.chain((self.function.scaled,), x, (scales,))
         return write_output(y, inputs.quantizer), ()
 
     def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
         (ctx,) = ctxs
         x, scales = self.saved(ctx)
         state: ScaledActivationState = ctx.state
-        (wants_dscales,) = ctx.extra_inputs_require_grad
-        dx, dscales = pointwise.scaled_activation_backward(
-            state.function, dy, x, scales, wants_dscales=wants_dscales, output=ctx.rebuilt_output
+        stages, needed = (state.function.scaled,), ctx.extra_inputs_require_grad
+        dx, dscales = pointwise.chain_backward(
+            stages, dy, x, (scales,), needed, output=ctx.rebuilt_output
         )
-        return write_grad_input(dx, ctx), (), (dscales,)
+        return write_grad_input(dx, ctx), (), dscales
 
     def _unfused(self) -> StateError:
         return StateError(

@@ -19,7 +19,7 @@ from fuser.conversion.leaves import (
     linear_part,
     norm_part,
 )
-from fuser.conversion.modules import attributes_of, bare, hooks_of, original_class
+from fuser.conversion.modules import attributes_of, bare, hooks_of, original_class, prefixes
 from fuser.conversion.parts import (
     AddPart,
     ForkPart,
@@ -106,7 +106,7 @@ class Chains:
             prefix
             for node in sorted(found.nodes, key=lambda n: n.name)
             if node.op == "call_module" and node.target not in kept
-            for prefix in _prefixes(str(node.target))
+            for prefix in prefixes(str(node.target))
         )
         return tuple((path, original_class(self._owner.get_submodule(path))) for path in paths)
 
@@ -162,10 +162,8 @@ class Chains:
         return self._chain(node, stops) or FoundChain([node], [], set())
 
     def _module(self, node: fx.Node, stops: Collection[fx.Node]) -> FoundChain | None:
-        if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], fx.Node):
-            return None
-        module = self._owner.get_submodule(str(node.target))
-        if hooks_of(module):
+        module = self._called(node)
+        if module is None or not isinstance(node.args[0], fx.Node):
             return None
         part = self._part(module, str(node.target))
         if part is None:
@@ -263,10 +261,15 @@ class Chains:
 
     def _linear(self, node: fx.Node) -> LinearPart | None:
         """The linear that a node calls; None if it is anything else."""
+        module = self._called(node)
+        return None if module is None else linear_part(module, str(node.target))
+
+    def _called(self, node: fx.Node) -> torch.nn.Module | None:
+        """The module without hooks that a node calls with one argument; None if it is other."""
         if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
             return None
         module = self._owner.get_submodule(str(node.target))
-        return None if hooks_of(module) else linear_part(module, str(node.target))
+        return None if hooks_of(module) else module
 
     def _joined(self, node: fx.Node, linears: list[LinearPart]) -> Link | None:
         """Linears with one input as one."""
@@ -302,15 +305,11 @@ class Chains:
     def _base(self, node: fx.Node) -> tuple[fx.Node, set[fx.Node]]:
         """The one node of which ``node`` is a function of one value, and the nodes between."""
         if node.op == "call_module":
-            module = self._owner.get_submodule(str(node.target))
-            stateless = not [
-                *module.parameters(),
-                *(n for m in module.modules() for n in tensors_of(m)),
-            ]
-            is_active = isinstance(module, torch.nn.Dropout) and module.p
-            is_call = len(node.args) == 1 and not node.kwargs
-            if not stateless or is_active or not is_call or hooks_of(module):
+            module = self._called(node)
+            if module is None or (isinstance(module, torch.nn.Dropout) and module.p):
                 return node, set()
+            if any(True for _ in module.parameters()) or any(map(tensors_of, module.modules())):
+                return node, set()  # it has a state
         elif node.target not in ELEMENTWISE or any(
             argument is True
             for argument in (*node.args, *node.kwargs.values())  # inplace
@@ -371,9 +370,3 @@ def _in_both_modes(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     if x._version != version or not torch.equal(results[0], results[1]):
         raise ValueError("it writes into its input, or its mode decides")
     return results[0]
-
-
-def _prefixes(path: str) -> list[str]:
-    """A path and the paths of what it is in: ``a.b.c`` gives ``a``, ``a.b`` and ``a.b.c``."""
-    names = path.split(".")
-    return [".".join(names[: i + 1]) for i in range(len(names))]

@@ -13,9 +13,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from fuser.conversion.converted import (
-    continue_scales,
-    conversion_of,
     converted_modules,
+    recipe_of,
     runner_of,
     set_conversion,
     unset_conversion,
@@ -42,8 +41,7 @@ from fuser.conversion.modules import (
 from fuser.conversion.parts import PLAIN_TENSORS, Chain, LinearPart, Part
 from fuser.conversion.report import ConversionReport, ConversionRow
 from fuser.conversion.routers import routers
-from fuser.conversion.trace import Untraceable
-from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit, unit_of
+from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Runner, Step, Unit, unit_of
 from fuser.errors import FuserError, InputError, InputTypeError
 from fuser.recipe import Recipe, recipe_named
 from fuser.sequential import Sequential
@@ -52,15 +50,11 @@ Filter = Callable[[str, torch.nn.Module], bool]
 
 
 NEVER = ", never quantized"
+"""In a row of a conversion with a recipe."""
 OTHER_NORM = (
     "it is no LayerNorm with a weight and a bias, and no RMSNorm with a weight, of the last "
     "dimension alone"
 )
-
-
-def _without_never(row: ConversionRow) -> ConversionRow:
-    """A row of a conversion without a recipe, under which nothing could be quantized."""
-    return replace(row, text=row.text.removesuffix(NEVER))
 
 
 def convert(
@@ -143,23 +137,23 @@ def convert(
         parts = {path: part for path, part in recognized if part is not None}
         shapes = {path: part.shape for path, part in parts.items()}
         chosen_by = routers(model, shapes)
-        search = _Search(filter, linears, norms, _kept(shapes, keep, chosen_by), chosen_by)
+        kept = _kept(shapes, keep, chosen_by)
+        search = _Search(filter, linears, norms, kept, chosen_by, "" if recipe is None else NEVER)
         search.visit(model, "")
         gains = Gains(model, recipe, rounding)
         left = tuple(search.left(model, parts, gains))
     rows = {row.path for row in search.rows if row.is_converted}
-    units = [(path, unit) for path, _, unit in search.units if path in rows and unit.linears]
-    is_never = bool(units) and all(search.keeps(path, unit) for path, unit in units)
-    for path, module, unit in search.units:
-        if path in rows and search.keeps(path, unit):
+    units = [each for each in search.units if each[0] in rows]
+    for path, module, unit in units:
+        if not unit.is_quantized:
             gains.note(path, module, unit.chains, is_converted=True)
+    are_quantized = [unit.is_quantized for _, _, unit in units if unit.linears]
     note = (
         f"No linear is quantized: keep={tuple(keep)!r} holds those of every chain; keep=() "
         "quantizes them."
     )
-    note *= recipe is not None and is_never
-    rows_of_report = search.rows if recipe is not None else map(_without_never, search.rows)
-    report = ConversionReport(tuple(rows_of_report), note, tuple(chosen_by), left, gains)
+    note *= recipe is not None and are_quantized != [] and not any(are_quantized)
+    report = ConversionReport(tuple(search.rows), note, tuple(chosen_by), left, gains)
     if strict and report.refused:
         raise InputError(
             "fuser.convert(strict=True) has converted nothing, because of "
@@ -170,8 +164,9 @@ def convert(
     for module in before:
         unset_conversion(module)
     for _, module, unit in search.units:
-        set_conversion(module, unit.as_torch() if rounding == "torch" else unit, recipe)
-        continue_scales(module, before.get(module))
+        runner = Runner(unit.as_torch() if rounding == "torch" else unit, module)
+        runner.continue_scales(before.get(module))
+        set_conversion(module, runner, recipe)
     if recipe is not None:
         for module in (model, *_holders(model)):
             set_conversion(module, None, recipe)
@@ -219,22 +214,21 @@ def converted(model: torch.nn.Module, **options: Any) -> Iterator[ConversionRepo
 
     Takes the arguments of :func:`convert`, and gives its report.
     """
-    modules = list(converted_modules(model))
-    before = [conversion_of(module) for module in modules]
-    runners = [runner_of(module) for module in modules]
+    before = [(m, runner_of(m), recipe_of(m)) for m in converted_modules(model)]
     report = convert(model, **options)
     try:
         yield report
     finally:
         revert(model)
-        for conversion, runner in zip(before, runners, strict=True):
-            set_conversion(*conversion, runner)
+        for conversion in before:
+            set_conversion(*conversion)
 
 
 class _Search:
     """Finds the units of a model; ``units`` has them with their modules, innermost first.
 
-    ``kept`` has the paths of the linears that are not quantized.
+    ``kept`` has the paths of the linears that are not quantized, and ``never`` is what their rows
+    say of it.
     """
 
     def __init__(
@@ -244,13 +238,15 @@ class _Search:
         norms: str,
         kept: set[str],
         routers: Collection[str],
+        never: str,
     ) -> None:
         self.units: list[tuple[str, torch.nn.Module, Unit]] = []
         self.rows: list[ConversionRow] = []
         self._filter = filter
         self._linears, self._norms, self._kept, self._routers = linears, norms, kept, routers
+        self._never = never
         self._seen: set[torch.nn.Module] = set()
-        self._known: dict[object, tuple[Unit | None, str | None]] = {}
+        self._known: dict[object, Unit | str | None] = {}
         self._chains: dict[torch.nn.Module, Unit] = {}
         self._norms_of_kinds: dict[object, Part | None] = {}
 
@@ -266,21 +262,21 @@ class _Search:
         if not module._modules and not stacked:
             self._leaf(module, path)
             return
-        unit, reason = self._unit(module, path)
-        if unit is not None and self._quantizes_less(path, unit):
-            return
-        if unit is not None:
+        unit = self._unit(module, path)
+        if isinstance(unit, Unit):
+            if self._quantizes_less(path, unit):
+                return
             # The rows of its parts: they run alone only where the whole does not.
             inside = {joint(path, p) for c in unit.chains for p, _ in c.replaced}
             self.rows[first_row:] = [r for r in self.rows[first_row:] if r.path not in inside]
             self._add(path, module, unit)
-        elif reason is not None:
-            self.rows.append(ConversionRow(path, _name(module), False, reason))
+        elif unit is not None:
+            self.rows.append(ConversionRow(path, _name(module), False, unit))
 
     def _add(self, path: str, module: torch.nn.Module, unit: Unit) -> None:
-        is_kept = self.keeps(path, unit)
+        is_kept = self._keeps(path, unit)
         self.units.append((path, module, replace(unit, is_quantized=not is_kept)))
-        text = unit.text + NEVER * is_kept
+        text = unit.text + self._never * is_kept
         self.rows.append(ConversionRow(path, _name(module), True, text))
 
     def left(
@@ -333,17 +329,17 @@ class _Search:
             self._norms_of_kinds[kind] = norm_part(module, "")
         return self._norms_of_kinds[kind]
 
-    def keeps(self, path: str, unit: Unit) -> bool:
+    def _keeps(self, path: str, unit: Unit) -> bool:
         """Whether a linear of the unit is kept unquantized, and with it the whole unit."""
         return not self._kept.isdisjoint(_linears_of(path, unit))
 
     def _quantizes_less(self, path: str, unit: Unit) -> bool:
         """Whether a unit would take quantization from units inside of it that hold no kept one."""
-        if not self.keeps(path, unit):
+        if not self._keeps(path, unit):
             return False
         linears = _linears_of(path, unit)
         inside = ((p, u) for p, _, u in self.units if len(u.linears) > 1)
-        return any(_linears_of(p, u) <= linears and not self.keeps(p, u) for p, u in inside)
+        return any(_linears_of(p, u) <= linears and u.is_quantized for p, u in inside)
 
     def _accepts(self, path: str, module: torch.nn.Module) -> bool:
         return self._filter is None or bool(self._filter(path, module))
@@ -360,33 +356,30 @@ class _Search:
                 part = norm_part(module, "")
         if part is None or not self._accepts(path, module) or "forward" in module.__dict__:
             return
-        if _has_plain_weights(module) and part.refusal(module) is not None:
-            return
-        if why_no_subclass(module) is not None:
-            return
         unit = Unit((("input", REQUIRED),), (Step(Chain((part,), ()), (Ref(0),)),), Ref(1))
-        self._add(path, module, replace(unit, reads=reads.inside(module, [""])))
+        if isinstance(_runnable(module, unit), Unit):
+            self._add(path, module, replace(unit, reads=reads.inside(module, [""])))
 
-    def _unit(self, module: torch.nn.Module, path: str) -> tuple[Unit | None, str | None]:
-        """The unit of a module, or why a module that looks like one has none."""
+    def _unit(self, module: torch.nn.Module, path: str) -> Unit | str | None:
+        """What :func:`_find_unit` returns; modules that are alike are looked at once."""
         kind = _kind(module, self._chains)
         if kind not in self._known:
             opened = [m for m in module.modules() if m in self._chains]
             with recorded_reads() as reads:
-                unit, reason = _find_unit(module, opened, takes_norms=self._norms != "none")
-            if unit is not None:
+                unit = _find_unit(module, opened, takes_norms=self._norms != "none")
+            if isinstance(unit, Unit):
                 unit = replace(unit, reads=reads.inside(module, unit.watched))
-            self._known[kind] = unit, reason
-        unit, reason = self._known[kind]
-        if unit is None:
-            return None, reason
-        for name in ("", *(name for chain in unit.chains for name, _ in chain.replaced)):
+            self._known[kind] = unit
+        unit = self._known[kind]
+        if not isinstance(unit, Unit):
+            return unit
+        for name in unit.watched:
             inner = joint(path, name)
             if not self._accepts(inner, module.get_submodule(name)):
-                return None, f"the filter leaves out {inner or 'the model'}"
+                return f"the filter leaves out {inner or 'the model'}"
         if unit.is_one_chain and hooks_of(module) is None:
             self._chains[module] = unit
-        return unit, None
+        return unit
 
 
 def _kind(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> object:
@@ -405,33 +398,28 @@ def _kind(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> objec
 
 def _find_unit(
     module: torch.nn.Module, opened: Sequence[torch.nn.Module], *, takes_norms: bool
-) -> tuple[Unit | None, str | None]:
-    experts = experts_unit(module)
-    if isinstance(experts, str):
-        return None, experts
-    if experts is not None:
-        return _unless_refused(module, experts)
-    linears = [part for c in module.children() if (part := linear_part(c, "")) is not None]
-    if not linears and not opened:
-        return None, None
-    looks_convertible = _look_like_a_feed_forward([part.shape for part in linears])
-    if hooks_of(module) == OWN_FORWARD:
-        return None, f"it has {OWN_FORWARD}" if looks_convertible else None
-    try:
-        unit = unit_of(module, opened, takes_norms=takes_norms)
-    except Untraceable as refusal:
-        return None, str(refusal) if looks_convertible else None
-    if isinstance(unit, str):
-        return None, unit if looks_convertible else None
-    if unit.is_one_chain and not is_proved(module, unit):
-        return None, "its values differ from those of " + unit.text
-    return _unless_refused(module, unit)
+) -> Unit | str | None:
+    """The unit of a module; why it has none, if it looks like one; else None."""
+    unit = experts_unit(module)
+    if unit is None:
+        linears = [part for c in module.children() if (part := linear_part(c, "")) is not None]
+        if not linears and not opened:
+            return None
+        if hooks_of(module) == OWN_FORWARD:
+            unit = f"it has {OWN_FORWARD}"
+        else:
+            unit = unit_of(module, opened, takes_norms=takes_norms)
+        if isinstance(unit, str):
+            return unit if _look_like_a_feed_forward([part.shape for part in linears]) else None
+        if unit.is_one_chain and not is_proved(module, unit):
+            return "its values differ from those of " + unit.text
+    return unit if isinstance(unit, str) else _runnable(module, unit)
 
 
-def _unless_refused(module: torch.nn.Module, unit: Unit) -> tuple[Unit | None, str | None]:
-    """The unit, or why the module cannot run it as it is."""
-    why_not = (_has_plain_weights(module) and unit.refusal(module)) or why_no_subclass(module)
-    return (None, why_not) if why_not else (unit, None)
+def _runnable(module: torch.nn.Module, unit: Unit) -> Unit | str:
+    """The unit; or why the module cannot run it as it is."""
+    refusal = unit.refusal(module) if _has_plain_weights(module) else None
+    return refusal or why_no_subclass(module) or unit
 
 
 def _has_plain_weights(module: torch.nn.Module) -> bool:

@@ -7,13 +7,12 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fuser.conversion.joined import join
-from fuser.conversion.modules import child_of, joint, original_class
+from fuser.conversion.modules import child_of, joint, original_class, prefixes
 from fuser.conversion.parts import LinearPart
 from fuser.conversion.unit import Runner, Unit
 from fuser.errors import FuserWarning
@@ -22,8 +21,8 @@ from fuser.precision.contexts import current_recipe, default_autocast, is_autoca
 from fuser.recipe import Recipe
 from fuser.torch_private import call_while_tracing, traced_subject, users_level
 
-UNIT, RECIPE, RUNNER = "_fuser_unit", "_fuser_recipe", "_fuser_runner"
-SCALES = "_fuser_scales"
+RECIPE, RUNNER = "_fuser_recipe", "_fuser_runner"
+UNIT, SCALES = "_fuser_unit", "_fuser_scales"
 """In the state of a copy or a pickle: those of the runner, in place of it."""
 
 
@@ -34,20 +33,21 @@ class Converted:
         own = getattr(super(), "__getstate__", None)
         state: dict[str, Any] = self.__dict__ if own is None else own()
         state = {name: value for name, value in state.items() if name != RUNNER}
-        unit = _present_unit(self)  # type: ignore[arg-type]
         runner = runner_of(self)  # type: ignore[arg-type]
-        if unit is None:
+        if runner is None:
             return state
+        unit = runner.present_unit(self)  # type: ignore[arg-type]
         state = {**state, UNIT: unit}
-        return state if runner is None or unit.change else {**state, SCALES: runner.scales}
+        return state if unit.change else {**state, SCALES: runner.scales}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        scales = self.__dict__.pop(SCALES, None)
-        _prepare(self)  # type: ignore[arg-type]
-        runner = runner_of(self)  # type: ignore[arg-type]
-        if runner is not None and scales is not None:
-            runner.scales = scales
+        unit, scales = (self.__dict__.pop(name, None) for name in (UNIT, SCALES))
+        if unit is not None:
+            runner = Runner(unit, self)  # type: ignore[arg-type]
+            if scales is not None:
+                runner.scales = scales
+            set_conversion(self, runner, None)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy or a pickle creates the class again where it is loaded.
@@ -91,9 +91,8 @@ def _converted_class(cls: Any) -> Any:
 
 
 def _run(self: Any, cls: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    unit: Unit | None = self.__dict__.get(UNIT)
-    if unit is not None:
-        runner: Runner = self.__dict__[RUNNER]
+    runner: Runner | None = self.__dict__.get(RUNNER)
+    if runner is not None:
         refusal = runner.refusal(self)
         if refusal is None:
             bound = runner.bound(args, keywords)
@@ -109,7 +108,7 @@ def _run(self: Any, cls: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -
 
 def _warn_traced(context: Any) -> None:
     module = traced_subject(context)
-    refusal = module.__dict__[UNIT].refusal(module) or (
+    refusal = module.__dict__[RUNNER].unit.refusal(module) or (
         "an attribute or a child of it was changed, or its pipeline does not take the arguments"
     )
     recipe = current_recipe() if is_autocast_entered() else module.__dict__.get(RECIPE)
@@ -119,7 +118,7 @@ def _warn_traced(context: Any) -> None:
 def _warn_if_unquantized(module: Any, refusal: str, recipe: Recipe | None) -> None:
     """Warn, once in a process, of a forward that a recipe should quantize, and nothing does."""
     global _has_warned
-    unit: Unit = module.__dict__[UNIT]
+    unit: Unit = module.__dict__[RUNNER].unit
     if _has_warned or recipe is None or not unit.is_quantized or not _is_plain(module, unit):
         return
     _has_warned = True
@@ -142,41 +141,25 @@ def _is_plain(module: torch.nn.Module, unit: Unit) -> bool:
         if not (classes and chain.linears) and any(part.weights for part in chain.parts):
             return True
         for path in chain.linears:
-            names = path.split(".")
-            inner = [child_of(module, ".".join(names[: i + 1])) for i in range(len(names))]
-            is_converted_inside = any(child is None or UNIT in child.__dict__ for child in inner)
+            inner = [child_of(module, above) for above in prefixes(path)]
+            is_converted_inside = any(child is None or RUNNER in child.__dict__ for child in inner)
             if not is_converted_inside and type(inner[-1]) is classes.get(path):
                 return True
     return False
 
 
-def set_conversion(
-    module: torch.nn.Module,
-    unit: Unit | None,
-    recipe: Recipe | None,
-    runner: Runner | None = None,
-) -> None:
-    """Convert a module: set its unit, and the recipe under which it and all it holds run.
-
-    ``runner`` is that of an earlier conversion by this unit, which knows what has changed since.
+def set_conversion(module: torch.nn.Module, runner: Runner | None, recipe: Recipe | None) -> None:
+    """Convert a module: set what runs its unit, and the recipe under which it and all it holds run.
 
     The recipe applies to each call outside of an autocast, also if a trainer calls a part alone.
     """
     if not is_converted(module):
         cls: Any = type(module)
         module.__class__ = _converted_class(cls)
-    for name, value in ((UNIT, unit), (RECIPE, recipe)):
+    for name, value in ((RUNNER, runner), (RECIPE, recipe)):
         if value is not None:
             module.__dict__[name] = value
-    _prepare(module, runner)
-
-
-def _prepare(module: torch.nn.Module, runner: Runner | None = None) -> None:
-    """Make the pipelines of a module's unit, before any graph is traced through its forward."""
-    unit: Unit | None = module.__dict__.get(UNIT)
-    if unit is not None:
-        module.__dict__[RUNNER] = Runner(unit, module) if runner is None else runner
-        join_weights(module)
+    join_weights(module)
 
 
 def why_no_subclass(module: torch.nn.Module) -> str | None:
@@ -194,22 +177,14 @@ def is_converted(module: torch.nn.Module) -> bool:
     return isinstance(module, Converted)
 
 
-def conversion_of(module: torch.nn.Module) -> tuple[torch.nn.Module, Unit | None, Recipe | None]:
-    """A converted module, its unit and its recipe, to be set again."""
-    return module, _present_unit(module), module.__dict__.get(RECIPE)
-
-
 def runner_of(module: torch.nn.Module) -> Runner | None:
     """What runs the unit of a converted module."""
     return module.__dict__.get(RUNNER)
 
 
-def _present_unit(module: torch.nn.Module) -> Unit | None:
-    """The unit of a module, which says how the module has changed since it was converted."""
-    unit: Unit | None = module.__dict__.get(UNIT)
-    runner = runner_of(module)
-    change = None if runner is None else runner.change(module)
-    return unit if unit is None or change is None else replace(unit, change=change)
+def recipe_of(module: torch.nn.Module) -> Recipe | None:
+    """The recipe of a module's conversion."""
+    return module.__dict__.get(RECIPE)
 
 
 def ops_of_conversions(
@@ -221,28 +196,19 @@ def ops_of_conversions(
     """
     replaced: set[str] = set()
     for path, module in model.named_modules():
-        unit: Unit | None = module.__dict__.get(UNIT)
-        if unit is None:
+        runner = runner_of(module)
+        if runner is None:
             continue
         is_spare = path in replaced
-        replaced.update(joint(path, name) for chain in unit.chains for name, _ in chain.replaced)
-        for pipeline in module.__dict__[RUNNER].pipelines.values():
+        replaced.update(joint(path, name) for name in runner.unit.watched[1:])
+        for pipeline in runner.pipelines.values():
             for name, op in pipeline.linears:
                 yield joint(path, name), op, is_spare
 
 
-def continue_scales(module: torch.nn.Module, earlier: Runner | None) -> None:
-    """Let a module continue with the scales of its earlier conversion, if that has the same ops."""
-    runner = runner_of(module)
-    if runner is None or earlier is None or not earlier.pipelines:
-        return
-    if runner.unit.chains == earlier.unit.chains:
-        runner.scales = earlier.scales
-
-
 def unset_conversion(module: torch.nn.Module) -> None:
     """Give a converted module its own class again."""
-    for name in (UNIT, RECIPE, RUNNER):
+    for name in (RUNNER, RECIPE):
         module.__dict__.pop(name, None)
     if "_class_before_fuser" in type(module).__dict__:
         module.__class__ = original_class(module)
@@ -252,8 +218,8 @@ def unset_conversion(module: torch.nn.Module) -> None:
 
 def join_weights(module: torch.nn.Module) -> None:
     """Move the weights that a pipeline uses as one into one memory, if they are not."""
-    unit: Unit | None = module.__dict__.get(UNIT)
-    for chain in () if unit is None else unit.chains:
+    runner = runner_of(module)
+    for chain in () if runner is None else runner.unit.chains:
         for part in chain.parts:
             if not isinstance(part, LinearPart) or len(part.names) == 1:
                 continue

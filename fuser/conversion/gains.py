@@ -6,14 +6,12 @@ on tensors without values, for which torch loads its compiler.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from fuser.conversion.modules import child_of
-from fuser.conversion.parts import Chain, ForkPart, LinearPart, ModulePart, NormPart
+from fuser.conversion.parts import Chain, ForkPart, LinearPart, ModulePart, NormPart, Part
 from fuser.plan.cost import NOMINAL_TOKENS
 from fuser.plan.devices import DEVICES, device_named
 from fuser.plan.plain_torch import EAGER
@@ -24,17 +22,17 @@ from fuser.sequential import Sequential
 Times = tuple[float, float]
 """Microseconds of forward and backward: of a module as it is, and as an option would have it."""
 
+Kind = tuple[tuple[tuple[Part, ...], ...], tuple[tuple[torch.dtype, bool], ...], bool]
+"""What times depend on: the parts of chains, dtypes of parameters and whether they are trained,
+and whether the chains are pipelines, which would be quantized; else they are torch's."""
 
-@dataclass(frozen=True)
-class _Noted:
-    """Chains, with the parameters that they compute with, without values.
 
-    ``is_converted``: they are pipelines now, and would be quantized; else they are torch's.
-    """
+class _Pipeline(NamedTuple):
+    """A pipeline of a chain, without values, and what its inputs are like."""
 
-    owner: torch.nn.Module
-    chains: tuple[Chain, ...]
-    is_converted: bool
+    sequential: Sequential
+    dtype: torch.dtype
+    widths: list[int]
 
 
 class Gains:
@@ -48,7 +46,8 @@ class Gains:
         self._device = device_at(next(places, torch.device("cpu")))
         self._is_quantized, self._recipe = recipe is not None, recipe or default_recipe()
         self._is_torch = rounding == "torch"
-        self._noted: dict[str, _Noted] = {}
+        self._kinds: dict[str, Kind] = {}
+        self._pipelines: dict[Kind, list[_Pipeline]] = {}
 
     def note(
         self, path: str, owner: torch.nn.Module, chains: Sequence[Chain], *, is_converted: bool
@@ -69,31 +68,33 @@ class Gains:
                 return
             if any(part.refusal(owner) is not None for part in chain.parts):
                 return
-        links = tuple(Chain(chain.parts, ()) for chain in chains)
-        self._noted[path] = _Noted(_without_values(owner, links), links, is_converted)
+        with torch.inference_mode(False), torch.enable_grad():
+            values = [chain.values(owner) for chain in chains]
+        facts = tuple(
+            (value.dtype, value.requires_grad) for of_chain in values for value in of_chain
+        )
+        kind = tuple(chain.parts for chain in chains), facts, is_converted
+        self._kinds[path] = kind
+        if kind not in self._pipelines:
+            pairs = zip(chains, values, strict=True)
+            self._pipelines[kind] = [_pipeline(chain, owner, of_chain) for chain, of_chain in pairs]
 
     def times(self, device: str | None = None) -> dict[str, Times]:
         """The times of all noted modules by their paths; those that are alike are planned once."""
         device = self._device if device is None else device
         device_named(device)
-        known: dict[object, Times] = {}
-        result: dict[str, Times] = {}
-        for path, noted in self._noted.items():
-            parameters = tuple(
-                (name, p.shape, p.dtype, p.requires_grad)
-                for name, p in noted.owner.named_parameters()
-            )
-            key = noted.chains, noted.is_converted, parameters
-            if key not in known:
-                pairs = [self._planned(noted, chain, device) for chain in noted.chains]
-                known[key] = sum(now for now, _ in pairs), sum(then for _, then in pairs)
-            result[path] = known[key]
-        return result
+        of_kinds: dict[Kind, Times] = {}
+        for kind, pipelines in self._pipelines.items():
+            *_, is_converted = kind
+            pairs = [self._planned(pipeline, device, is_converted) for pipeline in pipelines]
+            of_kinds[kind] = sum(now for now, _ in pairs), sum(then for _, then in pairs)
+        return {path: of_kinds[kind] for path, kind in self._kinds.items()}
 
     @property
     def conditions(self) -> str:
         """What the times are modelled for."""
-        has_linears = any(chain.linears for noted in self._noted.values() for chain in noted.chains)
+        parts = (part for chains, *_ in self._pipelines for chain in chains for part in chain)
+        has_linears = any(isinstance(part, LinearPart) for part in parts)
         return (
             f"forward and backward of {NOMINAL_TOKENS} tokens, in the dtype of the weights, on "
             f"{device_named(self._device).describe()}"
@@ -101,23 +102,17 @@ class Gains:
             * has_linears
         )
 
-    def _planned(self, noted: _Noted, chain: Chain, device: str) -> Times:
-        pipeline = Sequential(*chain.pipeline_modules(noted.owner))
-        with torch.enable_grad():
-            values = chain.values(noted.owner)
-        for parameter, value in zip(pipeline.parameters(), values, strict=True):
-            parameter.requires_grad_(value.requires_grad)
-        dtype, features = values[0].dtype, values[0].shape[-1]
+    def _planned(self, pipeline: _Pipeline, device: str, is_converted: bool) -> Times:
         inputs = [
-            torch.empty(NOMINAL_TOKENS, width, dtype=dtype, device="meta", requires_grad=True)
-            for width in (features, *(width for width, _ in chain.sums(features)))
+            torch.empty(NOMINAL_TOKENS, w, dtype=pipeline.dtype, device="meta", requires_grad=True)
+            for w in pipeline.widths
         ]
         with autocast(enabled=False):
-            plain = pipeline.plan(*inputs, device=device)
+            plain = pipeline.sequential.plan(*inputs, device=device)
         with autocast(recipe=self._recipe):
-            then = pipeline.plan(*inputs, device=device).microseconds
+            then = pipeline.sequential.plan(*inputs, device=device).microseconds
         eager = {one.name: one.microseconds for one in plain.baselines}
-        return plain.microseconds if noted.is_converted else eager[EAGER], then
+        return plain.microseconds if is_converted else eager[EAGER], then
 
 
 def device_at(place: torch.device) -> str:
@@ -126,24 +121,10 @@ def device_at(place: torch.device) -> str:
     return next((short for short, device in DEVICES.items() if device.name in name), "h200")
 
 
-def _without_values(owner: torch.nn.Module, chains: Sequence[Chain]) -> torch.nn.Module:
-    """Modules at the paths of the linears and norms of ``chains``, with parameters on meta."""
-    skeleton = torch.nn.Module()
-    for path in (path for chain in chains for part in chain.parts for path in _paths(part)):
-        module: Any = skeleton
-        for name in path.split(".") if path else ():
-            module = module._modules.setdefault(name, torch.nn.Module())
-        for name, value in child_of(owner, path)._parameters.items():
-            like = None
-            if value is not None:
-                like = torch.nn.Parameter(torch.empty_like(value, device="meta"))
-                like.requires_grad_(value.requires_grad)
-            module.register_parameter(name, like)
-    return skeleton
-
-
-def _paths(part: object) -> Iterator[str]:
-    if isinstance(part, LinearPart):
-        yield from part.names
-    elif isinstance(part, NormPart):
-        yield part.name
+def _pipeline(chain: Chain, owner: torch.nn.Module, values: Sequence[torch.Tensor]) -> _Pipeline:
+    sequential = Sequential(*chain.pipeline_modules(owner))
+    for parameter, value in zip(sequential.parameters(), values, strict=True):
+        parameter.requires_grad_(value.requires_grad)
+    features = values[0].shape[-1]
+    widths = [features, *(width for width, _ in chain.sums(features))]
+    return _Pipeline(sequential, values[0].dtype, widths)

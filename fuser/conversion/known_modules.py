@@ -6,47 +6,18 @@ import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fuser.conversion.held_objects import is_plain
-from fuser.conversion.modules import BOOKKEEPING, original_class
+from fuser.conversion.modules import original_class, own_attributes
 from fuser.runtime.known_parameters import tensor_guard
 from fuser.torch_private import hooks_of
 
-Attributes = dict[str, Any]
 
-INTERNALS = frozenset(torch.nn.Module().__dict__)
-
-
-class _Noted(NamedTuple):
-    """What modules consist of."""
-
-    modules: list[weakref.ref[torch.nn.Module]]
-    """One that dies takes the note with it: else its parameters would live until the next call."""
-    classes: list[type]
-    originals: list[Any]
-    """The classes before they were converted."""
-    forwards: list[object]
-    attributes: list[Attributes]
-    copies: list[Attributes]
-    places: list[tuple[Attributes, str]]
-    objects: list[object]
-    """The attributes that are no numbers or strings: one that is equal is another."""
-    hooks: list[dict[int, Any]]
-    """Those of all modules but the first one: without any."""
-    contents: list[dict[str, Any]]
-    """The buffers and children of each module."""
-    ids: list[int]
-    held: list[object]
-    """The buffers, and references to children: no other object has their ids."""
-    parameters: list[dict[str, torch.Tensor | None]]
-    kinds: list[type]
-    names: list[str]
-    """Of all ``contents`` and ``parameters``."""
-    have_same_layout: Callable[..., bool]
-    # No reference to a parameter, which torch would then refuse to swap.
+def _unknown(owner: torch.nn.Module) -> bool:
+    return False
 
 
 class KnownModules:
@@ -56,8 +27,12 @@ class KnownModules:
     name, class, dtype, device, sizes, strides and ``requires_grad``: about 1 us a module.
     """
 
+    are_as_noted: Callable[[torch.nn.Module], bool]
+    """Whether they are; the argument is the first one."""
+    _held: list[object]
+
     def __init__(self) -> None:
-        self._noted: _Noted | None = None
+        self._forget()
 
     def note(self, modules: Iterable[torch.nn.Module]) -> None:
         """Note the modules as they are. The first one may have hooks, and the others have none."""
@@ -68,58 +43,52 @@ class KnownModules:
             if (method := forget()) is not None:
                 method()
 
+        # A module that dies takes the note with it: else its parameters would live until the next
+        # call. There is no reference to a parameter, which torch would then refuse to swap.
+        references = [weakref.ref(module, died) for module in noted]
+        classes = list(map(type, noted))
+        originals: list[Any] = [original_class(module) for module in noted]
+        forwards = [cls.forward for cls in originals]
         attributes = [module.__dict__ for module in noted]
+        copies = [{**own} for own in attributes]
+        # Of what is no number or string, one that is equal is another.
         places = [
-            (own, name)
-            for own in attributes
-            for name, value in own.items()
-            if not (name in INTERNALS or name.startswith(BOOKKEEPING) or is_plain(value))
+            (module.__dict__, name)
+            for module in noted
+            for name, value in own_attributes(module)
+            if not is_plain(value)
         ]
+        objects = [own[name] for own, name in places]
+        hooks = [hooks for module in noted[1:] for hooks in hooks_of(module)]
         contents = [own[name] for own in attributes for name in ("_buffers", "_modules")]
         values = list(_values(contents))
+        ids = list(map(id, values))
+        # No other object has these ids as long as buffers and references to children are held.
+        held = [weakref.ref(v, died) if isinstance(v, torch.nn.Module) else v for v in values]
         parameters = [own["_parameters"] for own in attributes]
-        originals: list[Any] = [original_class(module) for module in noted]
-        self._noted = _Noted(
-            modules=[weakref.ref(module, died) for module in noted],
-            classes=list(map(type, noted)),
-            originals=originals,
-            forwards=[cls.forward for cls in originals],
-            attributes=attributes,
-            copies=[{**own} for own in attributes],
-            places=places,
-            objects=[own[name] for own, name in places],
-            hooks=[hooks for module in noted[1:] for hooks in hooks_of(module)],
-            contents=contents,
-            ids=list(map(id, values)),
-            held=[
-                weakref.ref(value, died) if isinstance(value, torch.nn.Module) else value
-                for value in values
-            ],
-            parameters=parameters,
-            kinds=list(map(type, _values(parameters))),
-            names=list(chain(*contents, *parameters)),
-            have_same_layout=tensor_guard(_tensors(parameters)),
-        )
+        kinds = list(map(type, _values(parameters)))
+        names = list(chain(*contents, *parameters))
+        have_same_layout = tensor_guard(_tensors(parameters))
 
-    def are_as_noted(self, owner: torch.nn.Module) -> bool:
-        """Whether they are; ``owner`` is the first one."""
-        noted = self._noted
-        if noted is None or noted.modules[0]() is not owner:
-            return False
-        return (
-            not any(noted.hooks)
-            and all(map(is_, [own.get(name) for own, name in noted.places], noted.objects))
-            and noted.attributes == noted.copies
-            and [type(module()) for module in noted.modules] == noted.classes
-            and [cls.forward for cls in noted.originals] == noted.forwards
-            and list(map(id, _values(noted.contents))) == noted.ids
-            and list(map(type, _values(noted.parameters))) == noted.kinds
-            and list(chain(*noted.contents, *noted.parameters)) == noted.names
-            and noted.have_same_layout(*_tensors(noted.parameters))
-        )
+        def are_as_noted(owner: torch.nn.Module) -> bool:
+            return (
+                references[0]() is owner
+                and not any(hooks)
+                and all(map(is_, [own.get(name) for own, name in places], objects))
+                and attributes == copies
+                and [type(module()) for module in references] == classes
+                and [cls.forward for cls in originals] == forwards
+                and list(map(id, _values(contents))) == ids
+                and list(map(type, _values(parameters))) == kinds
+                and list(chain(*contents, *parameters)) == names
+                and have_same_layout(*_tensors(parameters))
+            )
+
+        self.are_as_noted, self._held = are_as_noted, held
 
     def _forget(self) -> None:
-        self._noted = None
+        self.are_as_noted = _unknown
+        self._held = []
 
 
 def _values(contents: list[dict[str, Any]]) -> Iterable[Any]:

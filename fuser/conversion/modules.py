@@ -41,6 +41,12 @@ def joint(path: str, name: str) -> str:
     return f"{path}.{name}".strip(".")
 
 
+def prefixes(path: str) -> list[str]:
+    """A path and the paths of what it is in: ``a.b.c`` gives ``a``, ``a.b`` and ``a.b.c``."""
+    names = path.split(".") if path else []
+    return [".".join(names[: i + 1]) for i in range(len(names))]
+
+
 INTERNALS = frozenset(
     (
         *torch.nn.Module().__dict__,
@@ -64,7 +70,7 @@ BOOKKEEPING = ("_fuser", "_fsdp", "_is_fsdp", "__composable")
 
 def attributes_of(module: torch.nn.Module) -> tuple[object, ...]:
     """What a module computes with besides its parameters and children: numbers, and objects."""
-    own = [(n, v if is_plain(v) else id(v)) for n, v in _own_attributes(module)]
+    own = [(n, v if is_plain(v) else id(v)) for n, v in own_attributes(module)]
     buffers = [(name, id(buffer)) for name, buffer in module._buffers.items()]
     return forward_of(module), *own, *buffers
 
@@ -72,11 +78,12 @@ def attributes_of(module: torch.nn.Module) -> tuple[object, ...]:
 def plain_attributes(module: torch.nn.Module) -> tuple[tuple[str, object], ...]:
     """Those of a module's attributes that are numbers, texts and functions, by their names."""
     return tuple(
-        (n, v) for n, v in _own_attributes(module) if is_plain(v) or isinstance(v, FUNCTIONS)
+        (n, v) for n, v in own_attributes(module) if is_plain(v) or isinstance(v, FUNCTIONS)
     )
 
 
-def _own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+def own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    """The attributes with which a module may compute, besides parameters, buffers and children."""
     return (
         (name, value)
         for name, value in module.__dict__.items()

@@ -164,31 +164,26 @@ class LinearPart(Part):
 
 @dataclass(frozen=True)
 class ActivationPart(Part):
-    """An activation: a class of :mod:`fuser.basic_ops` and its arguments."""
+    """An activation: a class of :mod:`fuser.basic_ops` and its arguments.
+
+    ``is_torchs``: with torch's functions, where it is rounded before it is multiplied.
+    """
 
     op: str
     options: tuple[tuple[str, str], ...] = ()
+    is_torchs: bool = False
 
     def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
+        if self.is_torchs:
+            return [TorchActivation(self.op, self.options)]
         return [getattr(basic_ops, self.op)(**dict(self.options))]
 
     def as_torch(self) -> Part:
-        return TorchActivationPart(self.op, self.options)
+        return replace(self, is_torchs=True)
 
     @property
     def text(self) -> str:
         return self.op
-
-
-@dataclass(frozen=True)
-class TorchActivationPart(ActivationPart):
-    """The same with torch's functions: an activation is rounded before it is multiplied."""
-
-    def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
-        return [TorchActivation(self.op, self.options)]
-
-    def as_torch(self) -> Part:
-        return self
 
 
 class TorchActivation(torch.nn.Module):

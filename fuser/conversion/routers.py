@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuser.conversion.modules import OWN_FORWARD, bare, hooks_of, joint, original_class
+from fuser.conversion.modules import OWN_FORWARD, bare, hooks_of, joint, original_class, prefixes
 from fuser.conversion.trace import parameters_of
 
 CHOICES = frozenset(
@@ -57,9 +57,8 @@ def routers(model: torch.nn.Module, linears: Collection[str]) -> list[str]:
     inside: dict[str, list[str]] = {}
     """By the path of a module, its linears, by their paths from there."""
     for path in linears:
-        names = path.split(".")
-        for depth in range(len(names)):
-            inside.setdefault(".".join(names[:depth]), []).append(".".join(names[depth:]))
+        for above in ["", *prefixes(path)[:-1]]:
+            inside.setdefault(above, []).append(path.removeprefix(above).strip("."))
     for owner, paths in inside.items():
         module = model.get_submodule(owner)
         children = [name for name in paths if "." not in name]

@@ -27,9 +27,10 @@ from fuser.conversion.modules import (
     forward_of,
     original_class,
     plain_attributes,
+    prefixes,
 )
 from fuser.conversion.parts import Chain, LinearPart, ModulePart, Part
-from fuser.conversion.trace import MODE, OTHER_KEYWORDS, parameters_of, traced
+from fuser.conversion.trace import MODE, OTHER_KEYWORDS, Untraceable, parameters_of, traced
 from fuser.doors import PASSES
 from fuser.errors import StateError
 from fuser.op import COMPUTE_DTYPES, BasicOperation, CallResult, autocast_dtype
@@ -148,11 +149,9 @@ class Unit:
             return "replicas of torch.nn.DataParallel share a pipeline"
         if has_global_hooks() and any(chain.replaced for chain in self.chains):
             return "there are hooks for the calls of every module"
-        for step in self.steps:
-            if isinstance(step.target, Chain):
-                refusal = step.target.refusal(owner)
-                if refusal is not None:
-                    return refusal
+        for chain in self.chains:
+            if (refusal := chain.refusal(owner)) is not None:
+                return refusal
         return None
 
     def changed_read(self, owner: torch.nn.Module) -> str | None:
@@ -238,12 +237,12 @@ class Runner:
     def refusal(self, owner: torch.nn.Module) -> str | None:
         """As of the unit; also if the owner, or a child that is not called, computes otherwise."""
         if torch.compiler.is_compiling():
-            return self._changed(owner) or self._refusal(owner, ())
+            return self._refusal(owner)
         if is_functorch_active() or forward_ad_level() >= 0:
             return "torch.func or forward-mode AD transforms its call, which no pipeline can be in"
         if not has_global_hooks() and self._known.are_as_noted(owner):
             return self.unit.changed_read(owner) if self.unit.reads else None
-        refusal = self._refusal(owner, self._attributes)
+        refusal = self._refusal(owner)
         if refusal is None:
             self._known.note(child_of(owner, path) for path in self._looked_at)
         return refusal
@@ -266,19 +265,25 @@ class Runner:
                     return f"an attribute of {path or 'it'} was changed"
         return None
 
-    def _refusal(
-        self, owner: torch.nn.Module, compared: Iterable[tuple[str, tuple[object, ...]]]
-    ) -> str | None:
-        return self.unit.refusal(owner) or self._refusal_of_change(owner, compared)
+    def _refusal(self, owner: torch.nn.Module) -> str | None:
+        return self.unit.refusal(owner) or self._refusal_of_change(owner)
 
-    def change(self, owner: torch.nn.Module) -> str | None:
+    def present_unit(self, owner: torch.nn.Module) -> Unit:
+        """The unit, which says how the modules have changed since they were converted."""
+        change = self._refusal_of_change(owner)
+        return self.unit if change is None else replace(self.unit, change=change)
+
+    def continue_scales(self, earlier: Runner | None) -> None:
+        """Continue with the scales of an earlier conversion, if that has the same ops."""
+        if earlier is not None and earlier.pipelines and self.unit.chains == earlier.unit.chains:
+            self.scales = earlier.scales
+
+    def _refusal_of_change(self, owner: torch.nn.Module) -> str | None:
         """What of the modules is not as it was when they were converted; None if nothing."""
-        return self._refusal_of_change(owner, self._attributes)
-
-    def _refusal_of_change(
-        self, owner: torch.nn.Module, compared: Iterable[tuple[str, tuple[object, ...]]]
-    ) -> str | None:
-        for path, attributes in compared:
+        is_traced = torch.compiler.is_compiling()
+        if is_traced and (changed := self._changed(owner)) is not None:
+            return changed
+        for path, attributes in () if is_traced else self._attributes:
             child = child_of(owner, path)
             if child is None or attributes_of(child) != attributes:
                 return f"an attribute of {path or 'it'} was changed"
@@ -286,7 +291,7 @@ class Runner:
             if _names_of_children(child_of(owner, path)) != names:
                 return f"a child of {path or 'it'} was added or removed"
         for pipeline in self.pipelines.values():
-            apart = pipeline.in_autocast if torch.compiler.is_compiling() else None
+            apart = pipeline.in_autocast if is_traced else None
             for name, module in (apart or pipeline).own_modules:  # traced code makes no pipeline
                 if child_of(owner, name) is not module:
                     return f"{name} was replaced"
@@ -507,14 +512,11 @@ class Pipeline:
 def unit_of(
     module: torch.nn.Module, opened: Sequence[torch.nn.Module], *, takes_norms: bool = True
 ) -> Unit | str:
-    """The unit of a module's forward, with norms or without; why it has none.
-
-    Raises
-    ------
-    Untraceable
-        If the forward has no graph.
-    """
-    graph = traced(module, opened)
+    """The unit of a module's forward, with norms or without; why it has none."""
+    try:
+        graph = traced(module, opened)
+    except Untraceable as refusal:
+        return str(refusal)
     chains = Chains(module, takes_norms=takes_norms)
     nodes = list(graph.nodes)
     ends: dict[fx.Node, FoundChain] = {}
@@ -626,8 +628,7 @@ def _is_wider_than_pipelines(term: Any) -> bool:
 
 def _paths_above(path: str) -> list[str]:
     """The paths of the modules that hold the one at ``path``, from the owner on."""
-    names = path.split(".")
-    return [".".join(names[:count]) for count in range(len(names))] if path else []
+    return ["", *prefixes(path)][:-1]
 
 
 def _names_of_children(module: torch.nn.Module | None) -> list[str] | None:

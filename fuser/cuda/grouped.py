@@ -48,7 +48,7 @@ def group_ends(split_sizes: torch.Tensor, rows: int, *, out: torch.Tensor) -> No
     """
     _check_vector("split_sizes", split_sizes, tuple(INDICES), split_sizes.shape)
     _check_vector("out", out, (torch.int32,), split_sizes.shape)
-    kernel = _ends(INDICES[split_sizes.dtype])
+    kernel = _kernel("group_ends", INDICES[split_sizes.dtype])
     kernel(Launch((1,), (32,)), split_sizes, out, int32(len(out)), int32(rows))
 
 
@@ -88,7 +88,7 @@ def group_tiles(
     count = tile_count(rows, groups, None if sizes is not None else int(split_sizes))
     check_buffer("group_tiles", "tiles", tiles, torch.int32, (count, 4))
     int32(rows + (TILE - 1) * groups)  # the last end
-    kernel = _tiles("int" if sizes is None else INDICES[sizes.dtype])
+    kernel = _kernel("group_tiles", "int" if sizes is None else INDICES[sizes.dtype])
     size = int32(0 if isinstance(split_sizes, torch.Tensor) else split_sizes)
     shape = Launch((1,), (THREADS,))
     kernel(shape, sizes, size, ends, padded_ends, tiles, int32(groups), int32(rows), int32(count))
@@ -168,7 +168,7 @@ def unpad(
     _check_vector("padded_ends", padded_ends, (torch.int32,), ends.shape)
     if not is_aligned(padded, _VECTOR_BYTES):
         width = 1
-    kernel = _unpad(width * out.element_size())
+    kernel = _kernel("unpad", _WORDS[width * out.element_size()])
     launch = Launch((rows if columns else 0,), (THREADS,))
     kernel(launch, padded, out, ends, padded_ends, int32(len(ends)), int32(columns // width))
 
@@ -191,7 +191,8 @@ def zero_tail(ends: torch.Tensor, *, out: torch.Tensor) -> None:
     rows, columns, element, width = _matrix(out)
     _check_vector("ends", ends, (torch.int32,), ends.shape)
     launch = Launch((min(rows, TAIL_BLOCKS) if columns else 0,), (THREADS,))
-    _tail(element, width)(launch, out, ends, int32(len(ends)), int32(rows), int32(columns))
+    kernel = _kernel("zero_tail", element, width)
+    kernel(launch, out, ends, int32(len(ends)), int32(rows), int32(columns))
 
 
 def add_bias(
@@ -229,7 +230,7 @@ def add_bias(
         _check_vector("scales", scales, (out.dtype,), (rows,))
     if not is_aligned(bias, _VECTOR_BYTES):
         width = 1
-    kernel = _bias(element, width, boolean(scales is not None))
+    kernel = _kernel("grouped_bias", element, width, boolean(scales is not None))
     launch = Launch((rows if columns else 0,), (THREADS,))
     kernel(launch, out, bias, scales, ends, int32(len(ends)), int32(columns))
 
@@ -256,7 +257,7 @@ def sum_groups(parts: torch.Tensor, padded_ends: torch.Tensor, *, out: torch.Ten
     check_buffer("sum_groups", "parts", parts, torch.float32, (tiles, columns))
     check_buffer("sum_groups", "out", out, out.dtype, (groups, columns))
     launch = Launch((ceil_div(columns, SUM_COLUMNS), groups), (SUM_COLUMNS, SUM_SHARES))
-    kernel = _sum_groups(check_element("sum_groups", out))
+    kernel = _kernel("sum_groups", check_element("sum_groups", out))
     kernel(launch, parts, out, padded_ends, int32(columns))
 
 
@@ -292,46 +293,21 @@ def _check_vector(
 
 
 @functools.cache
-def _ends(index: str) -> Kernel:
-    return Kernel("grouped", f"fuser_group_ends<{index}>")
-
-
-@functools.cache
-def _tiles(index: str) -> Kernel:
-    return Kernel("grouped", f"fuser_group_tiles<{index}>")
-
-
-@functools.cache
-def _unpad(word_bytes: int) -> Kernel:
-    return Kernel("grouped", f"fuser_unpad<{_WORDS[word_bytes]}>")
-
-
-@functools.cache
-def _tail(element: str, width: int) -> Kernel:
-    return Kernel("grouped", f"fuser_zero_tail<{element}, {width}>")
-
-
-@functools.cache
-def _bias(element: str, width: int, is_scaled: str) -> Kernel:
-    return Kernel("grouped", f"fuser_grouped_bias<{element}, {width}, {is_scaled}>")
-
-
-@functools.cache
-def _sum_groups(element: str) -> Kernel:
-    return Kernel("grouped", f"fuser_sum_groups<{element}>")
+def _kernel(name: str, *arguments: object) -> Kernel:
+    return Kernel("grouped", f"fuser_{name}<{', '.join(map(str, arguments))}>")
 
 
 def instantiations() -> list[Kernel]:
     """Every kernel of this module."""
-    made = [of(index) for index in INDICES.values() for of in (_ends, _tiles)]
-    made += map(_unpad, _WORDS)
-    made += map(_sum_groups, ELEMENTS.values())
+    made = [_kernel(name, i) for i in INDICES.values() for name in ("group_ends", "group_tiles")]
+    made += [_kernel("unpad", word) for word in _WORDS.values()]
+    made += [_kernel("sum_groups", element) for element in ELEMENTS.values()]
     for element in ELEMENTS.values():
         for aligned in (False, True):
             producer = f"fuser::GroupedProducer<{loads(element, aligned)}>"
             made.append(Kernel("grouped_fp8", f"fuser_tiled_rows<{producer}>"))
     for dtype, element in ELEMENTS.items():
         for width in (1, _VECTOR_BYTES // dtype.itemsize):
-            made.append(_tail(element, width))
-            made += [_bias(element, width, boolean(scaled)) for scaled in (False, True)]
+            made.append(_kernel("zero_tail", element, width))
+            made += [_kernel("grouped_bias", element, width, flag) for flag in ("false", "true")]
     return made

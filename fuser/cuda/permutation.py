@@ -99,13 +99,12 @@ def sort_by_expert(
     blocks, chunk = _chunks(count)
     if counts is not None:
         launch = Launch((blocks,), (THREADS,), 4 * experts)
-        _count_kernel(index)(
-            launch, expert_indices, counts, int32(count), int32(experts), int32(chunk)
-        )
+        of_chunks = (int32(count), int32(experts), int32(chunk))
+        _kernel("count_experts", index)(launch, expert_indices, counts, *of_chunks)
     launch = Launch((blocks,), (THREADS,), 4 * (WARPS + 2) * experts)
     outputs = (split_sizes, row_map, inverse_map)
     sizes = (int32(count), int32(experts), int32(chunk), int32(rows))
-    _sort_kernel(index)(launch, expert_indices, counts, *outputs, *sizes)
+    _kernel("sort_by_expert", index)(launch, expert_indices, counts, *outputs, *sizes)
 
 
 def counts_shape(assignments: int, experts: int) -> tuple[int, int] | None:
@@ -149,7 +148,7 @@ def permute(
     )
     launch = _launch(max(tokens, 1), row_bytes // word, TOKENS, is_empty=rows == 0)
     sizes = (int32(tokens), int32(choices), int32(rows), int32(row_bytes // word))
-    _permute_kernel(WORDS[word])(
+    _kernel("permute", WORDS[word], TOKENS)(
         launch, x, row_map, inverse_map, y, *sizes, int64(stride_bytes // word)
     )
 
@@ -226,7 +225,7 @@ def unpermute(
     aligned = columns % vector == 0 and _rows_are_aligned(y) and is_aligned(out, VECTOR_BYTES)
     launch = _launch(tokens, ceil_div(columns, vector), 1, is_empty=False)
     sizes = (int32(tokens), int32(choices), int32(rows), int32(columns))
-    _unpermute_kernel(element, probs is not None, aligned)(
+    _kernel("unpermute", element, boolean(probs is not None), boolean(aligned))(
         launch, y, inverse_map, probs, out, *sizes, int64(y.stride(0))
     )
 
@@ -291,7 +290,7 @@ def unpermute_backward(
     blocks = ceil_div(max(count, 1), WARPS) if rows or dprobs is not None else 0
     sizes = (int32(count), int32(choices), int32(rows), int32(columns))
     strides = (int64(dout.stride(0)), int64(0 if y is None else y.stride(0)))
-    _backward_kernel(element, y is not None, aligned)(
+    _kernel("unpermute_backward", element, boolean(y is not None), boolean(aligned))(
         Launch((blocks,), (THREADS,)),
         *(dout, y, row_map, inverse_map, probs, dy, dprobs),
         *sizes,
@@ -303,40 +302,19 @@ def unpermute_backward(
 
 
 @functools.cache
-def _count_kernel(index: str) -> Kernel:
-    return Kernel("permutation", f"fuser_count_experts<{index}>")
-
-
-@functools.cache
-def _sort_kernel(index: str) -> Kernel:
-    return Kernel("permutation", f"fuser_sort_by_expert<{index}>")
-
-
-@functools.cache
-def _permute_kernel(word: str) -> Kernel:
-    return Kernel("permutation", f"fuser_permute<{word}, {TOKENS}>")
-
-
-@functools.cache
-def _unpermute_kernel(element: str, with_probs: bool, aligned: bool) -> Kernel:
-    flags = f"{boolean(with_probs)}, {boolean(aligned)}"
-    return Kernel("permutation", f"fuser_unpermute<{element}, {flags}>")
-
-
-@functools.cache
-def _backward_kernel(element: str, with_dot: bool, aligned: bool) -> Kernel:
-    flags = f"{boolean(with_dot)}, {boolean(aligned)}"
-    return Kernel("permutation", f"fuser_unpermute_backward<{element}, {flags}>")
+def _kernel(name: str, *arguments: object) -> Kernel:
+    return Kernel("permutation", f"fuser_{name}<{', '.join(map(str, arguments))}>")
 
 
 def instantiations() -> tuple[Kernel, ...]:
     """Every kernel of these launchers."""
-    flags = [(a, b) for a in (False, True) for b in (False, True)]
+    by_index, by_flags = ("count_experts", "sort_by_expert"), ("unpermute", "unpermute_backward")
+    flags = ("false", "true")
+    types = [(e, a, b) for e in ELEMENTS.values() for a in flags for b in flags]
     return (
-        *(make(index) for make in (_count_kernel, _sort_kernel) for index in INDICES.values()),
-        *(_permute_kernel(word) for word in WORDS.values()),
-        *(_unpermute_kernel(e, *pair) for e in ELEMENTS.values() for pair in flags),
-        *(_backward_kernel(e, *pair) for e in ELEMENTS.values() for pair in flags),
+        *(_kernel(name, index) for name in by_index for index in INDICES.values()),
+        *(_kernel("permute", word, TOKENS) for word in WORDS.values()),
+        *(_kernel(name, *each) for name in by_flags for each in types),
     )
 
 

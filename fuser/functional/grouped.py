@@ -18,8 +18,8 @@ from fuser.functional.lazy import LazyTensor, as_stored, launched, materialize, 
 from fuser.functional.pointwise import (
     BackwardChain,
     Operands,
+    chain_backward,
     kernels_take,
-    scaled_activation_backward,
 )
 from fuser.reference import grouped as reference
 
@@ -230,14 +230,12 @@ def scaled_activation_bias_backward(
     ``[G, columns of x]`` are the sums of the first result over the rows of each group. A lazy
     result is to be written as :func:`padded_rows` of these groups.
     """
-    count = len(groups.ends)
+    count, stages = len(groups.ends), (stage.scaled,)
     if not kernels_take(dy, x):
-        values, dscales = scaled_activation_backward(
-            stage, dy, x, scales, wants_dscales=wants_dscales
-        )
+        values, (dscales,) = chain_backward(stages, dy, x, (scales,), (wants_dscales,))
         return values, dscales, reference.sum_groups(materialize(values), groups.tiles, count)
     operand = as_stored(scales).contiguous()
     dscales = torch.empty_like(operand) if wants_dscales else None
     dbias = torch.empty(count, x.shape[-1], dtype=x.dtype, device=x.device)
-    dx = _BackwardOfGroups((stage.scaled,), dy, x, (operand,), (dscales,), groups, dbias)
+    dx = _BackwardOfGroups(stages, dy, x, (operand,), (dscales,), groups, dbias)
     return dx, dscales, dbias

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,8 +26,8 @@ class LazyTensor:
     the same in both cases; sums may be in another order.
 
     If its kernel is unavailable, :meth:`tensor` computes it with torch. The other
-    methods raise :class:`~fuser.errors.KernelUnavailable`; :func:`fallback_to_torch`
-    catches that and calls :meth:`tensor`.
+    methods raise :class:`~fuser.errors.KernelUnavailable`; :func:`kernel_or_torch`
+    and a quantizer catch that and call :meth:`tensor`.
     """
 
     shape: torch.Size
@@ -79,12 +78,6 @@ class LazyTensor:
         """The producer: another kernel uses it to compute and store the values, as a matrix."""
         raise NotImplementedError
 
-    def written_by(self, store: Callable[[Any], Result]) -> Result:
-        """``store(self)``, which launches a kernel with :meth:`producer`; then :meth:`finish`."""
-        result = store(self)
-        self.finish()
-        return result
-
     def finish(self) -> None:
         """Complete the partial results of the kernel that took the producer."""
 
@@ -95,28 +88,6 @@ def materialize(values: torch.Tensor | LazyTensor) -> torch.Tensor:
 
 
 # -- fallback -------------------------------------------------------------------
-
-First = TypeVar("First")
-Rest = ParamSpec("Rest")
-
-
-def fallback_to_torch(
-    function: Callable[Concatenate[First, Rest], Result],
-) -> Callable[Concatenate[First, Rest], Result]:
-    """Decorator: if a kernel is unavailable, call the function again; the second call uses torch.
-
-    All kernels are disabled by then, and torch computes the lazy tensors.
-    """
-
-    @functools.wraps(function)
-    def attempt(x: First, /, *args: Rest.args, **options: Rest.kwargs) -> Result:
-        try:
-            return function(x, *args, **options)
-        except KernelUnavailable:
-            again: Any = x.tensor().view(x.matrix) if isinstance(x, LazyTensor) else x
-            return function(again, *args, **options)
-
-    return attempt
 
 
 def kernel_or_torch(
@@ -194,13 +165,3 @@ def matrix_of(x: torch.Tensor | LazyTensor) -> tuple[int, int]:
 def source_of(x: torch.Tensor | LazyTensor) -> torch.Tensor | Producer:
     """The argument of a kernel that quantizes ``x``: the tensor or its producer."""
     return x.producer() if isinstance(x, LazyTensor) else rows_of(x)
-
-
-def buffer(
-    x: torch.Tensor | LazyTensor,
-    shape: tuple[int, ...],
-    is_needed: bool = True,
-    dtype: torch.dtype = torch.uint8,
-) -> torch.Tensor | None:
-    """An uninitialized output on the device of ``x``; None if it is not needed."""
-    return torch.empty(shape, dtype=dtype, device=x.device) if is_needed else None

@@ -19,67 +19,37 @@ from fuser.cuda import normalization_backward as backward_kernels
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
 from fuser.cuda.norm_common import takes, takes_addend
-from fuser.functional.lazy import LazyTensor, as_stored, fallback_to_torch, rows_of
+from fuser.functional.lazy import LazyTensor, as_stored, launched, rows_of
 from fuser.reference import normalization as reference
 from fuser.wrapper_tensor import WrapperTensor
 
 Result = torch.Tensor | LazyTensor
 Wanted = torch.Tensor | None
+Parameters = Sequence[torch.Tensor]
+"""Of a norm: gamma and beta of LayerNorm, gamma of RMSNorm, none of L2 normalization."""
 
 
-# -- forward ------------------------------------------------------------------
-
-
-def rmsnorm(
+def norm(
     x: torch.Tensor,
-    gamma: torch.Tensor,
+    parameters: Parameters,
     eps: float,
     dtype: torch.dtype,
     *,
     zero_centered: bool = False,
     extra: Wanted = None,
     wants_sum: bool = False,
-) -> tuple[Result, torch.Tensor, Wanted]:
-    """``y = z * rstd * gain`` in ``dtype``, with ``z = x + extra``; returns ``y, rstd, z``.
+) -> tuple[Result, Sequence[torch.Tensor], Wanted]:
+    """The norm of ``z = x + extra`` in ``dtype``, its statistics, and z.
 
     z is None without ``wants_sum``, which needs an ``extra``. It has the dtype that torch promotes
     x and extra to.
     """
-    if not _takes_sum(dtype, x, extra):
+    if not (_takes_sum(dtype, x, extra) and _are_alike(parameters)):
         z = x if extra is None else x + extra
-        y, rstd = reference.rmsnorm(z, _gain(gamma, zero_centered), eps, dtype)
-        return y, rstd, z if wants_sum else None
-    norm = _Norm(x, dtype, (gamma,), eps, zero_centered, extra, wants_sum)
-    return norm, norm.statistics[0], norm.z
-
-
-def layernorm(
-    x: torch.Tensor,
-    gamma: torch.Tensor,
-    beta: torch.Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    *,
-    zero_centered: bool = False,
-    extra: Wanted = None,
-    wants_sum: bool = False,
-) -> tuple[Result, torch.Tensor, torch.Tensor, Wanted]:
-    """``y = (z - mean) * rstd * gain + beta``; ``y, mean, rstd, z``, as in :func:`rmsnorm`."""
-    if not _takes_sum(dtype, x, extra) or gamma.dtype is not beta.dtype:
-        z = x if extra is None else x + extra
-        y, mean, rstd = reference.layernorm(z, _gain(gamma, zero_centered), beta, eps, dtype)
-        return y, mean, rstd, z if wants_sum else None
-    norm = _Norm(x, dtype, (gamma, beta), eps, zero_centered, extra, wants_sum)
-    mean, rstd = norm.statistics
-    return norm, mean, rstd, norm.z
-
-
-def l2norm(x: torch.Tensor, eps: float) -> tuple[Result, torch.Tensor]:
-    """``y = x * rnorm`` in the dtype of x; returns ``y, rnorm``."""
-    if not _takes(x.dtype, x):
-        return reference.l2norm(x, eps)
-    norm = _Norm(x, x.dtype, (), eps)
-    return norm, norm.statistics[0]
+        y, *statistics = _forward_by_torch(z, parameters, eps, dtype, zero_centered)
+        return y, statistics, z if wants_sum else None
+    lazy = _Norm(x, dtype, parameters, eps, zero_centered, extra, wants_sum)
+    return lazy, lazy.statistics, lazy.z
 
 
 def with_statistics(y: Result, statistics: Sequence[torch.Tensor]) -> Result:
@@ -89,71 +59,72 @@ def with_statistics(y: Result, statistics: Sequence[torch.Tensor]) -> Result:
     return y
 
 
-# -- backward -----------------------------------------------------------------
-
-
-@fallback_to_torch
-def rmsnorm_backward(
+def norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
-    gamma: torch.Tensor,
-    rstd: torch.Tensor,
-    needed: tuple[bool, bool],
+    parameters: Parameters,
+    statistics: Sequence[torch.Tensor],
+    needed: Sequence[bool],
     *,
     zero_centered: bool = False,
     d_extra: Wanted = None,
     rounded_dx: Wanted = None,
     output: Result | None = None,
-) -> tuple[Result | None, Wanted]:
-    """Gradients of ``x``, plus ``d_extra``, and of ``gamma``; None if not ``wanted``.
+) -> tuple[Result | None, Sequence[Wanted]]:
+    """Gradients of ``x``, plus ``d_extra``, and of the parameters; None if not ``needed``.
 
     ``rounded_dx``, contiguous, in the dtype of dy and of fewer bits than x, is written together
-    with the first when that is stored. So is ``output``, what :func:`rmsnorm` returned again for
-    this x, if it is lazy and one kernel can store both: in the memory of ``dy``, which nothing
-    reads later.
+    with the first when that is stored. So is ``output``, what :func:`norm` returned again for this
+    x, if it is lazy and one kernel can store both: in the memory of ``dy``, which nothing reads
+    later.
     """
-    if not _takes(dy.dtype, x, d_extra):
-        gain = _gain(gamma, zero_centered)
-        dx, dgamma = reference.rmsnorm_backward(dy, x, gain, rstd, needed, d_extra)
-        return _rounded_too(dx, rounded_dx), _cast(dgamma, gamma)
-    parameters, options = (gamma,), (zero_centered, d_extra, rounded_dx, output)
-    norm = _NormBackward(dy, x, parameters, (rstd,), needed[1:], *options)
-    return norm.where(needed[0]), norm.grads[0]
+    if not (_takes(dy.dtype, x, d_extra) and _are_alike(parameters)):
+        read = (dy, x, parameters, statistics, needed, zero_centered, d_extra)
+        dx, *grads = _backward_by_torch(*read)
+        return _rounded_too(dx, rounded_dx), grads
+    options = (zero_centered, d_extra, rounded_dx, output)
+    lazy = _NormBackward(dy, x, parameters, statistics, needed[1:], *options)
+    if needed[0]:
+        return lazy, lazy.grads
+    if any(needed):
+        lazy.write_grads()
+    return None, lazy.grads
 
 
-@fallback_to_torch
-def layernorm_backward(
+# -- by torch -------------------------------------------------------------------
+
+
+def _forward_by_torch(
+    z: torch.Tensor, parameters: Parameters, eps: float, dtype: torch.dtype, zero_centered: bool
+) -> tuple[torch.Tensor, ...]:
+    """The norm, and its statistics."""
+    if not parameters:
+        return reference.l2norm(z, eps)
+    gain, *beta = parameters
+    forward: Any = reference.layernorm if beta else reference.rmsnorm
+    results: tuple[torch.Tensor, ...] = forward(z, _gain(gain, zero_centered), *beta, eps, dtype)
+    return results
+
+
+def _backward_by_torch(
     dy: torch.Tensor,
     x: torch.Tensor,
-    gamma: torch.Tensor,
-    beta: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    needed: tuple[bool, bool, bool],
-    *,
-    zero_centered: bool = False,
-    d_extra: Wanted = None,
-    rounded_dx: Wanted = None,
-    output: Result | None = None,
-) -> tuple[Result | None, Wanted, Wanted]:
-    """Gradients of ``x``, of ``gamma`` and of ``beta``, as in :func:`rmsnorm_backward`."""
-    if not _takes(dy.dtype, x, d_extra) or gamma.dtype is not beta.dtype:
-        gain = _gain(gamma, zero_centered)
-        grads = reference.layernorm_backward(dy, x, gain, mean, rstd, needed, d_extra)
-        dx, dgamma, dbeta = grads
-        return _rounded_too(dx, rounded_dx), _cast(dgamma, gamma), _cast(dbeta, beta)
-    parameters, statistics = (gamma, beta), (mean, rstd)
-    options = (zero_centered, d_extra, rounded_dx, output)
-    norm = _NormBackward(dy, x, parameters, statistics, needed[1:], *options)
-    dgamma, dbeta = norm.grads
-    return norm.where(needed[0]), dgamma, dbeta
-
-
-def l2norm_backward(dy: torch.Tensor, x: torch.Tensor, rnorm: torch.Tensor) -> Result:
-    """Gradient of ``x``, in its dtype."""
-    if not _takes(dy.dtype, x):
-        return reference.l2norm_backward(dy, x, rnorm)
-    return _NormBackward(dy, x, (), (rnorm,), ())
+    parameters: Parameters,
+    statistics: Sequence[torch.Tensor],
+    needed: Sequence[bool],
+    zero_centered: bool,
+    d_extra: Wanted,
+) -> list[Wanted]:
+    """The gradients of the input and of the parameters."""
+    if not parameters:
+        return [reference.l2norm_backward(dy, x, *statistics)]
+    backward: Any = (
+        reference.layernorm_backward if len(parameters) > 1 else reference.rmsnorm_backward
+    )
+    gain = _gain(parameters[0], zero_centered)
+    dx, *grads = backward(dy, x, gain, *statistics, needed, d_extra)
+    cast = (g if g is None else g.to(p.dtype) for g, p in zip(grads, parameters, strict=True))
+    return [dx, *cast]
 
 
 # -- arguments of kernels -------------------------------------------------------
@@ -176,6 +147,11 @@ def _takes(y: torch.dtype, x: torch.Tensor, added: Wanted = None) -> bool:
     )
 
 
+def _are_alike(parameters: Parameters) -> bool:
+    """Whether the parameters have one dtype, as kernels need."""
+    return all(parameter.dtype is parameters[0].dtype for parameter in parameters)
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return rows_of(x.dequantize() if isinstance(x, WrapperTensor) else x)
 
@@ -183,10 +159,6 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _gain(gamma: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     """The fp32 factor of the normalized input."""
     return gamma.float() + 1 if zero_centered else gamma.float()
-
-
-def _cast(grad: Wanted, parameter: torch.Tensor) -> Wanted:
-    return None if grad is None else grad.to(parameter.dtype)
 
 
 def _rounded_too(dx: Wanted, rounded_dx: Wanted) -> Wanted:
@@ -203,13 +175,13 @@ def _like(tensor: torch.Tensor, is_wanted: bool) -> Wanted:
 
 
 class _Norm(LazyTensor):
-    """The output of a norm: LayerNorm has two ``parameters``, RMSNorm has one, L2 has none."""
+    """The output of a norm."""
 
     def __init__(
         self,
         x: torch.Tensor,
         dtype: torch.dtype,
-        parameters: tuple[torch.Tensor, ...],
+        parameters: Parameters,
         eps: float,
         zero_centered: bool = False,
         extra: Wanted = None,
@@ -247,13 +219,8 @@ class _Norm(LazyTensor):
         z = self.x if self.extra is None else self.x + self.extra
         if self.z is not None:
             self.z.copy_(z)
-        if not self.parameters:
-            y, rnorm = reference.l2norm(z, self.eps)
-            statistics = [rnorm]
-        else:
-            gain = _gain(self.parameters[0], self.zero_centered)
-            forward: Any = (reference.rmsnorm, reference.layernorm)[len(self.parameters) - 1]
-            y, *statistics = forward(z, gain, *self.parameters[1:], self.eps, self.dtype)
+        options = (self.eps, self.dtype, self.zero_centered)
+        y, *statistics = _forward_by_torch(z, self.parameters, *options)
         for out, statistic in zip(self.statistics, statistics, strict=True):
             out.copy_(statistic)
         return y.view(self.shape)
@@ -297,9 +264,9 @@ class _NormBackward(LazyTensor):
         self,
         dy: torch.Tensor,
         x: torch.Tensor,
-        parameters: tuple[torch.Tensor, ...],
-        statistics: tuple[torch.Tensor, ...],
-        needed: tuple[bool, ...],
+        parameters: Parameters,
+        statistics: Sequence[torch.Tensor],
+        needed: Sequence[bool],
         zero_centered: bool = False,
         d_extra: Wanted = None,
         rounded_dx: Wanted = None,
@@ -321,13 +288,10 @@ class _NormBackward(LazyTensor):
         other.grads, other.rounded_dx = [None] * len(self.grads), None
         return other
 
-    def where(self, is_wanted: bool) -> LazyTensor | None:
-        """This lazy tensor if it is wanted; else None, with only parameters' gradients written."""
-        if is_wanted:
-            return self
-        if any(grad is not None for grad in self.grads):
-            self._run(None)
-        return None
+    def write_grads(self) -> None:
+        """Write the gradients of parameters alone."""
+        if not launched(self._run, None):
+            self._from_reference()
 
     def _from_kernel(self) -> torch.Tensor:
         dx = torch.empty(self.x.shape, dtype=self.dtype, device=self.device)
@@ -358,17 +322,10 @@ class _NormBackward(LazyTensor):
         return self.parameters[1] if len(self.parameters) > 1 else None
 
     def _from_reference(self) -> torch.Tensor:
-        grads: tuple[Wanted, ...] = ()
-        if not self.parameters:
-            dx = reference.l2norm_backward(self.dy, self.x, *self.statistics)
-        else:
-            gain = _gain(self.parameters[0], self.zero_centered)
-            needed = (True, *(grad is not None for grad in self.grads))
-            backward: Any = (reference.rmsnorm_backward, reference.layernorm_backward)[
-                len(self.parameters) - 1
-            ]
-            read = (self.dy, self.x, gain, *self.statistics)
-            dx, *grads = backward(*read, needed, self.d_extra)
+        needed = (True, *(grad is not None for grad in self.grads))
+        options = (needed, self.zero_centered, self.d_extra)
+        dx, *grads = _backward_by_torch(self.dy, self.x, self.parameters, self.statistics, *options)
+        assert dx is not None
         for out, grad_of_reference in zip(self.grads, grads, strict=True):
             if out is not None and grad_of_reference is not None:
                 out.copy_(grad_of_reference)

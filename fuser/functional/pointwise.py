@@ -8,7 +8,7 @@ it is written.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -18,9 +18,8 @@ from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
 from fuser.errors import KernelUnavailable
 from fuser.functional.lazy import LazyTensor, as_stored
-from fuser.reference import activation as reference
-from fuser.reference import chain as reference_chain
-from fuser.reference.dropout import dropout as reference_dropout
+from fuser.reference import chain as reference
+from fuser.reference.activation import NATIVE
 from fuser.wrapper_tensor import WrapperTensor
 
 Result = torch.Tensor | LazyTensor
@@ -34,140 +33,21 @@ FEW_ELEMENTS = 2**20
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 # torch runs one such op alone, because it is as fast.
-_TORCH: dict[str, Callable[..., torch.Tensor]] = {
-    "bias": lambda x, operand: x + operand,
-    "add_extra_input": lambda x, operand: x + operand,
-    "constant_scale": lambda x, operand, scale: x * scale,
-}
+_TORCH = frozenset(("bias", "add_extra_input", "constant_scale"))
 
 
-# -- ops ----------------------------------------------------------------------
-
-
-def activation(stage: Stage, x: torch.Tensor, *, is_plain: bool = False) -> Result:
-    """``stage`` of ``x``; see the reference.
-
-    ``is_plain``: nothing around it is quantized, so that torch's rounding is acceptable too.
-    """
-    if prefers_torch(stage, x.numel(), is_plain=is_plain) or not kernels_take(x):
-        return reference.activation(stage, x)
-    return _Forward((stage,), x, NO_OPERAND)
-
-
-def activation_backward(
-    stage: Stage,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    *,
-    is_plain: bool = False,
-    output: Result | None = None,
+def chain(
+    stages: Stages, x: torch.Tensor, operands: Operands = NO_OPERAND, *, is_plain: bool = False
 ) -> Result:
-    """Gradient of ``x``; see the reference, and :func:`activation`.
-
-    ``output``: what :func:`activation` returned again for this x. If it is lazy, and one kernel can
-    store it and the gradient, that kernel does, in the memory of ``dy``, which nothing reads later.
-    """
-    if prefers_torch(stage, x.numel(), is_plain=is_plain) or not kernels_take(dy, x):
-        return reference.activation_backward(stage, dy, x)
-    return BackwardChain((stage,), dy, x, NO_OPERAND, NO_OPERAND, output=output)
-
-
-def activation_bias_backward(
-    stage: Stage,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    *,
-    is_plain: bool = False,
-    output: Result | None = None,
-) -> tuple[Result, torch.Tensor]:
-    """Gradients of ``x``, the sum before an activation, and of the bias in that sum.
-
-    ``output`` as in :func:`activation_backward`.
-    """
-    if prefers_torch(stage, x.numel(), is_plain=is_plain) or not kernels_take(dy, x):
-        dx = reference.activation_backward(stage, dy, x)
-        return dx, (dx if dx.dim() == 2 else dx.reshape(-1, dx.shape[-1])).sum(0)
-    dbias = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device)
-    stages = (_BIAS, stage)
-    return BackwardChain(stages, dy, x, (None, None), (dbias, None), saved=1, output=output), dbias
-
-
-def scaled_activation(stage: Stage, x: torch.Tensor, scales: torch.Tensor) -> Result:
-    """``stage(x) * scales[..., None]``; see the reference."""
-    if not kernels_take(x):
-        return reference.scaled_activation(stage, x, scales)
-    return _Forward((stage.scaled,), x, (as_stored(scales).contiguous(),))
-
-
-def scaled_activation_backward(
-    stage: Stage,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    scales: torch.Tensor,
-    *,
-    wants_dscales: bool = True,
-    output: Result | None = None,
-) -> tuple[Result, torch.Tensor | None]:
-    """Gradients of ``x`` and, if wanted, of ``scales``; see the reference.
-
-    ``output`` as in :func:`activation_backward`.
-    """
-    if not kernels_take(dy, x):
-        return reference.scaled_activation_backward(
-            stage, dy, x, scales, wants_dscales=wants_dscales
-        )
-    operand = as_stored(scales).contiguous()
-    dscales = torch.empty_like(operand) if wants_dscales else None
-    stages = (stage.scaled,)
-    return BackwardChain(stages, dy, x, (operand,), (dscales,), output=output), dscales
-
-
-def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> Result:
-    """``x * mask / (1 - p)``, also for a gradient; see the reference."""
-    if not kernels_take(x):
-        return reference_dropout(x, seed, p)
-    return _Forward((Stage("dropout", (p,)),), x, (seed,))
-
-
-def bias(x: torch.Tensor, addend: torch.Tensor) -> Result:
-    """``x + addend``, of one dtype."""
-    if not kernels_take(x):
-        return x + addend
-    return _Forward((_BIAS,), x, (as_stored(addend).contiguous(),))
-
-
-def bias_backward(dy: torch.Tensor, size: int) -> tuple[Result, torch.Tensor]:
-    """``dy`` itself, and its sum over rows of ``size``; a quantizer may compute both at once."""
-    if not kernels_take(dy):
-        return dy, dy.reshape(-1, size).sum(0)
-    dbias = torch.empty(size, dtype=dy.dtype, device=dy.device)
-    return BackwardChain((_BIAS,), dy, None, NO_OPERAND, (dbias,)), dbias
-
-
-def constant_scale(x: torch.Tensor, scale: float) -> Result:
-    """``x * scale``."""
-    if not kernels_take(x) or abs(scale) > MAX_FLOAT32:
-        return x * scale
-    return _Forward((Stage("constant_scale", (scale,)),), x, NO_OPERAND)
-
-
-def add(x: torch.Tensor, extra: torch.Tensor) -> Result:
-    """``x + extra``, of one shape."""
-    if not kernels_take(x, extra):
-        return x + extra
-    return _Forward((Stage("add_extra_input"),), x, (_rows(extra).contiguous(),))
-
-
-# -- chains, by kernels -------------------------------------------------------
-
-
-def chain(stages: Stages, x: torch.Tensor, operands: Operands) -> LazyTensor:
-    """The output of ``stages``, each rounded to the dtype of ``x``.
+    """The output of ``stages``, each rounded to the dtype of ``x``; see the reference.
 
     ``operands``, one for each stage: a bias, an extra input, a dropout's seed, scales, or None.
+    Biases and extra inputs have the dtype of ``x``. ``is_plain``: nothing around an activation is
+    quantized, so that torch's rounding is acceptable too.
     """
-    contiguous = [None if operand is None else _rows(operand).contiguous() for operand in operands]
-    return _Forward(stages, x, contiguous)
+    if not kernels_take(x) or prefers_torch(stages[0], x.numel(), is_plain=is_plain):
+        return reference.forward(stages, x, operands)
+    return _Forward(stages, x, _contiguous(operands))
 
 
 def chain_backward(
@@ -177,13 +57,21 @@ def chain_backward(
     operands: Operands,
     needed: Sequence[bool],
     *,
+    saved: int = 0,
+    is_plain: bool = False,
     output: Result | None = None,
-) -> tuple[LazyTensor, list[torch.Tensor | None]]:
-    """Gradients of the input of ``stages`` and, if ``wanted``, of the operands.
+) -> tuple[Result, list[torch.Tensor | None]]:
+    """Gradients of the input of ``stages`` and, if ``needed``, of the operands; see the reference.
 
-    Tensors that no later activation reads again may be None: ``x``, a bias, an
-    extra input. ``output`` as in :func:`activation_backward`.
+    ``x`` is the input of stage number ``saved``. Tensors that no later activation reads again may
+    be None: ``x``, a bias, an extra input. ``is_plain`` as in :func:`chain`, of the stage that
+    reads ``x``. ``output``: what :func:`chain` returned again for this x. If it is lazy, and one
+    kernel can store it and the gradient, that kernel does, in the memory of ``dy``, which nothing
+    reads later.
     """
+    is_torchs = prefers_torch(stages[saved], dy.numel(), is_plain=is_plain)
+    if is_torchs or not kernels_take(dy, x):
+        return reference.backward(stages, dy, x, operands, needed, saved)
     *leading, width = dy.shape
     grads: list[torch.Tensor | None] = []
     for stage, operand, is_wanted in reversed(list(zip(stages, operands, needed, strict=True))):
@@ -195,13 +83,25 @@ def chain_backward(
         grads.append(torch.empty(shape, dtype=dtype, device=dy.device) if is_wanted else None)
         width <<= stage.is_gated
     grads.reverse()
-    contiguous = [None if operand is None else _rows(operand).contiguous() for operand in operands]
-    return BackwardChain(stages, dy, x, contiguous, grads, output=output), grads
+    values = BackwardChain(stages, dy, x, _contiguous(operands), grads, saved, output)
+    return values, grads
+
+
+def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> Result:
+    """``x * mask / (1 - p)``, also for a gradient; see the reference."""
+    return chain((Stage("dropout", (p,)),), x, (seed,))
+
+
+def constant_scale(x: torch.Tensor, scale: float) -> Result:
+    """``x * scale``; kernels compute in fp32, in which the scale may not be finite."""
+    if abs(scale) > MAX_FLOAT32:
+        return x * scale
+    return chain((Stage("constant_scale", (scale,)),), x)
 
 
 def prefers_torch(stage: Stage, count: int, *, is_plain: bool) -> bool:
-    """Whether torch's own function runs for so many elements, as fast; see `activation`."""
-    return is_plain and stage.name in reference.NATIVE and count < FEW_ELEMENTS
+    """Whether torch's own function runs for so many elements, as fast; see `chain`."""
+    return is_plain and stage.name in NATIVE and count < FEW_ELEMENTS
 
 
 def reads_in_place(x: torch.Tensor) -> bool:
@@ -211,12 +111,14 @@ def reads_in_place(x: torch.Tensor) -> bool:
 
 # -- arguments of kernels -------------------------------------------------------
 
-_BIAS = Stage("bias")
-
 
 def kernels_take(x: torch.Tensor, other: torch.Tensor | None = None) -> bool:
     """Whether kernels support these tensors, which must have one dtype."""
     return kernels_support(x) and x.dim() > 0 and (other is None or other.dtype is x.dtype)
+
+
+def _contiguous(operands: Operands) -> Operands:
+    return [None if operand is None else _rows(operand).contiguous() for operand in operands]
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -247,13 +149,13 @@ class _Forward(LazyTensor):
             return self.values.view(self.shape)
         stage, *more = self.stages
         if not more and stage.name in _TORCH:
-            return _TORCH[stage.name](self.x, *self.operands, *stage.scalars)
+            return reference.forward(self.stages, self.x, self.operands)
         y = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         kernels.pointwise(self.stages, self.x, self.operands, y)
         return y
 
     def _from_reference(self) -> torch.Tensor:
-        y = reference_chain.forward(self.stages, self.x, self.operands)
+        y = reference.forward(self.stages, self.x, self.operands)
         y = y.contiguous()
         return y if y.shape == self.shape else y.view(self.shape)
 
@@ -325,8 +227,9 @@ class BackwardChain(LazyTensor):
         return output if reads else None
 
     def _from_reference(self) -> torch.Tensor:
-        dx, grads = reference_chain.backward(
-            self.stages, self.dy, self.x, self.operands, self.saved
+        needed = [grad is not None for grad in self.grads]
+        dx, grads = reference.backward(
+            self.stages, self.dy, self.x, self.operands, needed, self.saved
         )
         for out, grad in zip(self.grads, grads, strict=True):
             if out is not None and grad is not None:

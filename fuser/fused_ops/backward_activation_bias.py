@@ -6,6 +6,7 @@ import torch
 
 from fuser.basic_ops import Activation, Bias
 from fuser.basic_ops.activation import ActivationState
+from fuser.basic_ops.bias import STAGES
 from fuser.functional import pointwise
 from fuser.op import (
     Contexts,
@@ -50,7 +51,10 @@ class BackwardActivationBias(FusedOperation):
         bias_ctx, ctx = ctxs
         x = activation.saved_input(ctx)
         state: ActivationState = ctx.state
-        dx, dbias = pointwise.activation_bias_backward(
-            *(state.function, dy, x), is_plain=not ctx.has_recipe, output=ctx.rebuilt_output
+        dx, (dbias, _) = pointwise.chain_backward(
+            *((*STAGES, state.function), dy, x, (None, None), (True, False)),
+            saved=1,
+            is_plain=not ctx.has_recipe,
+            output=ctx.rebuilt_output,
         )
         return write_grad_input(dx, bias_ctx), (dbias,), ()

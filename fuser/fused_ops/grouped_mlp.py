@@ -142,7 +142,7 @@ class GroupedMLP(FusedOperation):
         """The output ``[T, N]``; ``firsts`` is the ``is_first_microbatch`` of each op."""
         scales = padded_values(extras[1][0].reshape(-1), of_up.groups.padded)
         z = of_up.forward(x, extras[0], firsts[0], keeps_input=of_up.ctx.keeps_input)
-        h = pointwise.scaled_activation(self.members[1].function, z, scales)
+        h = pointwise.chain((self.members[1].function.scaled,), z, (scales,))
         is_repeated, is_rebuilt = self._is_repeated(of_down), not of_down.ctx.keeps_input
         keeps_input = not (is_repeated or is_rebuilt)
         y = of_down.forward(h, extras[2], firsts[2], keeps_input=keeps_input)
@@ -225,15 +225,17 @@ class GroupedMLP(FusedOperation):
     ) -> tuple[Values, torch.Tensor | None, torch.Tensor | None]:
         """The gradients of z and of the scales, and the sums of dz that a kernel leaves."""
         saved: ScaledActivationSaved = self.members[1].saved(ctx)
-        of_dz = (ctx.state.function, dh, *saved)
-        (wants_dscales,) = ctx.extra_inputs_require_grad
+        function, (wants_dscales,) = ctx.state.function, ctx.extra_inputs_require_grad
         # The store that quantizes dz leaves the sums of its rows, of whole tiles of one group.
         sums_beside = of_up.wants_biases and of_up.wants_products and not of_up.linear.scale_bias
-        if sums_beside and isinstance(of_up, QuantizedProduct):
+        if sums_beside and isinstance(of_up, QuantizedProduct) and not of_up.is_exact:
             return scaled_activation_bias_backward(
-                *of_dz, of_up.padded, wants_dscales=wants_dscales
+                *(function, dh, *saved, of_up.padded), wants_dscales=wants_dscales
             )
-        dz, dscales = pointwise.scaled_activation_backward(*of_dz, wants_dscales=wants_dscales)
+        x, scales = saved
+        dz, (dscales,) = pointwise.chain_backward(
+            (function.scaled,), dh, x, (scales,), (wants_dscales,)
+        )
         return dz, dscales, None
 
     # -- unfused ----------------------------------------------------------------------

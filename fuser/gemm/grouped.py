@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,6 @@ from fuser.functional.grouped import PaddedGroups
 
 # grouped_mm reads rows in vectors of 16 bytes.
 VECTOR_BYTES = 16
-
-
-Places: TypeAlias = tuple[
-    torch.Tensor, "torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"
-]
-"""The tensors of :class:`Groups`."""
 
 
 class Groups(NamedTuple):
@@ -44,14 +38,22 @@ class Groups(NamedTuple):
     padded: PaddedGroups | None = None
 
     @classmethod
-    def at(cls, places: Places, rows: int) -> Groups:
-        """Groups of ``rows`` rows from the tensors of :meth:`places`."""
-        ends, sizes, padded_ends, tiles = places
+    def at(
+        cls,
+        ends: torch.Tensor,
+        sizes: torch.Tensor | None,
+        padded_ends: torch.Tensor | None,
+        tiles: torch.Tensor | None,
+        rows: int,
+    ) -> Groups:
+        """Groups of ``rows`` rows from their :meth:`tensors`."""
         if padded_ends is None or tiles is None:
             return cls(ends, sizes)
         return cls(ends, sizes, PaddedGroups(ends, padded_ends, tiles, rows))
 
-    def places(self) -> Places:
+    def tensors(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """What :meth:`at` takes, to be saved for backward."""
         if self.padded is None:
             return self.ends, self.sizes, None, None
@@ -133,18 +135,14 @@ def listed(sizes: Sequence[int], most: int = 16) -> str:
     return f"{', '.join(map(str, sizes[:most]))}{more}"
 
 
-def forward(
-    x: torch.Tensor, weight: torch.Tensor, groups: Groups, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def forward(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``x_g @ weight_g.T`` for the rows of each group, ``[T, N]``."""
-    return _multiply(x, weight.transpose(1, 2), groups, out)
+    return _multiply(x, weight.transpose(1, 2), groups)
 
 
-def dgrad(
-    dy: torch.Tensor, weight: torch.Tensor, groups: Groups, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def dgrad(dy: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``dy_g @ weight_g`` for the rows of each group: the gradient of x, ``[T, K]``."""
-    return _multiply(dy, weight, groups, out)
+    return _multiply(dy, weight, groups)
 
 
 def wgrad(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -217,7 +215,7 @@ class GroupProducts(NamedTuple):
         """``addend`` with ``scale * a_g @ b_g``: one GEMM for each group where each is one."""
         sums = addend.view(-1, addend.shape[-1])
         if self.groups.sizes is None or sums.dtype is not a.dtype:
-            sums.add_(_multiply(a, b, self.groups, None), alpha=scale)
+            sums.add_(_multiply(a, b, self.groups), alpha=scale)
             return addend
         for rows, matrix in zip(self.groups.slices(), b, strict=True):
             sums[rows].addmm_(a[rows], matrix, alpha=scale)
@@ -236,20 +234,20 @@ def _scaled(product: torch.Tensor, scale: float) -> torch.Tensor:
     return product if scale == 1.0 else product.mul_(scale)
 
 
-def _multiply(
-    a: torch.Tensor, b: torch.Tensor, groups: Groups, out: torch.Tensor | None
-) -> torch.Tensor:
+def _multiply(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``a_g @ b_g`` for the rows of each group; ``b`` is ``[G, inner, columns]``."""
     if groups.sizes is None:
-        columns = b.shape[2]
-        y = grouped_mm(whole_vectors(a), aligned_matrices(b), groups.ends)
-        y = y if y.shape[1] == columns else y[:, :columns].contiguous()
-        y = grouped.zero_tail(groups.ends, y)
-        return y if out is None else out.copy_(y)
+        return grouped.zero_tail(groups.ends, multiply_at_once(a, b, groups.ends))
     parts = [torch.mm(a[rows], weight) for rows, weight in zip(groups.slices(), b, strict=True)]
     rest = a.shape[0] - sum(map(len, parts))
-    y = torch.cat([*parts, a.new_zeros(rest, b.shape[2])])
-    return y if out is None else out.copy_(y)
+    return torch.cat([*parts, a.new_zeros(rest, b.shape[2])])
+
+
+def multiply_at_once(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """``a_g @ b_g`` in one launch; rows after the last group are undefined."""
+    columns = b.shape[2]
+    y = grouped_mm(whole_vectors(a), aligned_matrices(b), ends)
+    return y if y.shape[1] == columns else y[:, :columns].contiguous()
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

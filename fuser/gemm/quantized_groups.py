@@ -17,7 +17,7 @@ from fuser.errors import KernelUnavailable
 from fuser.formats import NumberFormat
 from fuser.functional.grouped import PaddedGroups, padded_rows, unpad, zero_tail
 from fuser.functional.lazy import materialize
-from fuser.gemm.grouped import Groups, aligned_matrices, grouped_mm, wgrad, whole_vectors
+from fuser.gemm.grouped import Groups, multiply_at_once, wgrad
 from fuser.gemm.matmul import column_values
 from fuser.tensors import (
     Float8CurrentScalingQuantizer,
@@ -68,8 +68,7 @@ def quantized_forward(
     if product is not None:
         return product
     values = _values(weight, "rowwise", dtype).view(len(groups.ends), -1, x.shape[-1])[:, :size]
-    y = _product(_values(x, "rowwise", dtype), values.transpose(1, 2), groups)
-    return y if is_padded else unpad(y, groups)
+    return _product(_values(x, "rowwise", dtype), values.transpose(1, 2), groups, is_padded)
 
 
 def quantized_dgrad(
@@ -90,8 +89,7 @@ def quantized_dgrad(
     if product is not None:
         return product
     values = _values(weight, "columnwise", dtype).view(len(groups.ends), -1, k)[:, :n]
-    dx = _product(_values(dy, "rowwise", dtype), values, groups)
-    return dx if is_padded else unpad(dx, groups)
+    return _product(_values(dy, "rowwise", dtype), values, groups, is_padded)
 
 
 def quantized_wgrad(
@@ -164,14 +162,15 @@ def _values(tensor: QuantizedTensor, usage: str, dtype: torch.dtype) -> torch.Te
     return tensor.with_usage(usage).dequantize(dtype=dtype)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, groups: PaddedGroups) -> torch.Tensor:
-    """``a_g @ b_g`` for the padded rows of each group; rows after the last group are undefined."""
-    columns, ends, is_unpadded = b.shape[2], groups.padded_ends, _is_unpadded(a)
-    if is_unpadded:
-        a, ends = unpad(a, groups), groups.ends
-    y = grouped_mm(whole_vectors(a), aligned_matrices(b), ends)
-    y = y if y.shape[1] == columns else y[:, :columns].contiguous()
-    return materialize(padded_rows(y, groups)) if is_unpadded else y
+def _product(
+    a: torch.Tensor, b: torch.Tensor, groups: PaddedGroups, is_padded: bool
+) -> torch.Tensor:
+    """``a_g @ b_g`` for the padded rows of each group."""
+    if _is_unpadded(a):
+        y = zero_tail(groups.ends, multiply_at_once(unpad(a, groups), b, groups.ends))
+        return materialize(padded_rows(y, groups)) if is_padded else y
+    y = multiply_at_once(a, b, groups.padded_ends)
+    return y if is_padded else unpad(y, groups)
 
 
 def _is_unpadded(values: torch.Tensor) -> bool:

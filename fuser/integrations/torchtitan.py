@@ -14,12 +14,14 @@ from typing import Any, Literal
 
 from fuser.conversion.convert import Filter, convert
 from fuser.conversion.converted import (
-    conversion_of,
     converted_modules,
+    recipe_of,
+    runner_of,
     set_conversion,
     unset_conversion,
 )
 from fuser.conversion.modules import child_of
+from fuser.conversion.unit import Runner
 from fuser.errors import InputError
 from fuser.recipe import Recipe, recipe_named
 
@@ -147,12 +149,14 @@ def _parallelize(module: Any, parallel_dims: Any, parallelize: Any) -> None:
             "and inputs are DTensors, and no pipeline would run: use 'spmd_types' or "
             "'partial_dtensor'."
         )
-    conversions = [conversion_of(converted) for converted in converted_modules(module)]
-    for owner, _, _ in conversions:
+    conversions = []
+    for owner in list(converted_modules(module)):
+        runner = runner_of(owner)
+        unit = None if runner is None else runner.present_unit(owner)
+        conversions.append((owner, unit, recipe_of(owner)))
         unset_conversion(owner)
     parallelize(module, parallel_dims)
     for owner, unit, recipe in conversions:
-        paths = [path for chain in unit.chains for path, _ in chain.replaced] if unit else []
-        for path in ("", *paths):
+        for path in unit.watched if unit else [""]:
             child_of(owner, path).__dict__.pop("forward", None)
-        set_conversion(owner, unit, recipe)
+        set_conversion(owner, Runner(unit, owner) if unit else None, recipe)

@@ -30,7 +30,7 @@ from fuser.specs import Collective, PlanKey, Product, QuantSpec, TensorSpec
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 from fuser.torch_private import gradient_hooks
 
-# An op keeps the quantizers of this many recipes; a pipeline keeps as many plans.
+# An op keeps the quantizers of this many custom recipes; a pipeline keeps as many plans.
 MAX_RECIPES = 256
 
 _ByPlace = dict[tuple[str, int, str], Quantizer]
@@ -110,8 +110,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         self._captured = False
         self._delayed: dict[str, DelayedScales] = {}
         self._registered_names: list[str] = []
-        # Quantizers of the last recipe, and of every recipe.
-        self._quantizers: tuple[Recipe, _ByPlace] | None = None
+        # Of every custom recipe.
         self._made_quantizers: dict[Recipe, _ByPlace] = {}
         # For code outside this library: the recipe of the last forward, and quantizers it got.
         self._last_recipe: Recipe | None = None
@@ -400,14 +399,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         the op's parameters if it is None.
         """
         recipe = current_recipe()
-        if recipe is None:
-            return None
-        kept = self._quantizers
-        if kept is not None and kept[0] is recipe is self._last_recipe:
-            made = kept[1].get((mode, index, self.quantizer_roles(mode)[index]))
-            if made is not None:
-                return made
-        return self._quantizer_under(recipe, mode, index, device)
+        return None if recipe is None else self._quantizer_under(recipe, mode, index, device)
 
     def quantizer_values(self, mode: str) -> list[Quantizer | None]:
         """:meth:`quantizer_value` of every index of ``mode``.
@@ -497,18 +489,19 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         return quantizer
 
     def _made_quantizer(self, recipe: Recipe, mode: str, index: int) -> Quantizer:
-        kept = self._quantizers
-        if kept is None or (kept[0] is not recipe and kept[0] != recipe):
-            made_for = self._made_quantizers
-            if len(made_for) >= MAX_RECIPES:
-                made_for.pop(next(iter(made_for)))
-            kept = self._quantizers = (recipe, made_for.setdefault(recipe, {}))
         role = self.quantizer_roles(mode)[index]
-        made = kept[1].get((mode, index, role))
+        if not isinstance(recipe, CustomRecipe):
+            return make_quantizer(recipe, role)
+        # The factory is asked once for each quantizer of an op: plans rely on it.
+        kept = self._made_quantizers.get(recipe)
+        if kept is None:
+            while len(self._made_quantizers) >= MAX_RECIPES:
+                self._made_quantizers.pop(next(iter(self._made_quantizers)), None)
+            kept = self._made_quantizers.setdefault(recipe, {})
+        made = kept.get((mode, index, role))
         if made is None:
-            # A custom recipe's factory is asked once for each quantizer of an op: plans rely on it.
             made = make_quantizer(recipe, role, module_type=self.module_type, name=self.name)
-            made = kept[1].setdefault((mode, index, role), made)
+            made = kept.setdefault((mode, index, role), made)
         return made
 
     def _delayed_state(
@@ -727,7 +720,6 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         return {
             **super().__getstate__(),
             "_captured": False,
-            "_quantizers": None,
             "_made_quantizers": {},
             "_last_recipe": None,
             "_quantizer_views": {},

@@ -22,7 +22,7 @@ REFUSED = "refused: "
 _NOT_STRUCTURE = frozenset(
     (
         *("_parameters", "_buffers", "_modules", "training", "_changes", "_captured", "_delayed"),
-        *("_quantizers", "_made_quantizers", "_last_recipe", "_quantizer_views", "_group"),
+        *("_made_quantizers", "_last_recipe", "_quantizer_views", "_group"),
         *("_agreement", "_structure", "_is_full_backward_hook", "_init"),
         *("_number", "_next_call", "runs_in_graph", "_rng_state_tracker_function"),
         *("_delayed_wgrads", "_wgrad_hooks"),

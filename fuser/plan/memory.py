@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fuser.plan.plan import MemoryCurve
 from fuser.report.text import columns, format_bytes, format_time
 
 
@@ -60,14 +59,18 @@ class BudgetCost:
 
 
 @dataclass(frozen=True)
-class BudgetCurve(MemoryCurve):
-    """The budgets of a training plan, from the most memory to the least.
+class MemoryCurve:
+    """The budgets of a training plan, from the most memory to the least; none without a backward.
 
     As text it is a table. Budgets that keep the same bytes as an earlier one are left out of it,
     and of iteration.
     """
 
     every: tuple[BudgetCost, ...] = ()
+    tokens: int = 0
+    """The rows of the planned input."""
+    nominal_tokens: int = 0
+    """The tokens of the modelled times."""
 
     def __iter__(self) -> Iterator[BudgetCost]:
         seen: set[tuple[float, int]] = set()
@@ -77,6 +80,8 @@ class BudgetCurve(MemoryCurve):
                 yield cost
 
     def __str__(self) -> str:
+        if not self.every:
+            return "kept for backward: nothing needs a gradient"
         heading = ("budget", "a token", "weights", "all", f"step of {self.nominal_tokens}", "again")
         rows = [
             (
@@ -94,22 +99,22 @@ class BudgetCurve(MemoryCurve):
         )
 
     def to_dict(self) -> list[dict[str, Any]]:
+        """The table as plain lists, strings and numbers, ready for JSON."""
         return [
             {**vars(cost), "inputs": list(cost.inputs), "weights": list(cost.weights)}
             for cost in self
         ]
 
-    def moved(self, by: int) -> BudgetCurve:
-        return replace(self, every=tuple(cost.moved(by) for cost in self.every))
+    def followed_by(self, other: MemoryCurve, by: int) -> MemoryCurve:
+        """The budgets of two pipelines; ``by``: the number of ops of this one."""
+        moved = tuple(cost.moved(by) for cost in other.every)
+        if not (self.every and moved):
+            return self if self.every else replace(other, every=moved)
+        every = (first + second for first, second in zip(self.every, moved, strict=True))
+        return replace(self, every=tuple(every))
 
-    def followed_by(self, other: MemoryCurve, by: int) -> BudgetCurve:
-        if not isinstance(other, BudgetCurve):
-            return self
-        pairs = zip(self.every, other.moved(by).every, strict=True)
-        return replace(self, every=tuple(first + second for first, second in pairs))
-
-    def with_inputs(self, sizes: Iterable[int]) -> BudgetCurve:
-        """Also: budget 0 keeps the inputs."""
+    def with_inputs(self, sizes: Iterable[int]) -> MemoryCurve:
+        """Those of several pipelines, whose inputs have these bytes: a budget of 0 keeps them."""
         nbytes = sum(sizes)
         return replace(
             self,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from fuser.plan.devices import Device
 from fuser.plan.graph import OpGraph
 from fuser.plan.kept import kept_tensors
-from fuser.plan.memory import BudgetCost, BudgetCurve
-from fuser.plan.plan import FusionPlan, MemoryCurve
+from fuser.plan.memory import BudgetCost, MemoryCurve
+from fuser.plan.plan import FusionPlan
 from fuser.plan.planner import make_plan
 from fuser.plan.registered import RegisteredFusions
 from fuser.plan.saved_inputs import Limit
@@ -78,7 +78,7 @@ def memory_curve(
                 repeats_forward=True,
             )
     assert repeated is not None
-    return BudgetCurve((*every, repeated), graph.tokens, own.nominal_tokens)
+    return MemoryCurve((*every, repeated), graph.tokens, own.nominal_tokens)
 
 
 def _input_bytes(graph: OpGraph) -> int:

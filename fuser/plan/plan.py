@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import os
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from fuser.cuda.launch import off_cuda
 from fuser.plan.devices import Device, device_of
+from fuser.plan.memory import MemoryCurve
 from fuser.report.text import (
     columns,
     format_bytes,
@@ -26,6 +27,8 @@ from fuser.report.text import (
 from fuser.specs import PlanKey, QuantSpec
 
 KERNELS_WIDTH = 50  # of the column of kernels in a printed plan
+# Fields of a plan with an entry for each of some windows of its ops, which ``ops`` of it are.
+_OF_WINDOWS = ("refusals", "layout", "padding", "notes", "replays", "kept")
 PIPELINE_INPUT = "the pipeline's input"  # the reason to keep it; of a later pipeline, the module
 
 
@@ -186,38 +189,11 @@ class Baseline:
         """Both sides."""
         return self.forward + self.backward
 
-
-@dataclass(frozen=True)
-class MemoryCurve:
-    """What memory budgets would keep for backward: here nothing, without a backward."""
-
-    every: tuple[Any, ...] = ()
-    tokens: int = 0
-    """The rows of the planned input."""
-    nominal_tokens: int = 0
-    """The tokens of the modelled times."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __str__(self) -> str:
-        return "kept for backward: nothing needs a gradient"
-
-    def to_dict(self) -> list[dict[str, Any]]:
-        """The table as plain lists, strings and numbers, ready for JSON."""
-        return []
-
-    def moved(self, by: int) -> MemoryCurve:
-        """The same with ops whose indices are larger by ``by``."""
-        return self
-
-    def followed_by(self, other: MemoryCurve, by: int) -> MemoryCurve:
-        """The budgets of two pipelines; ``by``: the number of ops of this one."""
-        return other.moved(by)
-
-    def with_inputs(self, sizes: Iterable[int]) -> MemoryCurve:
-        """For a container of several pipelines, whose inputs have these bytes."""
-        return self
+    def followed_by(self, other: Baseline) -> Baseline:
+        """That of these ops and of others after them."""
+        return replace(
+            self, forward=self.forward + other.forward, backward=self.backward + other.backward
+        )
 
 
 @dataclass(frozen=True)
@@ -490,11 +466,7 @@ class FusionPlan(Drawn):
 
         def steps(part: Iterable[Step]) -> list[dict[str, Any]]:
             return [
-                {
-                    **vars(step),
-                    "ops": list(step.ops),
-                    "emits": None if step.emits is None else str(step.emits),
-                }
+                {**_as_dict(step), "emits": None if step.emits is None else str(step.emits)}
                 for step in part
             ]
 
@@ -503,9 +475,9 @@ class FusionPlan(Drawn):
             "device": self.device.describe(),
             "features": list(self.features),
             "wholes": list(self.wholes),
-            "baselines": [dict(vars(one)) for one in self.baselines],
+            "baselines": [_as_dict(one) for one in self.baselines],
             "ops": list(self.ops),
-            "channels": [dict(vars(channel)) for channel in self.channels],
+            "channels": [_as_dict(channel) for channel in self.channels],
             "nominal_tokens": self.nominal_tokens,
             "activation_bytes": list(self.activation_bytes),
             "grad_activation_bytes": list(self.grad_activation_bytes),
@@ -513,17 +485,10 @@ class FusionPlan(Drawn):
             "backward": steps(self.backward),
             "unfused_forward": steps(self.unfused_forward),
             "unfused_backward": steps(self.unfused_backward),
-            "modules": [{**vars(call), "ops": list(call.ops)} for call in self.modules],
-            "nodes": [{**vars(node), "ops": list(node.ops)} for node in self.nodes],
+            "modules": [_as_dict(call) for call in self.modules],
+            "nodes": [_as_dict(node) for node in self.nodes],
             "waiting": self.waiting,
-            "layout": [{**vars(note), "ops": list(note.ops)} for note in self.layout],
-            "padding": [{**vars(note), "ops": list(note.ops)} for note in self.padding],
-            "notes": [{**vars(note), "ops": list(note.ops)} for note in self.notes],
-            "replays": [{**vars(note), "ops": list(note.ops)} for note in self.replays],
-            "refusals": [{**vars(r), "ops": list(r.ops)} for r in self.refusals],
-            "kept": [
-                {**vars(k), "ops": list(k.ops), "rebuilt_by": list(k.rebuilt_by)} for k in self.kept
-            ],
+            **{name: [_as_dict(item) for item in getattr(self, name)] for name in _OF_WINDOWS},
             "memory": self.memory.to_dict(),
             "input_requires_grad": self.key.ops[0].input_requires_grad,
             "extra_inputs": [[e.requires_grad for e in op.extra_inputs] for op in self.key.ops],
@@ -621,42 +586,41 @@ def _after(call: ModuleCall, plan: FusionPlan) -> FusionPlan:
 def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
     by = len(first.ops)
 
-    def moved(items: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(replace(item, ops=_shifted(item.ops, by)) for item in items)
+    def moved(name: str) -> tuple[Any, ...]:
+        return tuple(_moved(item, by) for item in getattr(second, name))
 
-    kept = tuple(
-        replace(k, ops=_shifted(k.ops, by), rebuilt_by=_shifted(k.rebuilt_by, by))
-        for k in second.kept
-    )
     return replace(
         first,
-        kept=first.kept + kept,
-        memory=first.memory.followed_by(second.memory, by),
         key=replace(first.key, ops=first.key.ops + second.key.ops),
-        ops=first.ops + second.ops,
-        forward=first.forward + moved(second.forward),
-        backward=moved(second.backward) + first.backward,
-        unfused_forward=first.unfused_forward + moved(second.unfused_forward),
-        unfused_backward=moved(second.unfused_backward) + first.unfused_backward,
-        refusals=first.refusals + moved(second.refusals),
-        layout=first.layout + moved(second.layout),
-        padding=first.padding + moved(second.padding),
-        notes=first.notes + moved(second.notes),
-        replays=first.replays + moved(second.replays),
-        nodes=_nodes_of(first) + moved(_nodes_of(second)),
+        forward=first.forward + moved("forward"),
+        backward=moved("backward") + first.backward,
+        unfused_forward=first.unfused_forward + moved("unfused_forward"),
+        unfused_backward=moved("unfused_backward") + first.unfused_backward,
+        nodes=_nodes_of(first) + tuple(_moved(node, by) for node in _nodes_of(second)),
         waiting=first.waiting or second.waiting,
-        extra_outputs=first.extra_outputs + second.extra_outputs,
-        features=first.features[:-1] + second.features,
-        wholes=first.wholes + second.wholes,
-        baselines=tuple(
-            replace(
-                one, forward=one.forward + other.forward, backward=one.backward + other.backward
-            )
-            for one, other in zip(first.baselines, second.baselines, strict=False)
-        ),
-        activation_bytes=first.activation_bytes[:-1] + second.activation_bytes,
-        grad_activation_bytes=first.grad_activation_bytes[:-1] + second.grad_activation_bytes,
+        memory=first.memory.followed_by(second.memory, by),
+        baselines=tuple(map(Baseline.followed_by, first.baselines, second.baselines)),
+        **{name: getattr(first, name) + moved(name) for name in _OF_WINDOWS},
+        **{
+            name: getattr(first, name) + getattr(second, name)
+            for name in ("ops", "extra_outputs", "wholes")
+        },
+        **{  # the output of the first pipeline is the input of the second
+            name: getattr(first, name)[:-1] + getattr(second, name)
+            for name in ("features", "activation_bytes", "grad_activation_bytes")
+        },
     )
+
+
+def _moved(item: Any, by: int) -> Any:
+    """An entry of a plan for ops whose indices are larger by ``by``."""
+    names = ("ops", "rebuilt_by") if isinstance(item, Kept) else ("ops",)
+    return replace(item, **{name: _shifted(getattr(item, name), by) for name in names})
+
+
+def _as_dict(item: Any) -> dict[str, Any]:
+    """The fields of an entry of a plan, with lists in the place of tuples."""
+    return {n: list(v) if isinstance(v, tuple) else v for n, v in vars(item).items()}
 
 
 def _nodes_of(plan: FusionPlan) -> tuple[Node, ...]:

@@ -145,7 +145,7 @@ class _Search:
         candidates = [*self.basic[side], *self._fused(side)]
         for start, fused in pinned:
             window = range(start, start + len(fused.basic_ops))
-            reason = self._unsent(fused, window, (side,))
+            reason = self._unsent(fused, window, side)
             if reason is not None:
                 raise StateError(
                     f"The registered fusion {type(fused).__name__} cannot run ops "
@@ -166,7 +166,7 @@ class _Search:
             names = op.kernels(side, key)
             if side == "backward" and i < self.first:
                 names = ()
-            kernels = [(name, int(last)) for last, name in _marking_last(names)]
+            kernels = [*((name, 0) for name in names[:-1]), *((name, 1) for name in names[-1:])]
             fuses_quantize = op.fuses_quantize(side, key)
             candidates.append(self.costs.candidate(window, side, None, kernels, fuses_quantize))
         return candidates
@@ -231,7 +231,7 @@ class _Search:
         """The candidate of ``fusion`` for ``window``; if refused, None, and the refusal is kept."""
         key = self.key.window(window.start, window.stop)
         try:
-            reason = self._unsent(fusion, window, (side,))
+            reason = self._unsent(fusion, window, side)
             if reason is None:
                 reason = fusion.refuses(*bound, key=key)
             kernels = fusion.kernels(*bound, side=side, key=key) if reason is None else ()
@@ -254,20 +254,17 @@ class _Search:
         return self.costs.candidate(window, side, fusion, kernels, fuses_quantize, sends)
 
     def _unsent(
-        self, fusion: type[FusedOperation] | FusedOperation, window: range, sides: Iterable[str]
+        self, fusion: type[FusedOperation] | FusedOperation, window: range, side: str
     ) -> str | None:
         """The reason if ops of the window communicate and the fusion would not; else None."""
-        if fusion.communicates:
-            return None
-        for side in sides:
-            for i in window:
-                op = self.graph.ops[i]
-                for collective in op.collectives(side, self.key.window(i, i + 1)):
-                    return (
-                        f"op {i} ({type(op).__name__}) communicates, which the fusion does not do: "
-                        f"{collective.kind} of {collective.tensor} over "
-                        f"{collective.ranks} ranks in {side}."
-                    )
+        for i in window if not fusion.communicates else ():
+            op = self.graph.ops[i]
+            for collective in op.collectives(side, self.key.window(i, i + 1)):
+                return (
+                    f"op {i} ({type(op).__name__}) communicates, which the fusion does not do: "
+                    f"{collective.kind} of {collective.tensor} over "
+                    f"{collective.ranks} ranks in {side}."
+                )
         return None
 
     def _refuse(self, fusion: type[FusedOperation], window: range, reason: str) -> None:
@@ -279,10 +276,6 @@ class _Search:
             for other in self.refusals
         ):
             self.refusals.append(refusal)
-
-
-def _marking_last(names: Sequence[str]) -> list[tuple[bool, str]]:
-    return [(number + 1 == len(names), name) for number, name in enumerate(names)]
 
 
 def _bytes_per_token(graph: OpGraph, side: str) -> tuple[float, ...]:

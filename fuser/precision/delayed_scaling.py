@@ -234,7 +234,7 @@ class DelayedScales:
         if is_other:
             if self.mode == "forward" and again is None and is_reading:
                 _warn_of_evaluation()
-            self._prepare(recipe, dtypes, device)
+            self.prepare(recipe, dtypes, device)
         quantizer = self._quantizers[index]
         if self.mode == "backward":
             return quantizer
@@ -290,26 +290,13 @@ class DelayedScales:
     def prepare(
         self, recipe: DelayedScaling, dtypes: Sequence[DType], device: torch.device
     ) -> None:
-        """Make the state for ``recipe`` on ``device``, unless it exists."""
-        if self._is_other(recipe, device):
-            self._prepare(recipe, dtypes, device)
-
-    def _is_other(self, recipe: DelayedScaling, device: torch.device) -> bool:
-        is_same = recipe is self._recipe or recipe == self._recipe
-        return not is_same or device != self.scale.device
-
-    def last_quantizer(self, index: int) -> Quantizer | None:
-        """The quantizer of the last call, with the current scale; None before the first call."""
-        return self._quantizers[index] if self._quantizers else None
-
-    def _prepare(
-        self, recipe: DelayedScaling, dtypes: Sequence[DType], device: torch.device
-    ) -> None:
-        """Make the state, or adapt it to ``recipe`` and ``device``.
+        """Make the state for ``recipe`` on ``device``, or adapt it, unless it is for these.
 
         Quantizers that were returned before keep their scale, for backwards that
         are still to run.
         """
+        if not self._is_other(recipe, device):
+            return
         count = len(dtypes)
         if self.scale.numel() not in (0, count):
             raise InputError(
@@ -334,6 +321,14 @@ class DelayedScales:
             self._max = _maxima(dtypes, device)
         self._of_parameters = {}
         self._recipe = recipe
+
+    def _is_other(self, recipe: DelayedScaling, device: torch.device) -> bool:
+        is_same = recipe is self._recipe or recipe == self._recipe
+        return not is_same or device != self.scale.device
+
+    def last_quantizer(self, index: int) -> Quantizer | None:
+        """The quantizer of the last call, with the current scale; None before the first call."""
+        return self._quantizers[index] if self._quantizers else None
 
     def _scale_under(self, recipe: DelayedScaling, dtypes: Sequence[DType]) -> torch.Tensor:
         """The current scales, for the formats and the margin of ``recipe``.

@@ -30,10 +30,16 @@ def forward(stages: Stages, x: torch.Tensor, operands: Operands) -> torch.Tensor
 
 
 def backward(
-    stages: Stages, dy: torch.Tensor, x: torch.Tensor | None, operands: Operands, saved: int = 0
+    stages: Stages,
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    operands: Operands,
+    needed: Sequence[bool] | None = None,
+    saved: int = 0,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Gradients of the chain's input and of each stage's operand, None if it has no operand.
+    """Gradients of the chain's input and of each stage's operand.
 
+    None for a stage without an operand, and for one that is not ``needed``, by default all are.
     ``x`` is the input of stage number ``saved``; None if no stage reads it.
     """
     inputs: list[torch.Tensor | None] = [None] * saved
@@ -42,9 +48,11 @@ def backward(
         # Up to the last activation: later stages do not need their inputs.
         reads_again = any(stage.is_activation for stage in stages[i + 1 :])
         x = _forward(stages[i], x, operands[i]) if x is not None and reads_again else None
+    needed = [True] * len(stages) if needed is None else needed
     grads: list[torch.Tensor | None] = []
-    for stage, operand, input_ in reversed(list(zip(stages, operands, inputs, strict=True))):
-        dy, grad = _backward(stage, dy, input_, operand)
+    steps = list(zip(stages, inputs, operands, needed, strict=True))
+    for stage, input_, operand, is_needed in reversed(steps):
+        dy, grad = _backward(stage, dy, input_, operand, is_needed)
         grads.insert(0, grad)
     return dy, grads
 
@@ -65,14 +73,18 @@ def _forward(stage: Stage, x: torch.Tensor, operand: torch.Tensor | None) -> tor
 
 
 def _backward(
-    stage: Stage, dy: torch.Tensor, x: torch.Tensor | None, operand: torch.Tensor | None
+    stage: Stage,
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    operand: torch.Tensor | None,
+    is_needed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if stage.name == "constant_scale":
         return dy * stage.scalars[0], None
     if stage.name == "bias":
-        return dy, dy.reshape(-1, dy.shape[-1]).sum(0)
+        return dy, dy.reshape(-1, dy.shape[-1]).sum(0) if is_needed else None
     if stage.name == "add_extra_input":
-        return dy, dy
+        return dy, dy if is_needed else None
     if stage.name == "dropout":
         assert operand is not None
         return dropout(dy, operand, *stage.scalars), None
@@ -82,5 +94,5 @@ def _backward(
     assert x is not None
     if stage.is_scaled:
         assert operand is not None
-        return scaled_activation_backward(stage, dy, x, operand)
+        return scaled_activation_backward(stage, dy, x, operand, wants_dscales=is_needed)
     return activation_backward(stage, dy, x), None

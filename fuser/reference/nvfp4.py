@@ -93,27 +93,23 @@ def quantize(
     x = x.float()
     rows = NVFP4_BLOCK if two_dimensional else 1
     given = None if amax_value is None else amax_value.reshape(-1)
-    row = row_scale = amax_row = col = col_scale = amax_col = words = None
-    if rowwise:
+    results: list[Wanted] = []
+    for is_wanted, is_turned in ((rowwise, False), (columnwise, True)):
+        if not is_wanted:
+            results += [None, None, None]
+            continue
+        values, amax, words = x, None, None
+        if is_turned:
+            values = hadamard_transform(x.t(), random_signs) if hadamard else x.t()
         if stochastic:
-            words = random_words(seed, offset, x.shape, _ROWWISE_STREAM, x.device)
-        if row_scaled:
-            amax_row = amaxes_of_rows(x)
+            stream = _COLUMNWISE_STREAM if is_turned else _ROWWISE_STREAM
+            words = random_words(seed, offset, values.shape, stream, x.device)
+        if row_scaled and (given is None or not is_turned):
+            amax = amaxes_of_rows(values)
         elif given is not None:
-            amax_row = given[:1].clone()
-        row, row_scale, amax_row = _quantize_rows(x, rows, amax_row, words, four_over_six, e4m3_max)
-    if columnwise:
-        turned = hadamard_transform(x.t(), random_signs) if hadamard else x.t()
-        if stochastic:
-            words = random_words(seed, offset, turned.shape, _COLUMNWISE_STREAM, x.device)
-        if given is not None:
-            amax_col = given.clone() if row_scaled else given[-1:].clone()
-        elif row_scaled:
-            amax_col = amaxes_of_rows(turned)
-        col, col_scale, amax_col = _quantize_rows(
-            turned, rows, amax_col, words, four_over_six, e4m3_max
-        )
-    return row, row_scale, amax_row, col, col_scale, amax_col
+            amax = (given if row_scaled else given[-is_turned:][:1]).clone()
+        results += _quantize_rows(values, rows, amax, words, four_over_six, e4m3_max)
+    return tuple(results)  # type: ignore[return-value]
 
 
 def quantize_groups(

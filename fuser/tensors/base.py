@@ -17,7 +17,8 @@ import torch
 
 from fuser.doors import OfProduct
 from fuser.errors import InputError, StateError
-from fuser.formats import DType, Layout, NumberFormat
+from fuser.formats import DType, Layout, NumberFormat, padded_shape
+from fuser.functional.lazy import filled
 from fuser.recipe import Recipe
 from fuser.tensors.operand import Operand
 from fuser.torch_private import fsdp_caller, is_module_conversion, make_wrapper, parse_to
@@ -334,6 +335,16 @@ class QuantizedTensor(WrapperTensor):
     def _has(self, usage: str) -> bool:
         names = self.rowwise_names if usage == "rowwise" else self.columnwise_names
         return getattr(self, names[0]) is not None
+
+    def _copy_to_read(self) -> str:
+        """The copy whose values this tensor has; the rowwise one if it has both."""
+        usage = next(filter(self._has, USAGES), None)
+        if usage is None:
+            raise StateError(
+                f"{self} has no bytes: they were cleared or given to another tensor."
+                " Quantize the values again."
+            )
+        return usage
 
     def _present(self, usage: str | None = None) -> QuantizedTensor:
         """This tensor; of a gathered parameter, only the copies that are in memory now.
@@ -801,17 +812,20 @@ class BlockScaledTensor(QuantizedTensor):
     _rowwise_scale_inv: torch.Tensor | None
     _columnwise_scale_inv: torch.Tensor | None
 
-    def _one_copy(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Data and scales of the rowwise copy, or else of the columnwise; is it columnwise?"""
-        columnwise = self._rowwise_data is None
-        data = self._columnwise_data if columnwise else self._rowwise_data
-        scale = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
-        if data is None or scale is None:
-            raise StateError(
-                f"{self} has no bytes: they were cleared or given to another tensor."
-                " Quantize the values again."
-            )
-        return data, scale, columnwise
+    def _dequantized(
+        self, dtype: torch.dtype, kernel: Any, reference: Any, *more: Any, **options: Any
+    ) -> torch.Tensor:
+        """The values of one copy, with the padding of the data, by the kernel or the reference.
+
+        ``more`` are arguments between the scales and the dtype.
+        """
+        usage = self._copy_to_read()
+        data, scale = (getattr(self, name) for name in self._names(usage)[:2])
+        out = torch.empty(
+            padded_shape(*self._matrix(), self.multiple), dtype=dtype, device=data.device
+        )
+        args = (data, scale, *more, dtype)
+        return filled(out, kernel, reference, *args, columnwise=usage == "columnwise", **options)
 
 
 def note_backward_read(tensor: torch.Tensor | None, usage: str | None) -> None:

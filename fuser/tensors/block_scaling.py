@@ -19,7 +19,7 @@ from fuser.formats import (
     check_fp8_dtype,
     fp8_blocks,
 )
-from fuser.functional.lazy import LazyTensor, filled, source_of
+from fuser.functional.lazy import LazyTensor, source_of
 from fuser.recipe import Float8BlockScaling, fp8_options
 from fuser.reference import block_scaling as reference
 from fuser.tensors.base import BlockScaledTensor
@@ -59,17 +59,8 @@ class Float8BlockwiseQTensor(BlockScaledTensor, layout=FP8_BLOCKS[1]):
         target[:, : len(scale)].copy_(scale[:, :columns].t())
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        data, scale, columnwise = self._one_copy()
-        quantizer = self._quantizer
-        shape = data.shape[::-1] if columnwise else data.shape
-        return filled(
-            torch.empty(shape, dtype=dtype, device=data.device),
-            kernels.dequantize,
-            reference.dequantize,
-            *(data, scale, quantizer.fp8_dtype, dtype),
-            block_dim=quantizer.block_scaling_dim,
-            columnwise=columnwise,
-        )
+        how, functions = self._quantizer, (kernels.dequantize, reference.dequantize)
+        return self._dequantized(dtype, *functions, how.fp8_dtype, block_dim=how.block_scaling_dim)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from fuser.cuda import fp8_scaling as kernels
 from fuser.doors import OfProduct
-from fuser.errors import InputError, StateError
+from fuser.errors import InputError
 from fuser.formats import FP8, DType, NumberFormat, check_fp8_dtype
 from fuser.functional.amax import amax, raise_amax
 from fuser.functional.lazy import LazyTensor, filled, matrix_of, rows_of, source_of
@@ -76,13 +76,8 @@ class Float8Tensor(QuantizedTensor, layout=FP8):
         return dtype
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        data, columnwise = self._rowwise_data, self._rowwise_data is None
-        data = self._columnwise_data if data is None else data
-        if data is None:
-            raise StateError(
-                f"{self} has no bytes: they were cleared or given to another tensor."
-                " Quantize the values again."
-            )
+        usage = self._copy_to_read()
+        data, columnwise = getattr(self, self._names(usage)[0]), usage == "columnwise"
         if columnwise and not self.has_scales_of_rows:
             data = transposed_bytes(data)
         args = (data.contiguous(), self._scale_inv, self._fp8_dtype, dtype)

@@ -23,6 +23,7 @@ from fuser.functional.grouped import PaddedGroups, padded_rows
 from fuser.functional.lazy import LazyTensor, source_of
 from fuser.reference import fp8_scaling as reference
 from fuser.reference import nvfp4 as nvfp4_reference
+from fuser.reference.fp8 import scale_from_amax, transpose
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
@@ -50,10 +51,8 @@ class Float8GroupsQuantizer(Quantizer):
     ----------
     groups
         Where the groups are.
-    fp8_dtype
-        E4M3 or E5M2.
-    force_pow_2_scales, amax_epsilon
-        As in :class:`Float8CurrentScalingQuantizer`.
+    alone
+        The quantizer of one group; of delayed scaling that of the same elements.
     scales, amaxes
         Delayed scaling: fp32 ``[1]`` for each group, or one ``[G]`` for all of them. ``amaxes``
         become the maxima of themselves and the amaxes of the groups; empty if nothing is recorded.
@@ -61,11 +60,9 @@ class Float8GroupsQuantizer(Quantizer):
     """
 
     groups: PaddedGroups
-    fp8_dtype: DType = DType.kFloat8E4M3
+    alone: Float8CurrentScalingQuantizer = field(default_factory=Float8CurrentScalingQuantizer)
     rowwise: bool = field(default=True, kw_only=True)
     columnwise: bool = field(default=True, kw_only=True)
-    force_pow_2_scales: bool = field(default=False, kw_only=True)
-    amax_epsilon: float = field(default=0.0, kw_only=True)
     scales: tuple[torch.Tensor, ...] = field(default=(), kw_only=True)
     amaxes: tuple[torch.Tensor, ...] = field(default=(), kw_only=True)
 
@@ -74,7 +71,11 @@ class Float8GroupsQuantizer(Quantizer):
 
     @functools.cached_property
     def format(self) -> NumberFormat:
-        return NumberFormat("FP8", self.fp8_dtype)
+        return self.alone.format
+
+    @property
+    def fp8_dtype(self) -> DType:
+        return self.alone.fp8_dtype
 
     @property
     def is_repeatable(self) -> bool:
@@ -83,13 +84,7 @@ class Float8GroupsQuantizer(Quantizer):
     def unbound(self) -> Quantizer:
         if self.scales:
             return super().unbound()
-        return Float8CurrentScalingQuantizer(
-            self.fp8_dtype,
-            force_pow_2_scales=self.force_pow_2_scales,
-            amax_epsilon=self.amax_epsilon,
-            rowwise=self.rowwise,
-            columnwise=self.columnwise,
-        )
+        return self.alone.with_usage(rowwise=self.rowwise, columnwise=self.columnwise)
 
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return (self.groups.tiles,)
@@ -111,7 +106,7 @@ class Float8GroupsQuantizer(Quantizer):
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         assert isinstance(x, LazyTensor)
         source, tiles, buffers = source_of(x), self.groups.tiles, self.new_buffers(x)
-        found = self.reduced_amaxes
+        alone, found = self.alone, self.reduced_amaxes
         if found is None:
             found = torch.zeros(len(self.groups.ends), dtype=torch.float32, device=x.device)
         if self.scales:
@@ -122,41 +117,25 @@ class Float8GroupsQuantizer(Quantizer):
         else:
             if self.reduced_amaxes is None:
                 kernels.quantize(self.format, source, {}, recorded=found, tiles=tiles)
-            scaling: dict[str, Any] = {"pow2": self.force_pow_2_scales, "eps": self.amax_epsilon}
-            kernels.quantize(self.format, source, buffers, amax_value=found, **scaling, tiles=tiles)
+            how: dict[str, Any] = {"pow2": alone.force_pow_2_scales, "eps": alone.amax_epsilon}
+            kernels.quantize(self.format, source, buffers, amax_value=found, **how, tiles=tiles)
             buffers[AMAXES] = found
         return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        m, k = x.shape
-        row, col = x.new_zeros(m, k, dtype=torch.uint8), x.new_zeros(k, m, dtype=torch.uint8)
-        scale_inv = x.new_ones(m // GROUP_TILE, dtype=torch.float32)
-        known = self.reduced_amaxes
+        known, groups, alone = self.reduced_amaxes, self.groups.tiles[:, 0], self.alone
         found = amaxes_of_groups(x, self.groups) if known is None else known
-        scales = self._scale().view(-1, 1).unbind() if self.scales else ()
-        start = 0
-        for g, end in enumerate(values_on_host(self.groups.padded_ends)):
-            rows, start = slice(start, end), end
-            if rows.start == end:
-                continue
-            values = x[rows]
-            if scales:
-                made = reference.quantize_delayed(values, scales[g], self.fp8_dtype)[:3]
-            else:
-                made = reference.quantize_current(
-                    values,
-                    self.fp8_dtype,
-                    pow2=self.force_pow_2_scales,
-                    eps=self.amax_epsilon,
-                    amax_value=found[g : g + 1],
-                )
-            assert made[0] is not None
-            row[rows], scale_inv[rows.start // GROUP_TILE : end // GROUP_TILE] = made[0], made[2]
-            col[:, rows] = made[0].t()
         if self.scales:
+            scale = self._scale()
             self._record(found)
-        kept = (row if self.rowwise else None, col if self.columnwise else None, scale_inv)
-        buffers = dict(zip(Float8Tensor.buffer_names, kept, strict=True))
+        else:
+            how = (alone.force_pow_2_scales, alone.amax_epsilon, reference.FLOAT32_MAX)
+            scale = scale_from_amax(found, self.fp8_dtype.max, *how)
+        of_tiles = scale[groups.clamp(min=0).long()].masked_fill(groups < 0, 1)
+        row = reference.cast(x, of_tiles.repeat_interleave(GROUP_TILE)[:, None], self.fp8_dtype)
+        col = transpose(row) if self.columnwise else None
+        copies = (row if self.rowwise else None, col, of_tiles.reciprocal())
+        buffers = dict(zip(Float8Tensor.buffer_names, copies, strict=True))
         return buffers if self.scales else {**buffers, AMAXES: found}
 
     def _record(self, found: torch.Tensor) -> None:
@@ -284,22 +263,15 @@ def groups_quantizer(
     first = quantizers[0]
     usages: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
     if isinstance(first, Float8CurrentScalingQuantizer):
-        return Float8GroupsQuantizer(
-            groups,
-            first.fp8_dtype,
-            force_pow_2_scales=first.force_pow_2_scales,
-            amax_epsilon=first.amax_epsilon,
-            **usages,
-        )
+        return Float8GroupsQuantizer(groups, first, **usages)
     if isinstance(first, Float8Quantizer):
         states = [q for q in quantizers if isinstance(q, Float8Quantizer)]
-        amaxes = tuple(q.amax for q in states if q.amax is not None)
         scales = tuple(q.scale for q in states)
-        return Float8GroupsQuantizer(
-            groups, first.fp8_dtype, scales=scales, amaxes=amaxes, **usages
-        )
+        amaxes = tuple(q.amax for q in states if q.amax is not None)
+        alone = Float8CurrentScalingQuantizer(first.fp8_dtype)
+        return Float8GroupsQuantizer(groups, alone, scales=scales, amaxes=amaxes, **usages)
     if isinstance(first, NVFP4Quantizer):
-        alone = first.with_usage(rowwise=True, columnwise=True)
-        assert isinstance(alone, NVFP4Quantizer)
-        return NVFP4GroupsQuantizer(groups, alone, **usages)
+        both = first.with_usage(rowwise=True, columnwise=True)
+        assert isinstance(both, NVFP4Quantizer)
+        return NVFP4GroupsQuantizer(groups, both, **usages)
     return first.with_usage(**usages)  # blocks do not reach over the end of a tile

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from fuser.errors import InputError, InputTypeError, StateError
+from fuser.errors import InputError, InputTypeError
 from fuser.formats import (
     HYBRID,
     NumberFormat,
@@ -50,13 +50,7 @@ class HybridQuantizedTensor(QuantizedTensor, layout=HYBRID):
         return quantizer.tensor_class(buffers, shape, self.dtype, self.device, quantizer)
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        for usage in ("rowwise", "columnwise"):
-            if self._has(usage):
-                return self.part(usage)._dequantize_rows(dtype)
-        raise StateError(
-            f"{self} has no bytes: they were cleared or given to another tensor."
-            " Quantize the values again."
-        )
+        return self.part(self._copy_to_read())._dequantize_rows(dtype)
 
     @property
     def column_transform(self) -> Hashable | None:

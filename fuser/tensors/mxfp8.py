@@ -9,7 +9,7 @@ import torch
 
 from fuser.cuda import mxfp8 as kernels
 from fuser.formats import MXFP8, MXFP8_BLOCK, DType, NumberFormat, check_fp8_dtype
-from fuser.functional.lazy import LazyTensor, filled, source_of
+from fuser.functional.lazy import LazyTensor, source_of
 from fuser.recipe import MXFP8BlockScaling, fp8_dtype
 from fuser.reference import mxfp8 as reference
 from fuser.tensors.base import BlockScaledTensor
@@ -28,10 +28,8 @@ class MXFP8Tensor(BlockScaledTensor, layout=MXFP8):
     _quantizer: MXFP8Quantizer
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        data, scale, columnwise = self._one_copy()
-        args = (data, scale, self._quantizer.fp8_dtype, dtype)
-        out = torch.empty(data.shape, dtype=dtype, device=data.device)
-        return filled(out, kernels.dequantize, reference.dequantize, *args, columnwise=columnwise)
+        functions = (kernels.dequantize, reference.dequantize)
+        return self._dequantized(dtype, *functions, self._quantizer.fp8_dtype)
 
 
 @dataclass(frozen=True)

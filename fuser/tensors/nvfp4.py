@@ -16,7 +16,6 @@ from fuser.formats import NVFP4, NVFP4_BLOCK, NVFP4_ROWS, DType, NumberFormat
 from fuser.functional.amax import amax, raise_amax
 from fuser.functional.lazy import (
     LazyTensor,
-    filled,
     kernel_or_torch,
     matrix_of,
     rows_of,
@@ -68,20 +67,16 @@ class NVFP4Tensor(BlockScaledTensor, layout=NVFP4):
 
     def _stored_values(self, dtype: torch.dtype) -> torch.Tensor:
         """The values of one copy, ``[M, K]``, without the inverse of its transform."""
-        data, scale, columnwise = self._one_copy()
-        amax_value = self._amax_columnwise if columnwise else self._amax_rowwise
-        assert amax_value is not None
+        data, scale, amax_value = (getattr(self, n) for n in self._names(self._copy_to_read()))
         how = self._quantizer
-        if not how.format.has_kernel:
-            if how.row_scaled_nvfp4:
-                amax_value = amax_value[:, None]
-            options: dict[str, Any] = {"columnwise": columnwise, "e4m3_max": how.nvfp4_e4m3_max}
-            return reference.dequantize(data, scale, amax_value, dtype, **options)
-        rows, pairs = data.shape
-        shape = (2 * pairs, rows) if columnwise else (rows, 2 * pairs)
-        out = torch.empty(shape, dtype=dtype, device=data.device)
-        args = (data, scale, amax_value, dtype)
-        return filled(out, kernels.dequantize, reference.dequantize, *args, columnwise=columnwise)
+        if how.format.has_kernel:
+            functions = (kernels.dequantize, reference.dequantize)
+            return self._dequantized(dtype, *functions, amax_value)
+        if how.row_scaled_nvfp4:
+            amax_value = amax_value[:, None]
+        columnwise = self._rowwise_data is None
+        options: dict[str, Any] = {"columnwise": columnwise, "e4m3_max": how.nvfp4_e4m3_max}
+        return reference.dequantize(data, scale, amax_value, dtype, **options)
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,10 @@ class Quantizer:
         if not (is_lazy or kernels_support(rows)):
             return self.from_reference(rows)
         try:
-            return rows.written_by(self.from_kernel) if is_lazy else self.from_kernel(rows)
+            buffers = self.from_kernel(rows)
+            if is_lazy:
+                rows.finish()
+            return buffers
         except KernelUnavailable:
             return self.from_reference(materialize(rows).view(matrix_of(rows)))
 

@@ -9,7 +9,7 @@ import torch
 
 from fuser.cuda import rowwise_scaling as kernels
 from fuser.formats import FP8_ROWS, DType, NumberFormat, check_fp8_dtype
-from fuser.functional.lazy import LazyTensor, filled, matrix_of, rows_of, source_of
+from fuser.functional.lazy import LazyTensor, matrix_of, rows_of, source_of
 from fuser.recipe import Float8RowwiseScaling, fp8_options
 from fuser.reference import rowwise_scaling as reference
 from fuser.tensors.base import BlockScaledTensor
@@ -27,15 +27,8 @@ class Float8RowwiseTensor(BlockScaledTensor, layout=FP8_ROWS):
     _quantizer: Float8RowwiseQuantizer
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        data, scale, columnwise = self._one_copy()
-        shape = data.shape[::-1] if columnwise else data.shape
-        return filled(
-            torch.empty(shape, dtype=dtype, device=data.device),
-            kernels.dequantize,
-            reference.dequantize,
-            *(data, scale, self._quantizer.fp8_dtype, dtype),
-            columnwise=columnwise,
-        )
+        functions = (kernels.dequantize, reference.dequantize)
+        return self._dequantized(dtype, *functions, self._quantizer.fp8_dtype)
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,10 @@ def test_values_that_are_not_in_memory_are_padded_too(
     quantizer: Any, shape: tuple[int, ...]
 ) -> None:
     x = oracles.random_tensor(shape, torch.bfloat16, 1).cuda()
-    plain = pointwise.activation(Stage("swiglu"), x).tensor()
+    plain = pointwise.chain((Stage("swiglu"),), x).tensor()
     expected = quantizer(plain)
     for _ in range(5):
-        made = quantizer(pointwise.activation(Stage("swiglu"), x))
+        made = quantizer(pointwise.chain((Stage("swiglu"),), x))
         for name, buffer in expected.buffers().items():
             assert_same(made.buffers()[name], buffer, name)
 

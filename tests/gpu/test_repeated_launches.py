@@ -35,7 +35,7 @@ ODD = pytest.mark.parametrize("shape", [(5, 40), (384, 512)], ids=["padded", "wh
 
 def quantized(quantizer: Quantizer, x: torch.Tensor) -> list[Any]:
     """Buffers of x and of gelu(x)."""
-    made = [quantizer(x), quantizer(pointwise.activation(Stage("gelu"), x))]
+    made = [quantizer(x), quantizer(pointwise.chain((Stage("gelu"),), x))]
     return [buffer for one in made for buffer in one.buffers().values()]
 
 

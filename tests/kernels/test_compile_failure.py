@@ -121,11 +121,11 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "block dequantize": lambda: columnwise_alone(fuser.Float8BlockQuantizer()),
     "nvfp4": lambda: fuser.NVFP4Quantizer(with_rht=True).buffers_of(X),
     "nvfp4 dequantize": lambda: columnwise_alone(fuser.NVFP4Quantizer()),
-    "rmsnorm, of gamma alone": lambda: normalization.rmsnorm_backward(
-        DY, X, DY[0], SCALES[:, None], (False, True)
+    "rmsnorm, of gamma alone": lambda: normalization.norm_backward(
+        DY, X, [DY[0]], [SCALES[:, None]], (False, True)
     ),
-    "layernorm, of both parameters alone": lambda: normalization.layernorm_backward(
-        DY, X, DY[0], DY[1], SCALES[:, None], SCALES[:, None], (False, True, True)
+    "layernorm, of both parameters alone": lambda: normalization.norm_backward(
+        DY, X, [DY[0], DY[1]], [SCALES[:, None]] * 2, (False, True, True)
     ),
 }
 
@@ -149,35 +149,54 @@ def stage_operands() -> tuple[tuple[Stage, ...], list[torch.Tensor | None]]:
     return stages, [DY[0], SCALES, seed, HALF, None, None]
 
 
+def flattened(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Lazy values, and the tensors beside them without the sequences in which they are."""
+    values, *beside = result
+    return values, *flat(beside)
+
+
 def chain_backward() -> tuple[Any, ...]:
     stages, operands = stage_operands()
     wanted = (True, True, False, True, False, False)
-    dx, grads = pointwise.chain_backward(stages, HALF, X, operands, wanted)
-    return dx, *grads
+    return flattened(pointwise.chain_backward(stages, HALF, X, operands, wanted))
 
 
 VALUES: dict[str, Callable[[], Any]] = {
-    "activation": lambda: pointwise.activation(Stage("swiglu"), X),
-    "activation backward": lambda: pointwise.activation_backward(Stage("qgelu"), DY, X),
-    "activation and bias backward": lambda: pointwise.activation_bias_backward(
-        Stage("swiglu"), HALF, X
+    "activation": lambda: pointwise.chain((Stage("swiglu"),), X),
+    "activation backward": lambda: flattened(
+        pointwise.chain_backward((Stage("qgelu"),), DY, X, (None,), (False,))
     ),
-    "scaled": lambda: pointwise.scaled_activation(Stage("glu"), X, SCALES),
-    "scaled backward": lambda: pointwise.scaled_activation_backward(
-        Stage("glu"), HALF, X, leaf(SCALES)
+    "activation and bias backward": lambda: flattened(
+        pointwise.chain_backward(
+            (Stage("bias"), Stage("swiglu")), HALF, X, (None, None), (True, False), saved=1
+        )
+    ),
+    "scaled": lambda: pointwise.chain((Stage("glu").scaled,), X, (SCALES,)),
+    "scaled backward": lambda: flattened(
+        pointwise.chain_backward((Stage("glu").scaled,), HALF, X, (leaf(SCALES),), (True,))
     ),
     "dropout": lambda: pointwise.dropout(X, torch.tensor([3, 4]), 0.3),
-    "rmsnorm": lambda: normalization.rmsnorm(X, DY[0], 1e-5, BF16, extra=DY, wants_sum=True),
-    "rmsnorm of a sum": lambda: normalization.rmsnorm(X, DY[0], 1e-5, BF16, extra=DY),
-    "layernorm": lambda: normalization.layernorm(X, DY[0], DY[1], 1e-5, BF16, zero_centered=True),
-    "l2norm": lambda: normalization.l2norm(X, 1e-5),
-    "rmsnorm backward": lambda: normalization.rmsnorm_backward(
-        DY, X, DY[0], SCALES[:, None], (True, True), zero_centered=True, d_extra=DY
+    "rmsnorm": lambda: flattened(
+        normalization.norm(X, [DY[0]], 1e-5, BF16, extra=DY, wants_sum=True)
     ),
-    "layernorm backward": lambda: normalization.layernorm_backward(
-        DY, X, DY[0], DY[1], SCALES[:, None], SCALES[:, None], (True, False, True)
+    "rmsnorm of a sum": lambda: flattened(normalization.norm(X, [DY[0]], 1e-5, BF16, extra=DY)),
+    "layernorm": lambda: flattened(
+        normalization.norm(X, [DY[0], DY[1]], 1e-5, BF16, zero_centered=True)
     ),
-    "l2norm backward": lambda: normalization.l2norm_backward(DY, X, SCALES[:, None]),
+    "l2norm": lambda: flattened(normalization.norm(X, [], 1e-5, BF16)),
+    "rmsnorm backward": lambda: flattened(
+        normalization.norm_backward(
+            DY, X, [DY[0]], [SCALES[:, None]], (True, True), zero_centered=True, d_extra=DY
+        )
+    ),
+    "layernorm backward": lambda: flattened(
+        normalization.norm_backward(
+            DY, X, [DY[0], DY[1]], [SCALES[:, None]] * 2, (True, False, True)
+        )
+    ),
+    "l2norm backward": lambda: flattened(
+        normalization.norm_backward(DY, X, [], [SCALES[:, None]], (True,))
+    ),
 }
 QUANTIZERS: dict[str, Callable[[Any], Any]] = {
     "plain": materialize,

@@ -407,20 +407,22 @@ def test_an_fp32_residual_and_an_output_of_16_bits_are_added_as_torch_adds_them(
     if fp32_is == "extra":
         x, extra = extra, x
     parameters = [given[name] for name in ("gamma", "beta") if name in given]
-    function: Any = getattr(functional, norm)
+    options: dict[str, Any] = {"extra": extra, "wants_sum": True}
     with running(()):
-        expected = function(x + extra, *parameters, 1e-5, half)
-        expected = (materialize(expected[0]), *expected[1:-1], x + extra)
-        found = function(x, *parameters, 1e-5, half, extra=extra, wants_sum=True)
-        found = (materialize(found[0]), *found[1:])
-        without_sum = function(x, *parameters, 1e-5, half, extra=extra)
-        assert without_sum[-1] is None
-        assert same_bits(materialize(without_sum[0]), expected[0])
+        y, statistics, _ = functional.norm(x + extra, parameters, 1e-5, half)
+        expected = (materialize(y), *statistics, x + extra)
+        y, statistics, z = functional.norm(x, parameters, 1e-5, half, **options)
+        assert z is not None
+        found = (materialize(y), *statistics, z)
+        y, _, no_sum = functional.norm(x, parameters, 1e-5, half, extra=extra)
+        assert no_sum is None
+        assert same_bits(materialize(y), expected[0])
     assert len(found) == len(expected)
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
-    plain_torch = function(x, *parameters, 1e-5, half, extra=extra, wants_sum=True)
-    assert plain_torch[-1].dtype is F32
-    assert same_bits(plain_torch[-1], found[-1])
+    *_, of_torch = functional.norm(x, parameters, 1e-5, half, **options)
+    assert of_torch is not None
+    assert of_torch.dtype is F32
+    assert same_bits(of_torch, z)
 
 
 # -- what is not finite, and what is empty ------------------------------------

@@ -696,12 +696,13 @@ def test_a_group_reduces_the_amax_of_a_lazy_tensor(monkeypatch: pytest.MonkeyPat
     quantizer = fuser.Float8CurrentScalingQuantizer().bound_to("a group")
     stage = Stage("swiglu")
     x, dy = random_tensor((3, 16, 32), BF16, 1), random_tensor((3, 16, 16), BF16, 2)
+    of_bias = ((Stage("bias"), stage), dy, x, (None, None), (True, False))
     with on_kernels():
         for make in (
-            lambda: (pointwise.activation(stage, x), None),
-            lambda: pointwise.activation_bias_backward(stage, dy, x),
+            lambda: (pointwise.chain((stage,), x), [None, None]),
+            lambda: pointwise.chain_backward(*of_bias, saved=1),
         ):
-            (values, dbias), (other, other_dbias) = make(), make()
+            (values, (dbias, _)), (other, (other_dbias, _)) = make(), make()
             assert isinstance(values, LazyTensor)
             found, expected = quantizer(values), quantizer(other.tensor())
             for name, buffer in expected.buffers().items():
@@ -773,7 +774,10 @@ def test_a_delayed_scale_may_have_no_dimensions_and_its_amax_is_raised(runs_kern
 def test_empty_values_are_quantized_and_their_sums_are_zero() -> None:
     x, dy = torch.empty(0, 64, dtype=BF16), torch.empty(0, 32, dtype=BF16)
     with on_kernels():
-        values, dbias = pointwise.activation_bias_backward(Stage("swiglu"), dy, x)
+        stages = (Stage("bias"), Stage("swiglu"))
+        values, (dbias, _) = pointwise.chain_backward(
+            stages, dy, x, (None, None), (True, False), saved=1
+        )
         assert fuser.MXFP8Quantizer()(values).shape == (0, 64)
     assert torch.equal(dbias, torch.zeros(64, dtype=BF16))
 

@@ -407,7 +407,7 @@ def test_a_users_own_quantizer_is_called_every_time() -> None:
     with on_kernels():
         for _ in range(4):
             quantizer(x)
-            quantizer(pointwise.activation(Stage("gelu"), x))
+            quantizer(pointwise.chain((Stage("gelu"),), x))
     assert len(quantizer.seen) == 16
 
 

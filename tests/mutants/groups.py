@@ -61,7 +61,7 @@ GROUPS = (
         "the gradient of z is written to be summed",
         MLP,
         "GroupedMLP._activation_backward",
-        "if sums_beside and isinstance(of_up, QuantizedProduct):",
+        "if sums_beside and isinstance(of_up, QuantizedProduct) and not of_up.is_exact:",
         "if False:",
         ONE_KERNEL,
         select="mxfp8-SwiGLU",
@@ -178,9 +178,9 @@ GROUPS = (
     Mutant(
         "under an override the gradient is quantized",
         PRODUCTS,
-        "GroupedProduct.of_backward",
-        "is_exact = groups.padded is not None and ctx.backward_override is not None",
-        "is_exact = False",
+        "QuantizedProduct._gradient",
+        "if self.is_exact:",
+        "if False:",
         "test_grouped_mlp.py::test_bits_are_those_of_the_ops",
     ),
     Mutant(

@@ -508,7 +508,7 @@ DELAYED_SCALING = (
     Mutant(
         "a state that inference makes is of inference tensors",
         "precision/delayed_scaling.py",
-        "DelayedScales._prepare",
+        "DelayedScales.prepare",
         "with torch.inference_mode(False):",
         "with torch.inference_mode(torch.is_inference_mode_enabled()):",
         "test_delayed_scaling.py::test_a_state_that_was_made_in_inference_mode_trains",

@@ -300,29 +300,31 @@ def outputs_of_others() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     stage, dy = fuser.SwiGLU().function, oracles.random_tensor((T, F), F32, 3)
 
     def activation(output: Any) -> Any:
-        return pointwise.activation_backward(stage, dy.clone(), x, output=output)
+        return pointwise.chain_backward((stage,), dy.clone(), x, (None,), (False,), output=output)[
+            0
+        ]
 
     def scaled(output: Any) -> Any:
-        return pointwise.scaled_activation_backward(
-            *(stage, dy.clone(), x, scales), output=output, wants_dscales=False
+        return pointwise.chain_backward(
+            (stage.scaled,), dy.clone(), x, (scales,), (False,), output=output
         )[0]
 
     def norm(output: Any) -> Any:
-        given = (x.clone(), x, gain, rstd, (True, True))
-        return normalization.rmsnorm_backward(*given, output=output)[0]
+        given = (x.clone(), x, (gain,), (rstd,), (True, True))
+        return normalization.norm_backward(*given, output=output)[0]
 
     def normalized(
         z: torch.Tensor, gamma: torch.Tensor, zero_centered: bool = False, of: Any = rstd
     ) -> Any:
-        y, *_ = normalization.rmsnorm(z, gamma, 1e-5, F32, zero_centered=zero_centered)
+        y, *_ = normalization.norm(z, (gamma,), 1e-5, F32, zero_centered=zero_centered)
         return normalization.with_statistics(y, [of])
 
     glu = fuser.GLU().function
     for make, backward in (
-        (lambda: pointwise.activation(stage, other), activation),
-        (lambda: pointwise.activation(glu, x), activation),
-        (lambda: pointwise.scaled_activation(stage, x, others), scaled),
-        (lambda: pointwise.activation(stage, x), scaled),
+        (lambda: pointwise.chain((stage,), other), activation),
+        (lambda: pointwise.chain((glu,), x), activation),
+        (lambda: pointwise.chain((stage.scaled,), x, (others,)), scaled),
+        (lambda: pointwise.chain((stage,), x), scaled),
         (lambda: normalized(other, gain), norm),
         (lambda: normalized(x, gains), norm),
         (lambda: normalized(x, gain, zero_centered=True), norm),

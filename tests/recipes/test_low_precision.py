@@ -351,7 +351,19 @@ def test_a_users_quantizer_may_make_one_copy_or_the_same_tensor_again() -> None:
         assert torch.equal(dx, results[0][1])
 
 
-def test_a_quantizer_is_that_of_the_role_which_an_op_says_now() -> None:
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipes.Float8BlockScaling(),
+        recipes.CustomRecipe(
+            qfactory=lambda role: fuser.Float8BlockQuantizer(
+                block_scaling_dim=2 if role == "weight" else 1
+            )
+        ),
+    ],
+    ids=["block", "custom"],
+)
+def test_a_quantizer_is_that_of_the_role_which_an_op_says_now(recipe: recipes.Recipe) -> None:
     class Op(fuser.BasicLinear):
         first = "input"
 
@@ -359,7 +371,7 @@ def test_a_quantizer_is_that_of_the_role_which_an_op_says_now() -> None:
             return (self.first, "weight") if mode == "forward" else ("grad_output",)
 
     op = Op(32, 32)
-    with fuser.autocast(recipe=recipes.Float8BlockScaling()):
+    with fuser.autocast(recipe=recipe):
         dims = []
         for op.first in ("input", "weight"):
             dims.append(op.get_quantizer("forward", 0).block_scaling_dim)
