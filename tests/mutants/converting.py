@@ -20,6 +20,14 @@ AUTOCAST = "test_torchs_autocast.py::test_"
 
 CONVERTING = (
     Mutant(
+        "what is converted again begins without scales",
+        "conversion/convert.py",
+        "convert",
+        "runner.continue_scales(before.get(module))",
+        "pass",
+        "test_copied_scales.py::test_what_is_converted_again_evaluates_with_the_scales_of_its_steps",
+    ),
+    Mutant(
         "what the filter leaves out is said to gain by an option",
         "conversion/convert.py",
         "_Search.left",
@@ -30,9 +38,9 @@ CONVERTING = (
     Mutant(
         "an activation is called without its keywords",
         "conversion/chains.py",
-        "Chains._base",
-        "or not is_call",
-        "",
+        "Chains._called",
+        "len(node.args) != 1 or node.kwargs",
+        "len(node.args) != 1",
         "test_convert.py::test_a_part_of_a_forward_has_the_values_of_its_own_forward",
     ),
     Mutant(
