@@ -300,7 +300,7 @@ class _Search:
                 part = self._norm(module)
                 if part is None and isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm)):
                     yield ConversionRow(path, _name(module), False, OTHER_NORM)
-                if part is None or self._norms == "all":
+                if part is None:
                     continue
             is_gained = path not in self._kept
             reason = 'outside of chains: norms="all" makes it one kernel in an eager model'
@@ -310,12 +310,12 @@ class _Search:
                 is_gained &= min(part.shape) >= SMALLEST_LINEAR
                 if min(part.shape) >= SMALLEST_LINEAR:
                     reason = 'outside of chains: recipe=, or linears="all", converts it'
-                refusal = part.refusal(module) if _has_plain_weights(module) else None
-                if not self._accepts(path, module):
-                    refusal = "the filter leaves it out"
-                elif hooks_of(module) == OWN_FORWARD:
-                    refusal = f"it has {OWN_FORWARD}"
-                is_gained, reason = is_gained and not refusal, refusal or reason
+            refusal = part.refusal(module) if _has_plain_weights(module) else None
+            if not self._accepts(path, module):
+                refusal = "the filter leaves it out"
+            elif hooks_of(module) == OWN_FORWARD:
+                refusal = f"it has {OWN_FORWARD}"
+            is_gained, reason = is_gained and not refusal, refusal or reason
             if is_gained:
                 gains.note(path, module, [Chain((part,), ())], is_converted=False)
             yield ConversionRow(path, _name(module), False, reason)

@@ -146,6 +146,18 @@ EVERY = {"recipe": CURRENT, "keep": ()}
 MIXTURE = "4 experts: gate_up_proj, SwiGLU, down_proj"
 SHARED = "gate and up, SwiGLU, down"
 
+
+def chain() -> list[nn.Module]:
+    return [nn.Linear(HIDDEN, 96), nn.GELU(), nn.Linear(96, HIDDEN)]
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    """Its last child has a hook, which no pipeline around it would call."""
+    *_, last = model.children()
+    last.register_forward_hook(lambda module, args, y: 2 * y)
+    return model
+
+
 TABLE = {
     "a decoder": Choice(
         lambda: Model(lm_head=128), {**OF_A_LAYER, "": f"LayerNorm, lm_head{NEVER}"}
@@ -267,6 +279,15 @@ TABLE = {
             "end": f"linear{NEVER}",
         },
     ),
+    "small linears alone": Choice(
+        lambda: nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)),
+        {"": f"0, GELU, 2{NEVER}"},
+    ),
+    "a chain with hooks in it": Choice(
+        lambda: hooked(nn.Sequential(nn.LayerNorm(HIDDEN), nn.Sequential(*chain()))),
+        {"": None, "1": "0, GELU, 2"},
+        EVERY,
+    ),
 }
 """Left out, until they are right: which linears are the first and the last ones of a model with
 several heads, and routers of 32 experts or more."""
@@ -315,8 +336,11 @@ def test_the_report_has_what_is_left_to_torch_with_the_reason() -> None:
     assert left_of() == {"norm": norm, **linears, "value": small}
     assert left_of(recipe=CURRENT) == {"norm": norm, "value": small}
     assert left_of(recipe=CURRENT, norms="all", linears="all") == {"value": small}
-    filtered = left_of(recipe=CURRENT, filter=lambda path, module: path != "middle")
-    assert filtered["middle"] == "the filter leaves it out"
+    filter_ = {"filter": lambda path, module: path not in ("middle", "norm")}
+    for options in (filter_, {**filter_, "norms": "all", "linears": "all"}):
+        filtered = left_of(recipe=CURRENT, **options)
+        assert filtered["middle"] == filtered["norm"] == "the filter leaves it out"
+        assert {"middle", "norm"}.isdisjoint(fuser.convert(Parts(), **options).gains())
     assert f"left to torch:\n    1 x norm (LayerNorm)  {norm}" in str(fuser.convert(Parts()))
 
 

@@ -31,6 +31,7 @@ from torchtitan_ranks_cases import on_meta
 
 import fuser
 from fuser.conversion import joined
+from fuser.conversion.leaves import activation_like
 from fuser.conversion.unit import Runner
 
 HIDDEN, WIDTH = 64, 96
@@ -1726,6 +1727,10 @@ def test_a_report_says_if_a_recipe_quantizes_nothing() -> None:
 
     sentence = "No linear is quantized: keep=('first', 'last') holds those of every chain"
     assert sentence in str(fuser.convert(chain(), recipe=CURRENT))
+    beside = nn.ModuleList([chain(), nn.LayerNorm(HIDDEN)])
+    report = fuser.convert(beside, recipe=CURRENT, norms="all")
+    assert sentence in report.note
+    assert [row.path for row in report.converted] == ["0.0", "0.2", "1"]
     assert not fuser.convert(chain(), recipe=CURRENT, keep=()).note
     assert not fuser.convert(chain()).note
     assert not fuser.convert(titan_like_model(), recipe=CURRENT).note
@@ -1833,3 +1838,248 @@ def test_a_number_in_a_sum_does_not_widen_its_dtype(way: str, other: Any, is_aft
         found, expected = model(x, other), plain(x, other)
     assert found.dtype is expected.dtype is torch.bfloat16
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_sum_with_an_input_of_the_call_is_in_the_pipeline(other: str) -> None:
+    for is_after in (True, False):
+        model = seeded(functools.partial(Summed, is_after))
+        fuser.convert(model)
+        given = OTHERS[other](48 if is_after else HIDDEN)
+        assert titan_like.counted(lambda x, m=model, y=given: m(x, y), data())[1] == 1
+
+
+# -- chains that are one part of a forward, which is not tried as a whole --------------------
+
+
+class Packed(nn.Module):
+    """A packed feed-forward, and the sum with another input."""
+
+    def __init__(self, inputs: int, packed: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(inputs, packed)
+        self.down = nn.Linear(packed - packed // 2, inputs)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        y: torch.Tensor = self.down(F.silu(gate) * up) + other
+        return y
+
+
+class Steep(nn.Module):
+    """An activation with an argument."""
+
+    def forward(self, x: torch.Tensor, slope: float = 1.0) -> torch.Tensor:
+        return F.silu(slope * x)
+
+
+class WithSteep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(48, 64), nn.Linear(48, 64), nn.Linear(64, 48)
+        self.act = Steep()
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        h = self.act(self.gate(x), slope=3.0) * self.up(x)
+        y: torch.Tensor = self.down(h) + other
+        return y
+
+
+PARTS: dict[str, tuple[Callable[[], nn.Module], int, list[str]]] = {
+    "halves of odd inputs": (lambda: Packed(33, 96), 33, ["gate_up, SwiGLU, down, add"]),
+    "halves of unequal sizes": (lambda: Packed(48, 3), 48, []),
+    "an argument of an activation": (WithSteep, 48, ["down, add"]),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_a_forward_has_the_values_of_its_own_forward(name: str) -> None:
+    make, width, texts = PARTS[name]
+    model, plain = seeded(make), seeded(make)
+    report = fuser.convert(model)
+    x, other = torch.randn(2, 5, 2 * width).chunk(2, -1)
+    torch.testing.assert_close(model(x, other), plain(x, other), rtol=1e-5, atol=1e-5)
+    assert [row.text for row in report.converted] == texts
+
+
+@pytest.mark.parametrize("rounding", ["fused", "torch"])
+def test_a_dropout_in_a_chain_is_called_with_its_hooks(rounding: Any) -> None:
+    model, x, calls = seeded(lambda: TwoLinears(nn.Dropout(0.5))), data(), []
+    fuser.convert(model, rounding=rounding)
+    assert pipelines_run(model, x) == 1
+    model.get_submodule("function").register_forward_hook(lambda *_: calls.append(1))
+    assert pipelines_run(model, x) == 1
+    assert calls == [1]
+
+
+class Scaling(nn.Module):
+    def forward(self, x: torch.Tensor, **options: float) -> torch.Tensor:
+        return x * options.get("scale", 1.0)
+
+
+class Flipped(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flip(-1)
+
+
+class WithKeywords(TwoLinears):
+    """Of its steps the first alone gets the keyword arguments of a call."""
+
+    def __init__(self) -> None:
+        super().__init__(F.gelu)
+        self.scaling, self.flipped = Scaling(), Flipped()
+
+    def forward(self, x: torch.Tensor, **options: float) -> torch.Tensor:
+        h = self.flipped(self.scaling(x, **options))
+        y: torch.Tensor = self.two(self.function(self.one(h)))
+        return y
+
+
+def test_keyword_arguments_go_to_the_step_that_takes_them_alone() -> None:
+    model, plain, x = seeded(WithKeywords), seeded(WithKeywords), data()
+    assert len(fuser.convert(model).converted) == 1
+    for options in ({}, {"scale": 3.0}):
+        torch.testing.assert_close(model(x, **options), plain(x, **options))
+
+
+def test_a_conversion_of_a_module_alone_leaves_its_children() -> None:
+    model = seeded(GatedMLP)
+    fuser.convert(model)
+    model.to_empty(device="meta", recurse=False)
+    assert not any(p.is_meta for p in model.parameters())
+
+
+# -- weights that are no memory of their own ------------------------------------------------
+
+
+def in_16_bits(mlp: Any) -> object:
+    return mlp.gate.to(torch.bfloat16)
+
+
+def with_an_alias(mlp: Any) -> object:
+    return mlp.up.weight.detach()
+
+
+def in_a_larger_tensor(mlp: Any) -> object:
+    whole = torch.randn(2 * WIDTH, HIDDEN)
+    mlp.gate.weight = nn.Parameter(whole[:WIDTH])
+    return whole
+
+
+@pytest.mark.parametrize("change", [in_16_bits, with_an_alias, in_a_larger_tensor])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_weights_that_cannot_be_joined_stay_where_they_are(change: Any, is_before: bool) -> None:
+    model = seeded(GatedMLP)
+    if not is_before:
+        with torch.device("meta"):
+            fuser.convert(model := GatedMLP())
+        model.to_empty(device="cpu")
+        for linear in (model.gate, model.up):  # with memory of their own
+            linear.weight = nn.Parameter(torch.randn(WIDTH, HIDDEN))
+    kept = change(model)
+    before = [(p.data_ptr(), p.dtype) for p in model.parameters()]
+    if is_before:
+        fuser.convert(model)
+    model.train()
+    assert [(p.data_ptr(), p.dtype) for p in model.parameters()] == before
+    del kept
+
+
+# -- linears and norms of other classes ------------------------------------------------------
+
+
+class InOut(nn.Module):
+    """A linear with weights ``[in, out]``, as in transformers' GPT-2."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / 8)
+        self.bias = nn.Parameter(torch.randn(outputs)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight
+        return y if self.bias is None else y + self.bias
+
+
+class OutIn(nn.Module):
+    """The same with weights ``[out, in]``."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / 8)
+        self.bias = nn.Parameter(torch.randn(outputs)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("width", [HIDDEN, WIDTH])
+@pytest.mark.parametrize("kind", [InOut, OutIn])
+def test_a_linear_of_another_class_is_known_by_its_values(
+    kind: Any, width: int, bias: bool
+) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(kind(HIDDEN, width, bias), nn.GELU(), kind(width, HIDDEN, bias))
+
+    model, plain, x = seeded(make), seeded(make), data()
+    fuser.convert(model)
+    assert pipelines_run(model, x) == 1
+    assert_same(results(model, x), results(plain, x), bits=False)
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+class WithWeightAndBias(nn.Module):
+    """What has the parameters and the eps of a norm, and is none."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], has_bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(HIDDEN))
+        self.bias = nn.Parameter(torch.randn(HIDDEN)) if has_bias else None
+        self.eps, self.function = 1e-5, function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, (HIDDEN,), self.weight, self.bias, self.eps)
+
+
+def of_sequences(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Of three dimensions alone."""
+    _, _, _ = x.shape
+    return F.layer_norm(x, *rest)
+
+
+NO_NORMS: dict[str, Callable[..., torch.Tensor]] = {
+    "a scale and a shift": lambda x, size, weight, bias, eps: x * weight + bias + eps,
+    "sequences alone": of_sequences,
+    "of the shifted input": lambda x, *rest: F.layer_norm(x + 1, *rest) + x,
+}
+
+
+@pytest.mark.parametrize("name", NO_NORMS)
+def test_what_has_parameters_like_a_norm_and_is_none_stays(name: str) -> None:
+    model, plain = (seeded(lambda: WithWeightAndBias(NO_NORMS[name])) for _ in range(2))
+    assert not fuser.convert(model, norms="all").converted
+    assert torch.equal(model(data()), plain(data()))
+
+
+def test_an_activation_is_known_by_its_formula_for_any_shape() -> None:
+    formulas: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "GELU none": lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5)),
+        "GELU tanh": lambda x: (
+            0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+        ),
+        "SiLU": lambda x: x / (1 + torch.exp(-x)),
+    }
+    for name, function in formulas.items():
+        known = activation_like(function)
+        assert known is not None, name
+        assert " ".join([known.op, *(value for _, value in known.options)]) == name
+    assert activation_like(lambda x: F.silu(x) if x.dim() == 1 else F.relu(x)) is None
+
+
+def test_a_conversion_draws_no_random_numbers() -> None:
+    model = nn.ModuleList([InOut(HIDDEN, WIDTH, True), GatedMLP(), PreNorm(0.5), nn.RMSNorm(64)])
+    model.append(WithWeightAndBias(F.layer_norm))
+    before = torch.get_rng_state()
+    fuser.convert(model, norms="all", linears="all")
+    assert torch.equal(torch.get_rng_state(), before)

@@ -214,6 +214,18 @@ def test_a_second_conversion_of_one_module_continues_with_the_scales() -> None:
     assert not torch.equal(step(other, x)["y"], expected["y"])
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_converted_again_evaluates_with_the_scales_of_its_steps(name: str) -> None:
+    model, x = made(name)
+    for _ in range(3):
+        step(model, x)
+    x = x / 7  # of which a scale of its own would be another
+    with torch.no_grad():
+        expected = model.eval()(x)
+        fuser.convert(model, recipe=RECIPE, keep=())
+        assert torch.equal(model(x), expected)
+
+
 @pytest.mark.parametrize("change", ["eps", "child"])
 def test_a_copy_of_a_changed_module_is_made(change: str) -> None:
     """Such a module runs its own forward, and so does its copy."""

@@ -291,6 +291,13 @@ def test_weights_of_tokens_of_another_dtype_are_those_of_the_own_forward(
         model(data(), chosen, probs.to(dtype))
 
 
+def test_a_conversion_of_experts_draws_no_random_numbers() -> None:
+    model = made(Experts)
+    before = torch.get_rng_state()
+    assert fuser.convert(model).converted
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class ByName(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         probs, experts = self.router(x).softmax(-1).topk(self.k, dim=-1)
@@ -608,8 +615,16 @@ class WithShare(WithCapacity):
         return tokens * 3 // 4 + 4
 
 
+class OfTheFirstToken(Experts):
+    """All tokens go to the experts of the first one."""
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        chosen = top_k_index[:1].expand_as(top_k_index)
+        return super().forward(hidden_states, chosen, top_k_weights)
+
+
 LOOK_ALIKES = (
-    *(WithTensor, WithCapacity, WithShare),
+    *(WithTensor, WithCapacity, WithShare, OfTheFirstToken),
     *(Gelu, Swapped, Clamped, ScaledBefore, Averaged, Shared, Overwriting, WithBiases),
     *(WithOneBias, BiasOfEachToken, GateFirst, BoundedBelow, BoundedAbove, WithoutOffset),
     *(ScaledInTraining, DetachedWeights, WeightsOfAnySign, DetachedExperts, WithBuffer, WithLinear),

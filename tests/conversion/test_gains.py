@@ -39,6 +39,10 @@ def parts() -> Parts:
     return Parts().bfloat16()
 
 
+def linear() -> nn.Module:
+    return nn.Linear(HIDDEN, HIDDEN).bfloat16()
+
+
 def planned(model: nn.Module, device: str = "h200") -> dict[str, fuser.FusionPlan]:
     """The plans of a converted model's pipelines for as many tokens, by path."""
     x = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
@@ -118,6 +122,9 @@ def test_nothing_is_said_of_what_no_option_changes() -> None:
         "last",
     }
     assert fuser.convert(nn.RMSNorm(HIDDEN, eps=1e-6)).gains() == {}
+    # The width of the input of an activation is told by nothing.
+    for layers, expected in (([nn.GELU(), linear()], set()), ([linear(), nn.GELU()], {""})):
+        assert set(fuser.convert(nn.Sequential(*layers), recipe=CURRENT).gains()) == expected
     changed = parts()
     changed.middle.weight = nn.Parameter(changed.middle.weight.to(torch.complex64))
     assert "middle" not in fuser.convert(changed).gains()

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fuser
+from fuser.conversion import held_objects
+from fuser.conversion.modules import bare
 
 
 @dataclasses.dataclass
@@ -48,6 +50,16 @@ class OfClass:
 
 class Attributes(dict[str, float]):
     __getattr__ = dict.__getitem__
+
+
+class Called(Config):
+    """Its values are those of a call, and of its length."""
+
+    def __call__(self) -> float:
+        return self.alpha
+
+    def __len__(self) -> int:
+        return int(1000 * self.alpha)
 
 
 class FeedForward(nn.Module):
@@ -103,6 +115,13 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], 
         by_attribute,
         lambda held: held.update(alpha=0.5),
     ),
+    "call": (Called, lambda held: held(), set_alpha),
+    "length": (Called, lambda held: len(held) / 1000, set_alpha),
+    "an object of torch beside": (
+        lambda: types.SimpleNamespace(alpha=1.702, dtype=torch.float32),
+        lambda held: held.alpha if held.dtype is torch.float32 else 0.0,
+        set_alpha,
+    ),
     "equal value of another type": (
         lambda: types.SimpleNamespace(alpha=1),
         lambda held: 0.5 if held.alpha is True else 1.702,
@@ -148,6 +167,42 @@ def test_what_no_forward_reads_may_change() -> None:
     model, _ = pair("attribute")
     model.held.unread = 3.0
     assert pipelines_run(model, data()) == 1
+
+
+def test_the_choice_among_implementations_of_transformers_may_change() -> None:
+    def read(held: Any) -> Any:
+        assert held._experts_implementation
+        return held.alpha
+
+    held = types.SimpleNamespace(alpha=1.702, _experts_implementation="eager")
+    model = FeedForward(held, read)
+    fuser.convert(model)
+    model.held._experts_implementation = "grouped_mm"
+    assert pipelines_run(model, data()) == 1
+    model.held.alpha = 0.5
+    assert pipelines_run(model, data()) == 0
+
+
+def read_of(module: nn.Module) -> Any:
+    """What a forward of a copy reads."""
+    held: Any = bare(module).held
+    return held.alpha
+
+
+def test_reads_are_noted_in_the_innermost_context_alone() -> None:
+    module: Any = nn.Module()
+    config: Any = Config()
+    module.held = config
+    steps = ((False, "held"), (False, "alpha"))
+    with held_objects.recorded_reads() as outer:
+        with held_objects.recorded_reads() as inner:
+            assert read_of(module) == config.alpha
+        assert [read.steps for read in inner.inside(module, [""])] == [steps]
+        assert outer.inside(module, [""]) == ()
+        assert read_of(module) == config.alpha
+        assert [read.steps for read in outer.inside(module, [""])] == [steps]
+    found: Any = bare(module).held
+    assert found is config
 
 
 class Counting(FeedForward):

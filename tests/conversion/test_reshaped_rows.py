@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -199,14 +200,14 @@ class Doubling(nn.Module):
 class WrittenInBetween(FeedForward):
     """A module of the user's writes into the input of a chain, after its first linear read it."""
 
-    def __init__(self, is_view: bool) -> None:
+    def __init__(self, view: Callable[..., torch.Tensor]) -> None:
         super().__init__()
-        self.doubling, self.is_view = Doubling(), is_view
+        self.doubling, self.view = Doubling(), view
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * 1.0
         h = torch.relu(self.fc1(y))
-        z = self.doubling(y.view(-1, HIDDEN) if self.is_view else y)
+        z = self.doubling(self.view(y, x))
         out: torch.Tensor = self.fc2(h) + z.view(x.shape)
         return out
 
@@ -220,11 +221,20 @@ class Beside(WrittenInBetween):
         return out
 
 
-@pytest.mark.parametrize("is_view", [False, True])
-def test_a_chain_reads_what_a_module_that_is_called_in_it_has_not_written(is_view: bool) -> None:
+VIEWS: dict[str, Callable[..., torch.Tensor]] = {
+    "itself": lambda y, x: y,
+    "a view": lambda y, x: y.view(-1, HIDDEN),
+    "a view of the size of another": lambda y, x: y.view(x.size(0), -1, HIDDEN),
+    "an item": lambda y, x: y[:, :],
+    "an item of a view": lambda y, x: y.view(1, -1, HIDDEN)[0],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_chain_reads_what_a_module_that_is_called_in_it_has_not_written(view: str) -> None:
     for make, is_converted in ((WrittenInBetween, False), (Beside, True)):
         torch.manual_seed(0)
-        model = make(is_view)
+        model = make(VIEWS[view])
         plain, x = copy.deepcopy(model), torch.randn(2, 5, HIDDEN)
         rows = fuser.convert(model).rows
         assert [row.is_converted for row in rows if row.path == ""] == [is_converted]

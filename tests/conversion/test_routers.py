@@ -179,6 +179,34 @@ def test_a_layer_that_the_choice_alone_reads_belongs_to_the_router() -> None:
 
     assert routers(Choosing(shared)) == ["scorer"]
 
+    def behind_an_activation(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.hidden(x)
+        m.mixer(h)
+        y: torch.Tensor = m.scorer(h.relu()).argmax(-1)
+        return y
+
+    assert routers(Choosing(behind_an_activation)) == ["scorer"]
+
+
+@pytest.mark.parametrize("name", ["default", "keywords", "places"])
+def test_a_router_is_found_in_a_forward_with_optional_arguments(name: str) -> None:
+    class Default(Choosing):
+        def forward(self, x: torch.Tensor, k: int = 2, mask: torch.Tensor | None = None) -> Any:
+            if mask is not None:
+                return x * mask
+            return x[self.scorer(x).topk(k).indices[:, 0]]
+
+    class Keywords(Choosing):
+        def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:
+            return x[self.scorer(x).argmax(-1)]
+
+    class Places(Choosing):
+        def forward(self, x: torch.Tensor, *others: Any) -> torch.Tensor:
+            return x[self.scorer(x).argmax(-1)]
+
+    kinds: dict[str, Any] = {"default": Default, "keywords": Keywords, "places": Places}
+    assert routers(kinds[name](USES["argmax"])) == ["scorer"]
+
 
 def test_a_router_of_several_layers_may_be_a_module() -> None:
     model: Any = Choosing(lambda m, x: m.scorer(x).topk(2)[1][:, 0])

@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 import pytest
+import titan_like
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -171,6 +172,9 @@ def test_a_norm_that_is_replaced_is_called() -> None:
     found, expected = step(model, x), step(plain, x)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * float(other.abs().max()))
+    for dtype in (torch.float32, BF16):
+        with torch.autocast("cpu", BF16, enabled=dtype is BF16):
+            assert titan_like.counted(model, x)[1] == len(model)
 
 
 def test_norms_that_are_converted_alone_are_those_of_torch() -> None:

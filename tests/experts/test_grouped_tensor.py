@@ -90,6 +90,15 @@ def test_a_member_has_the_buffers_of_the_group_alone(
 
 
 @EVERY_FORMAT
+def test_the_quantizer_of_all_groups_is_that_of_one_for_later_writes(name: str) -> None:
+    given = QUANTIZERS[name]()
+    if isinstance(given, Sequence):
+        pytest.skip("each group has its own")
+    made = GroupedTensor.quantize(rows(), torch.tensor(SPLITS["some"]), given)
+    assert made.padded._quantizer.unbound() == given
+
+
+@EVERY_FORMAT
 @pytest.mark.parametrize("usage", ["rowwise", "columnwise"])
 def test_one_copy(name: str, usage: str) -> None:
     def with_usage(quantizer: Quantizer) -> Quantizer:

@@ -496,7 +496,10 @@ def test_a_router_without_tokens_or_without_a_loss() -> None:
     assert router.weight.grad is not None
     assert not router.weight.grad.any()
     silent = Router(8, 4, 2, device="cpu")
-    assert silent(torch.randn(3, 8)).load_balancing_loss == 0
+    for x in (torch.randn(3, 8), torch.full((3, 8), NAN)):
+        loss = silent(x).load_balancing_loss
+        assert loss == 0
+        assert not loss.requires_grad  # nothing is computed for it
 
 
 def test_a_router_is_a_module() -> None:
@@ -508,6 +511,13 @@ def test_a_router_is_a_module() -> None:
     made.load_state_dict(router.state_dict())
     assert torch.equal(made.weight, router.weight)
     assert 0 < float(router.weight.detach().abs().max()) <= 8**-0.5
+
+
+def test_the_weight_of_a_router_is_initialised_as_that_of_a_linear_of_torch() -> None:
+    torch.manual_seed(0)
+    router = Router(8, 4, 2, device="cpu", dtype=torch.float32)
+    torch.manual_seed(0)
+    assert torch.equal(router.weight, torch.nn.Linear(8, 4, bias=False, device="cpu").weight)
 
 
 # -- refusals -----------------------------------------------------------------
@@ -643,6 +653,7 @@ def test_a_router_refuses_a_size_that_is_no_int_and_an_input_that_does_not_fit()
     router = Router(8, 4, 2, device="cpu")
     for x, words in (
         (torch.zeros(3, 7), said("router-takes", 8, (3, 7))),
+        (torch.tensor(0.0), said("router-takes", 8, ())),
         (
             torch.zeros(3, 8, dtype=torch.int64),
             said("router-float32-float16-bfloat16", "torch.int64"),

@@ -11,6 +11,14 @@ RECORDED = "test_recorded_experts.py::"
 
 EXPERTS = (
     Mutant(
+        "a router without a loss computes one",
+        "moe/router.py",
+        "Router._loss",
+        "self.aux_loss_coefficient == 0 or logits.shape[0] == 0",
+        "logits.shape[0] == 0",
+        "test_moe.py::test_a_router_without_tokens_or_without_a_loss",
+    ),
+    Mutant(
         "an index of 64 bits is cut to 32",
         KERNELS,
         "expert_of",

@@ -6,6 +6,30 @@ GRADIENTS_OF_EVERY_OP = "test_ops.py::test_output_and_every_gradient_are_no_wors
 
 BASIC_OPS = (
     Mutant(
+        "the norm before a column parallel linear is not marked",
+        "modules/layers.py",
+        "LayerNormLinear.__init__",
+        "mark_norm(norm, linear)",
+        "pass",
+        "test_modules.py::test_a_norm_of_some_rows_of_a_sequence_is_marked_for_trainers",
+    ),
+    Mutant(
+        "the plan of a layer has the parameters of its last call",
+        "modules/layer.py",
+        "InputLayer.plan",
+        "self.hand_parameters_to_ops()",
+        "pass",
+        "test_modules.py::test_a_replaced_parameter_is_the_one_that_is_used",
+    ),
+    Mutant(
+        "a module without linears is gathered quantized",
+        "distributed/gather_quantized.py",
+        "gather_quantized",
+        "if not masters:",
+        "if False:",
+        "test_modules.py::test_gather_quantized_refuses_what_has_no_linear",
+    ),
+    Mutant(
         "squared ReLU has half its slope",
         "reference/activation.py",
         "_srelu_backward",

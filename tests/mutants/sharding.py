@@ -9,6 +9,22 @@ OF_TWO_OPS = "test_modules.py::test_gather_quantized_asks_for_one_quantizer_of_a
 
 SHARDING = (
     Mutant(
+        "a write to a shard has the amax of its rows",
+        "tensors/writes.py",
+        "_part",
+        "Part(quantizer, values) if sharding is None else sharding.write(quantizer, values)",
+        "Part(quantizer, values)",
+        "test_shards.py::test_a_write_to_a_shard_reduces_its_amax_over_the_ranks",
+    ),
+    Mutant(
+        "some rows of a shard get a scale of their own",
+        "tensors/base.py",
+        "QuantizedTensor._can_be_written_alone",
+        "and stop >= root._sharding.rows",
+        "",
+        "test_shards.py::test_bytes_of_a_shard_without_its_padding_are_copied",
+    ),
+    Mutant(
         "the amax of a write to a shard is that of the shard",
         "tensors/sharding.py",
         "Sharding.write",

@@ -16,6 +16,38 @@ WEIGHTS = "te/pytorch/master_weights.py"
 
 TE_PROGRAMS = (
     Mutant(
+        "an impossible class makes the loss NaN",
+        "te/pytorch/cross_entropy.py",
+        "_CrossEntropy.forward",
+        "if smoothing:",
+        "if True:",
+        "test_te_layers.py::test_a_class_that_cannot_be_has_a_probability_of_0",
+    ),
+    Mutant(
+        "rows of ranks are gathered in fp32",
+        "te/pytorch/distributed.py",
+        "gather_along_first_dim",
+        "dtype=inp.dtype, device=inp.device",
+        "device=inp.device",
+        "test_te_layers.py::test_rows_of_ranks_have_the_dtype_of_a_ranks_rows",
+    ),
+    Mutant(
+        "a causal mask is made by hand",
+        "te/pytorch/attention.py",
+        "_seen",
+        "if is_plain and left < 0:",
+        "if False:",
+        "test_te_layers.py::test_a_causal_mask_is_left_to_torch",
+    ),
+    Mutant(
+        "angles have the default dtype",
+        "te/pytorch/rope.py",
+        "RotaryPositionEmbedding.__init__",
+        "torch.arange(0, rotated, 2, dtype=torch.float32)",
+        "torch.arange(0, rotated, 2)",
+        "test_te_functions.py::test_angles_are_in_fp32_whatever_the_default_dtype_is",
+    ),
+    Mutant(
         "shards are quantized before they are rounded to the dtype of the weight",
         "te/pytorch/master_weights.py",
         "quantize_master_weights",

@@ -4,6 +4,54 @@ from mutants.mutant import Mutant
 
 QUANTIZED_TENSORS = (
     Mutant(
+        "a conversion rounds to the nominal dtype first",
+        "tensors/base.py",
+        "QuantizedTensor.to",
+        "moved.dequantize(dtype=dtype) if is_value else moved.dequantize().to(dtype)",
+        "moved.dequantize().to(dtype)",
+        "test_quantized_tensors.py::test_a_conversion_rounds_once",
+    ),
+    Mutant(
+        "a view may be written to in a graph",
+        "tensors/base.py",
+        "QuantizedTensor.__tensor_unflatten__",
+        "tensor._is_read_only = is_read_only",
+        "",
+        "test_quantized_tensors.py::test_in_a_graph_what_shares_bytes_or_a_state_is_there_to_be_read",
+    ),
+    Mutant(
+        "a row is copied into all rows as bytes",
+        "tensors/dispatch.py",
+        "has_bytes_for",
+        "and source.shape == target.shape",
+        "",
+        "test_quantized_tensors.py::test_a_row_is_copied_into_all_rows",
+    ),
+    Mutant(
+        "a copy that the target has not is missing",
+        "tensors/dispatch.py",
+        "_missing",
+        "target._has(usage) and not source._has(usage)",
+        "not source._has(usage)",
+        "test_quantized_tensors.py::test_a_copy_between_tensors_with_one_copy_is_one_of_bytes",
+    ),
+    Mutant(
+        "a function of a subclass gets lazy tensors",
+        "tensors/quantizer.py",
+        "Quantizer.__init_subclass__",
+        "cls.accepts_lazy = False",
+        "pass",
+        "test_quantized_tensors.py::test_a_quantizer_with_a_function_of_its_own_inherits_no_promise_about_it",
+    ),
+    Mutant(
+        "a loaded weight keeps the scale of its steps",
+        "tensors/loading.py",
+        "_copy_",
+        "view.root._took_bytes()",
+        "pass",
+        "test_loaded_chunks.py::test_after_chunks_writes_have_the_scale_that_came_with_them",
+    ),
+    Mutant(
         "bytes are copied into a view whose blocks reach beyond it",
         "tensors/dispatch.py",
         "copy_",
@@ -366,6 +414,33 @@ QUANTIZED_TENSORS = (
 )
 
 NUMBER_FORMATS = (
+    Mutant(
+        "kernels of current scaling have no least amax",
+        "tensors/fp8.py",
+        "Float8CurrentScalingQuantizer.from_kernel",
+        "eps=self.amax_epsilon,",
+        "",
+        "test_quantizers_on_kernels.py::test_kernels_make_the_bytes_of_torch_and_read_both_copies",
+        select="epsilon",
+    ),
+    Mutant(
+        "amaxes have the default dtype",
+        "tensors/fp8.py",
+        "Float8CurrentScalingQuantizer.from_kernel",
+        "torch.zeros(1, dtype=torch.float32, device=x.device)",
+        "torch.zeros(1, device=x.device)",
+        "test_quantizers_on_kernels.py::test_kernels_make_the_bytes_of_torch_and_read_both_copies",
+        select="current",
+    ),
+    Mutant(
+        "torch rounds no scale of rows to powers of two",
+        "tensors/rowwise_scaling.py",
+        "Float8RowwiseQuantizer.from_reference",
+        "pow2=self.force_pow_2_scales,",
+        "",
+        "test_quantizers_on_kernels.py::test_kernels_make_the_bytes_of_torch_and_read_both_copies",
+        select="rowwise",
+    ),
     Mutant(
         "an MXFP8 exponent is rounded down, so that elements saturate",
         "reference/mxfp8.py",

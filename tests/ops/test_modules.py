@@ -132,6 +132,8 @@ def test_parameters_have_the_names_of_tes_layers(make: Any, names: tuple[str, ..
     assert tuple(name for name, _ in layer.named_parameters()) == names
     assert tuple(layer.state_dict()) == (*names, "_extra_state")
     assert all(getattr(layer, name) is layer._parameters[name] for name in names)
+    empty = layer.state_dict()["_extra_state"]
+    assert (empty.numel(), empty.dtype) == (0, torch.uint8)
     outer = torch.nn.Sequential(layer)
     assert [name for name, _ in outer.named_parameters()] == [f"0.{name}" for name in names]
 
@@ -162,7 +164,7 @@ def test_state_without_extra_state_or_with_that_of_another_library_loads(
     del state["_extra_state"]
     other.load_state_dict(state)
     foreign = torch.tensor(list(b"pickled"), dtype=torch.uint8)
-    for extra in (foreign, io.BytesIO(b"pickled"), None):
+    for extra in (foreign, io.BytesIO(b"pickled"), b"pickled", None):
         other.load_state_dict({**state, "_extra_state": extra})
     assert torch.equal(layer(x_of(32, 64)), other(x_of(32, 64)))
 
@@ -236,6 +238,9 @@ def test_a_replaced_parameter_is_the_one_that_is_used() -> None:
     halved = torch.func.functional_call(layer, {"bias": torch.full((96,), 0.5)}, (x,))
     assert torch.equal(halved, torch.full((5, 96), 0.5))
     assert torch.equal(layer(x), torch.ones(5, 96))
+    assert "sum" in [step.kernel for step in layer.plan(x).backward]
+    layer.bias = torch.nn.Parameter(torch.ones(96), requires_grad=False)
+    assert "sum" not in [step.kernel for step in layer.plan(x).backward]
 
 
 @pytest.mark.parametrize("convert", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -334,6 +339,15 @@ def test_tp_size_is_that_of_the_group() -> None:
             lambda **ranks: modules.LayerNormMLP(64, 64, sequence_parallel=True, **ranks),
             said("parallel-sequence-true-without", "LayerNormMLP"),
         ),
+        *(
+            (
+                lambda mode=mode, **ranks: modules.LayerNormMLP(
+                    64, 64, parallel_mode=mode, **ranks
+                ),
+                said("parallel-two-linears-modes", "LayerNormMLP", repr(mode)),
+            )
+            for mode in ("column", "row")
+        ),
         (
             lambda **ranks: modules.LayerNormLinear(64, 64, parallel_mode="rows", **ranks),
             said("parameters-none-column-row", "LayerNormLinear", "parallel_mode", "'rows'"),
@@ -349,6 +363,23 @@ def test_tp_size_is_that_of_the_group() -> None:
 def test_errors_about_ranks_name_the_arguments_of_the_layer(make: Any, words: str) -> None:
     with pytest.raises(fuser.InputError, match=words):
         make(device="meta", tp_group=PlannedGroup(2))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_a_norm_of_some_rows_of_a_sequence_is_marked_for_trainers(
+    normalization: str, sequence_parallel: bool
+) -> None:
+    ranks: Any = {"device": "meta", "tp_group": PlannedGroup(2), "normalization": normalization}
+    ranks["sequence_parallel"] = sequence_parallel
+    for layer in (
+        modules.LayerNormLinear(64, 64, parallel_mode="column", **ranks),
+        modules.LayerNormMLP(64, 64, set_parallel_mode=True, **ranks),
+    ):
+        marked = {n for n, p in layer.named_parameters() if getattr(p, "sequence_parallel", False)}
+        norm = {name for name, _ in layer.named_parameters() if name.startswith("layer_norm_")}
+        assert marked == (norm if sequence_parallel else set())
+        assert len(norm) == 1 + (normalization == "LayerNorm")
 
 
 def test_arguments_have_the_names_of_tes_layers_and_those_of_ops() -> None:
@@ -386,6 +417,20 @@ def test_a_factory_gets_the_layers_name() -> None:
         block(x_of(32, 64))
     names = ("mlp.fc1", "mlp.fc2", "head", "fc1", "fc2")
     assert roles == {("linear", name) for name in names}
+    roles.clear()
+    with fuser.autocast(recipe=recipes.CustomRecipe(qfactory=factory)):
+        modules.Linear(64, 64)(x_of(32, 64))
+        for options in ({}, {"name": "experts"}):
+            modules.GroupedLinear(2, 64, 64, **options)(x_of(64, 64), [32, 32])
+    assert {name for _, name in roles} == {"", "experts"}
+
+
+@pytest.mark.parametrize("make", [fuser.GELU, fuser.Sequential, torch.nn.Tanh])
+def test_gather_quantized_refuses_what_has_no_linear(make: Any) -> None:
+    with pytest.raises(
+        fuser.InputError, match=said("gather-quantized-without-basic-module", make.__name__)
+    ):
+        fuser.distributed.gather_quantized(make(), recipes.Float8CurrentScaling())
 
 
 def test_gather_quantized_leaves_frozen_weights_frozen() -> None:

@@ -858,3 +858,22 @@ def test_the_repr_of_a_plan_is_one_line() -> None:
     assert repr(model.plan(x, training=False)).count("steps") == 1
     text = repr(fuser.plan(torch.nn.Sequential(model, torch.nn.Tanh()), x))
     assert text == "<ModelPlan of Sequential: 1 pipelines, 1 other modules; [2, 8] float32>"
+
+
+def test_a_hook_on_another_module_leaves_the_plans() -> None:
+    model = fuser.Sequential(fuser.Linear(N, N), fuser.GELU(), torch.nn.Tanh(), fuser.GELU())
+    model(tensor())
+    plans = model.plans
+    assert len(plans) == 2
+    other = fuser.GELU()
+    with other.register_forward_hook(lambda *_: None):
+        model(tensor())
+        assert all(one is plan for one, plan in zip(model.plans, plans, strict=True))
+
+
+def test_without_a_budget_of_its_own_a_container_has_that_of_its_context() -> None:
+    assert fuser.Sequential().memory_budget is None
+    own = fuser.Sequential(memory_budget=0)
+    assert own.memory_budget is not None
+    own.memory_budget = None
+    assert own.memory_budget is None

@@ -66,6 +66,14 @@ def test_a_factory_has_the_quantizers_of_its_recipe(
         assert made == make_quantizer(recipe, role)
 
 
+@pytest.mark.parametrize("name", ["nvfp4_ref_rht_2d_factory", "nvfp4_ref_rht_2d_quantizer_factory"])
+def test_the_reference_of_nvfp4_transforms_all_but_weights(name: str) -> None:
+    for role in ROLES:
+        is_weight = role == "weight"
+        expected = fuser.NVFP4Quantizer(with_2d_quantization=is_weight, with_rht=not is_weight)
+        assert factory(name)(QuantizerRole("linear", role)) == expected
+
+
 @pytest.mark.parametrize("name", FACTORIES)
 def test_a_factory_takes_roles_of_other_modules_and_none(name: str) -> None:
     for role in (None, QuantizerRole(), QuantizerRole("dpa", "qkv")):

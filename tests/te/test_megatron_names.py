@@ -539,6 +539,17 @@ def test_a_weight_whose_bytes_are_moved_has_its_initial_values() -> None:
     assert weight.get_high_precision_init_val() is None
 
 
+@pytest.mark.parametrize("empty", [None, torch.empty(0)], ids=["none", "empty"])
+def test_a_rank_without_a_shard_of_a_weight_writes_the_others(empty: Any) -> None:
+    weights, flat = [quantized_weight() for _ in range(3)], torch.randn(512)
+    bytes_before = weights[1]._data.clone()
+    masters = [flat, empty, 2 * flat]
+    master_weights.quantize_master_weights(weights, masters, [0, None, 0], None)
+    for weight, values in ((weights[0], flat), (weights[2], 2 * flat)):
+        assert torch.equal(weight._data, weight._quantizer(values.view(16, 32))._data)
+    assert torch.equal(weights[1]._data, bytes_before)
+
+
 def test_shards_are_rounded_to_the_dtype_of_the_weight_before_they_are_quantized() -> None:
     with fuser.quantized_model_init(recipe=recipe.Float8CurrentScaling()):
         weight: Any = layers.Linear(32, 16, bias=False, params_dtype=torch.bfloat16).weight

@@ -96,6 +96,25 @@ def test_positions_are_interpolated_only_for_a_length_that_was_learned() -> None
     assert torch.equal(both(16)[::4], plain[:4])
 
 
+@pytest.mark.parametrize("default", [BF16, F64])
+def test_angles_are_in_fp32_whatever_the_default_dtype_is(default: torch.dtype) -> None:
+    expected = rope.RotaryPositionEmbedding(32)(7)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = rope.RotaryPositionEmbedding(32)(7)
+    finally:
+        torch.set_default_dtype(before)
+    assert found.dtype is F32
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_angles_go_to_the_device_of_what_they_rotate(layout: Any) -> None:
+    t = torch.empty(4, 4, 2, 8, device="meta")
+    assert rope.apply_rotary_pos_emb(t, rope.RotaryPositionEmbedding(8)(6), layout).is_meta
+
+
 def test_the_inverse_frequencies_are_saved() -> None:
     assert list(rope.RotaryPositionEmbedding(8).state_dict()) == ["inv_freq"]
 

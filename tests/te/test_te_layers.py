@@ -53,6 +53,7 @@ def test_a_layer_returns_its_bias_in_place_of_adding_it() -> None:
     plain.load_state_dict(layer.state_dict())
     with torch.no_grad():
         layer.bias.fill_(0.5)
+    assert torch.equal(layer(x)[0], y)
     plain.load_state_dict(layer.state_dict())
     torch.testing.assert_close(plain(x), y + 0.5)
 
@@ -302,6 +303,33 @@ def test_attention_sees_what_its_mask_says(kind: str, window: Any, layout: str) 
     torch.testing.assert_close(y.double(), reference_attention(q, k, v, sees), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "window", "is_torchs"),
+    [
+        ("causal", None, True),
+        ("causal_bottom_right", None, True),
+        ("causal", (-1, 0), True),
+        ("causal", (2, 0), False),
+        ("no_mask", None, False),
+    ],
+)
+def test_a_causal_mask_is_left_to_torch(
+    kind: str, window: Any, is_torchs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fast kernels take no other mask."""
+    asked = []
+    attend = F.scaled_dot_product_attention
+
+    def note(*args: Any, **options: Any) -> torch.Tensor:
+        asked.append((options["attn_mask"] is None, options["is_causal"]))
+        return attend(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", note)
+    module = attention.DotProductAttention(2, 8, attn_mask_type=kind, window_size=window)
+    module(*torch.randn(3, 5, 1, 2, 8))
+    assert asked == [(window != (2, 0), is_torchs)]
+
+
 def test_attention_adds_a_bias_to_the_scaled_products() -> None:
     q, k, v = torch.randn(3, 5, 2, 4, 8)
     bias = torch.randn(1, 4, 5, 5)
@@ -431,6 +459,44 @@ def test_packed_sequences_begin_at_position_0() -> None:
         rope.apply_rotary_pos_emb(t[:, None], angles)
 
 
+def test_multi_head_attention_returns_the_bias_of_its_projection() -> None:
+    options: Any = {"attention_dropout": 0.0, "attn_mask_type": "no_mask"}
+    module = transformer.MultiheadAttention(16, 2, return_bias=True, **options)
+    torch.nn.init.ones_(module.proj.bias)
+    x = torch.randn(5, 1, 16)
+    y, bias = module(x)
+    assert torch.equal(bias, torch.ones(16))
+    plain = transformer.MultiheadAttention(16, 2, **options)
+    plain.load_state_dict(module.state_dict())
+    torch.testing.assert_close(plain(x), y + bias)
+
+
+@pytest.mark.parametrize("is_scatter", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_rows_of_ranks_have_the_dtype_of_a_ranks_rows(
+    dtype: torch.dtype, is_scatter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.Tensor] = []
+
+    def note(out: torch.Tensor, x: torch.Tensor, **options: Any) -> None:
+        asked.extend((out, x))
+
+    monkeypatch.setattr(distributed, "get_distributed_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", note)
+    monkeypatch.setattr(torch.distributed, "reduce_scatter_tensor", note)
+    x = torch.randn(6, 4).to(dtype).t()
+    move = (
+        distributed.reduce_scatter_along_first_dim
+        if is_scatter
+        else distributed.gather_along_first_dim
+    )
+    y, _ = move(x, None)
+    assert (y.shape, y.dtype) == ((2 if is_scatter else 8, 6), dtype)
+    assert asked[0] is y
+    assert asked[1].is_contiguous()
+    assert torch.equal(asked[1], x)
+
+
 @pytest.mark.parametrize("fused_qkv", [False, True])
 @pytest.mark.parametrize("groups", [None, 2])
 def test_a_transformer_layer_is_its_formula(groups: int | None, fused_qkv: bool) -> None:
@@ -507,6 +573,19 @@ def test_cross_entropy_is_that_of_torch(smoothing: float, dtype: torch.dtype) ->
         fuser.InputError, match=said("cross-entropy-logits-shape-targets", None, (3, 4))
     ):
         cross_entropy.parallel_cross_entropy(logits, target[:, :4])
+
+
+def test_a_class_that_cannot_be_has_a_probability_of_0() -> None:
+    """Its logit is minus infinity, as of the padding of a vocabulary."""
+    logits = torch.randn(3, 6)
+    logits[:, 4:] = -torch.inf
+    target = torch.tensor([0, 3, 1])
+    found, expected = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    loss = cross_entropy.parallel_cross_entropy(found, target)
+    torch.testing.assert_close(loss, F.cross_entropy(expected, target, reduction="none"))
+    loss.sum().backward()
+    F.cross_entropy(expected, target, reduction="sum").backward()
+    torch.testing.assert_close(found.grad, expected.grad)
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -620,8 +699,11 @@ def test_the_router_chooses_within_the_best_groups() -> None:
     logits = torch.tensor([[9.0, 0.0, 8.0, 7.5, 8.5, 0.0, 0.0, 0.0]])  # groups of two
     _, mask = router.fused_topk_with_score_function(logits, 2, num_groups=4, group_topk=1)
     assert mask.nonzero()[:, 1].tolist() == [2, 3]  # 15.5 is the best sum
-    with pytest.raises(fuser.InputError, match=said("router-fused-topk-num")):
-        router.fused_topk_with_score_function(logits, 2, num_groups=3, group_topk=1)
+    for k, groups, best in ((2, 3, 1), (2, None, 1), (3, 4, 2)):
+        with pytest.raises(
+            fuser.InputError, match=said("router-fused-topk-num", groups, best, k, 8)
+        ):
+            router.fused_topk_with_score_function(logits, k, num_groups=groups, group_topk=best)
     with pytest.raises(
         fuser.InputError, match=said("router-score-function-softmax-sigmoid", None, "'tanh'")
     ):

@@ -159,6 +159,8 @@ def test_setting_float8_data_sets_the_contents_without_a_stale_transpose() -> No
     assert torch.equal(tensor.with_usage("columnwise").dequantize(), other.dequantize())
     with pytest.raises(fuser.InputError, match=said("fp8-bytes-float8tensor-x", 64, 96)):
         tensor._data = other._data[1]
+    with pytest.raises(fuser.InputError, match=said("fp8-bytes-float8tensor-x", 64, 96)):
+        tensor._data = other._data.float()
     tensor._data.zero_()
     tensor._reset_caches()
     assert not tensor.with_usage("columnwise").dequantize().any()
@@ -202,7 +204,9 @@ def test_make_like_shares_bytes_in_another_shape_or_dtype(quantizer: Any) -> Non
         type(tensor).make_like(tensor, shape=(96, 64))
     rows = tensor.view(64, 96)[32:]
     if isinstance(rows, fuser.QuantizedTensor):
-        type(tensor).make_like(rows, dtype=torch.bfloat16).fill_(1.0)
+        alike = type(tensor).make_like(rows, dtype=torch.bfloat16)
+        assert alike.storage_offset() == rows.storage_offset() > 0
+        alike.fill_(1.0)
         assert (tensor.view(64, 96)[32:].dequantize() == 1).all()
         assert not tensor.view(64, 96)[:32].dequantize().any()
     with pytest.raises(fuser.StateError, match=said("base-read-only-layout")):

@@ -14,7 +14,14 @@ from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint import planner as planners
 
 import fuser
-from fuser.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling, Recipe
+from fuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* is emulated"),
@@ -120,6 +127,25 @@ def test_an_unquantized_chunk_before_quantized_ones_keeps_its_values(
     load(target, saved(tmp_path / "mixed", [values(first), *others]))
     error = (values(target) - values(small)).norm() / values(small).norm()
     assert error < 0.05
+
+
+def test_after_chunks_writes_have_the_scale_that_came_with_them(tmp_path: Path) -> None:
+    large, target = weight(DelayedScaling(), 700.0), weight(DelayedScaling(), 1.0)
+    load(target, saved(tmp_path / "large", in_chunks(large)))
+    quantizer: Any = target._quantizer
+    assert torch.equal(quantizer.scale, large._scale_inv.reciprocal())
+    assert quantizer.scale < 1
+    assert not quantizer.amax.any()
+
+
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), Float8BlockScaling()])
+def test_chunks_that_cut_blocks_change_both_copies(recipe: Recipe, tmp_path: Path) -> None:
+    source, target = weight(recipe, 7.0), weight(recipe, 1.0)
+    load(target, saved(tmp_path / "blocks", in_chunks(source)))
+    for usage in ("rowwise", "columnwise"):
+        found: Any = target.with_usage(usage)
+        error = (values(found) - values(source)).norm() / values(source).norm()
+        assert error < 0.05
 
 
 class Fails(default_planner.DefaultLoadPlanner):

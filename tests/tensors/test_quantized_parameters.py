@@ -27,6 +27,7 @@ from test_quantized_tensors import (
 import fuser
 from fuser import recipe as recipes
 from fuser.precision import contexts
+from fuser.tensors.sharding import Sharding
 
 
 def values(seed: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -206,10 +207,12 @@ def test_pinning_pins_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
         return pinned[-1]
 
     tensor = QUANTIZERS["nvfp4"](values())
+    tensor._sharding = Sharding(None, len(tensor), True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     twin = torch.ops.aten._pin_memory.default(tensor)
     assert same_buffers(twin, tensor)
     assert [b is p for b, p in zip(twin.buffers().values(), pinned, strict=True)] == [True] * 6
+    assert twin._sharding is tensor._sharding
 
 
 @every_recipe

@@ -379,13 +379,111 @@ def test_a_bound_quantizer_reduces_its_amax_and_leaves_nothing_of_it_on_the_tens
     assert torch.equal(together._scale_inv, 2 * alone._scale_inv)
     assert together._quantizer == quantizer
     assert together._quantizer.reduced_amaxes is None
+    delayed = fuser.Float8Quantizer(torch.full((1,), 1e6), torch.zeros(1), saturates=False)
+    made = delayed.bound_to("group")(x)
+    largest = 2 * x.abs().max().float()
+    assert torch.equal(delayed.amax, largest.view(1))
+    torch.testing.assert_close(made._scale_inv, (largest / E4M3_MAX).view(1))
+    assert reduced[1:] == [(torch.distributed.ReduceOp.MAX, "group")]
     # Block scales are each rank's own: there is nothing to bind.
     blocks = fuser.MXFP8Quantizer()
     assert blocks.bound_to("group") is blocks
 
 
+def test_without_saturation_an_infinity_leaves_the_scale_that_there_was() -> None:
+    x = torch.tensor([[1.0, torch.inf, -3.0, 2.0]])
+    quantizer = fuser.Float8Quantizer(torch.full((1,), 2.0), torch.zeros(1), saturates=False)
+    made = quantizer(x)
+    assert made._scale_inv.item() == 0.5
+    assert made.dequantize()[0, ::2].tolist() == [1.0, -3.0]
+    assert torch.equal(quantizer(torch.full((1, 4), 448.0))._scale_inv, torch.ones(1))
+
+
+class OfFewerBuffers(fuser.Float8CurrentScalingQuantizer):
+    """Says nothing of what its own function takes and makes."""
+
+    def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
+        return super().buffers_of(rows)
+
+
+class OfTheSame(OfFewerBuffers):
+    """Says it again."""
+
+    accepts_lazy = True
+    reduces_scales = True
+    is_repeatable = True
+
+    def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
+        return super().buffers_of(rows)
+
+
+def test_a_quantizer_with_a_function_of_its_own_inherits_no_promise_about_it() -> None:
+    names = ("accepts_lazy", "reduces_scales", "is_repeatable")
+    for cls, expected in (
+        (fuser.Float8CurrentScalingQuantizer, True),
+        (OfFewerBuffers, False),
+        (OfTheSame, True),
+    ):
+        assert [getattr(cls(), name) for name in names] == [expected] * 3
+
+
+@every_quantizer
+def test_a_copy_between_tensors_with_one_copy_is_one_of_bytes(quantizer: Any) -> None:
+    """Quantizing the values again may round them again."""
+    for which in ("rowwise", "columnwise"):
+        alone = quantizer.with_usage(**{each: each == which for each in ("rowwise", "columnwise")})
+        source, target = alone(values(dtype=torch.float32)), alone(torch.zeros(64, 96))
+        target.copy_(source)
+        assert same_buffers(target, source)
+
+
+@every_quantizer
+def test_a_row_is_copied_into_all_rows(quantizer: Any) -> None:
+    target, row = quantizer(values(64)), quantizer(values(1))
+    target.copy_(row)
+    expected = quantizer(row.dequantize().expand(64, 96))
+    assert same_buffers(target, expected)
+
+
+@every_quantizer
+def test_a_tensor_of_a_graph_is_not_deeply_copied(quantizer: Any) -> None:
+    tensor = quantizer(values().requires_grad_())
+    for one in (tensor, tensor[:, 3:9]):
+        with pytest.raises(RuntimeError, match="graph leaves"):
+            copy.deepcopy(one)
+
+
+@every_quantizer
+def test_a_conversion_rounds_once(quantizer: Any) -> None:
+    tensor = quantizer(values(dtype=torch.bfloat16))
+    exact = tensor.dequantize(dtype=torch.float32)
+    assert torch.equal(tensor.to(torch.float32), exact)
+    assert torch.equal(tensor.to(torch.float16), tensor.dequantize(dtype=torch.float16))
+    assert torch.equal(tensor.to(torch.int32), tensor.dequantize().to(torch.int32))
+
+
+def through_a_graph(tensor: Any) -> Any:
+    """A tensor as ``torch.compile`` takes it apart, and puts it together in a graph."""
+    names, constants = tensor.__tensor_flatten__()
+    buffers = {name: getattr(tensor, name) for name in names}
+    return type(tensor).__tensor_unflatten__(buffers, constants, tensor.shape, tensor.stride())
+
+
+@every_quantizer
+def test_in_a_graph_what_shares_bytes_or_a_state_is_there_to_be_read(quantizer: Any) -> None:
+    whole = quantizer(values(384))
+    delayed = fuser.Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1))(values())
+    through_a_graph(quantizer(values(384))).zero_()
+    for one in (whole.with_usage("rowwise"), whole[:128], delayed):
+        found = through_a_graph(one)
+        assert torch.equal(found.dequantize(), one.dequantize())
+        with pytest.raises(fuser.StateError, match=said("base-read-only-layout")):
+            found.zero_()
+
+
 # Rows of a block of the rowwise and of the columnwise copy.
 BLOCK_ROWS = {"block": (128, 128), "mxfp8": (1, 32), "nvfp4": (1, 16)}
+E4M3_MAX = 448.0
 
 
 @pytest.mark.parametrize("copies", [(True, True), (True, False), (False, True)])
@@ -400,6 +498,19 @@ def test_shards_have_the_bytes_of_the_whole_if_no_copy_has_a_block_in_two_of_the
     for ranks in (1, 2, 3, 4, 8, 16, 32):
         fits = ranks != 3 and all(256 // ranks % unit == 0 for unit in units)
         assert is_exact(whole, quantizer, ranks) is (fits or ranks == 1)
+    fits = all(128 % unit == 0 for unit in units)
+    assert is_exact(quantizer(torch.randn(384, 128)), quantizer, 3) is fits
+
+
+@pytest.mark.parametrize("rows", [256, 255])
+def test_shards_of_a_tensor_with_one_scale_have_its_bytes_if_rows_are_whole(rows: int) -> None:
+    """Columns that are made of rows, after these were gathered, are those of any part."""
+    for copies in ((True, True), (True, False), (False, True)):
+        rowwise, columnwise = copies
+        quantizer = formats.QUANTIZERS["current"].with_usage(rowwise=rowwise, columnwise=columnwise)
+        whole = quantizer(torch.randn(rows, 128))
+        for ranks in (2, 3, 4):
+            assert is_exact(whole, quantizer, ranks) is (rowwise or rows % ranks == 0)
 
 
 @pytest.mark.parametrize("usage", ["rowwise", "columnwise"])

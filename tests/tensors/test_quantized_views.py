@@ -792,6 +792,27 @@ def test_a_duplicate_of_columns_is_a_plain_tensor(duplicate: Any) -> None:
     assert type(made) is torch.nn.Parameter
     assert not made.requires_grad
     assert torch.equal(made, parameter)
+    assert pickle.loads(pickle.dumps(tensor[:, 3:9])).untyped_storage().nbytes() == 64 * 6 * 4
+
+
+def test_a_write_through_another_dtype_of_the_values_reaches_their_rows_alone() -> None:
+    for quantizer in (QUANTIZERS["mxfp8"], QUANTIZERS["current"]):
+        tensor = quantizer(values(64))
+        expected = tensor.dequantize()
+        tensor.view(torch.int16)[40:42].zero_()
+        expected[40:42] = 0
+        assert not tensor.dequantize()[40:42].any()
+        torch.testing.assert_close(tensor.dequantize(), expected, rtol=2**-2, atol=0.02)
+
+
+@pytest.mark.parametrize("is_inference", [True, False])
+def test_an_operation_in_place_returns_what_it_was_called_on(is_inference: bool) -> None:
+    tensor = QUANTIZERS["current"](values(64))
+    with torch.inference_mode(is_inference):
+        for one in (tensor, tensor[:32], tensor[:, 3]):
+            assert one.zero_() is one
+            assert torch.neg(one, out=one) is one
+    assert not tensor.dequantize()[:32].any()
 
 
 def test_columns_give_arrays_and_lists() -> None:
@@ -886,6 +907,7 @@ def test_new_zeros_are_quantized_where_only_rows_differ(quantizer: Any) -> None:
     )
     assert [copies(t) for t in plain] == [NONE] * 4
     assert copies(tensor.new_zeros((3, K))) == (BOTH if quantizer.format.multiple == 1 else NONE)
+    assert torch.equal(tensor[:, 3:9].new_zeros(5, 6), torch.zeros(5, 6))
     odd = quantizer(values(45))
     assert copies(odd.new_zeros(odd.shape)) == BOTH
 
