@@ -212,6 +212,14 @@ def test_an_ignored_argument_is_taken_and_changes_nothing(path: str, argument: s
     assert are_equal(*results)
 
 
+def alike(path: str) -> list[str]:
+    """What is at a path, and the norms that share its constructor, which has one row for both."""
+    norms = {name: getattr(te, name) for name in ("LayerNorm", "RMSNorm")}
+    if path not in norms:
+        return [path]
+    return [name for name, norm in norms.items() if norm.__init__ is norms[path].__init__]
+
+
 def lines() -> list[str]:
     """The rows of the document's table: a reason, and the arguments by what takes them."""
     by_reason: dict[str, dict[tuple[str, ...], list[str]]] = {}
@@ -221,7 +229,7 @@ def lines() -> list[str]:
         for path in paths:
             names = tuple(name for (own, name), why in OURS.items() if (own, why) == (path, reason))
             if names:
-                takers.setdefault(names, []).append(path.removeprefix(f"{HERE}."))
+                takers.setdefault(names, []).extend(alike(path.removeprefix(f"{HERE}.")))
     rows = []
     for reason, takers in by_reason.items():
         texts = [
