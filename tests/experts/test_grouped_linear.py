@@ -866,3 +866,19 @@ def test_split_sizes_have_any_integer_dtype(dtype: torch.dtype) -> None:
     assert y.shape == (2, T // 2, N)
     exact = expected(op, x.view(T, K), torch.zeros(T, N), SPLITS["first empty"])["y"]
     assert torch.allclose(y.view(T, N).double(), exact, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_sizes_that_a_caller_writes_over_are_those_of_the_forward(
+    layout: dict[str, bool], dtype: torch.dtype
+) -> None:
+    x, dy, splits = values(T, K, seed=1), values(T, N, seed=2), SPLITS["last empty"]
+    exact = expected(op := made(**layout), x, dy, splits)
+    leaf, sizes = x.clone().requires_grad_(), torch.tensor(splits, dtype=dtype)
+    y = op(leaf, sizes)
+    sizes.copy_(torch.tensor(SPLITS["all in one"]))
+    y.backward(dy)
+    found = {"y": y.detach(), "dx": leaf.grad}
+    found |= {"dw": stacked(op, "weight", "grad"), "db": stacked(op, "bias", "grad")}
+    assert_close(found, exact, 1e-5)

@@ -488,6 +488,7 @@ def test_a_combine_refuses_what_are_not_rows_of_its_input() -> None:
     op = fuser.MoeCombine()
     for x, extra, sentence in (
         (rows[:40], places, said("moe-row-input-rows", None, 40)),
+        (rows[:59], places, said("moe-row-input-rows", 59, 59)),
         (rows, places - 2, said("moe-row-input-rows", -2, 60)),
         (rows, indices.int(), said("moe-row-times-assignment")),
         (rows, indices, said("moe-takes-each-token", "torch.int64")),

@@ -11,6 +11,30 @@ RECORDED = "test_recorded_experts.py::"
 
 EXPERTS = (
     Mutant(
+        "a combine takes the row behind its input",
+        "basic_ops/moe.py",
+        "_check_rows_on_cpu",
+        "found >= rows",
+        "found > rows",
+        "test_moe_ops.py::test_a_combine_refuses_what_are_not_rows_of_its_input",
+    ),
+    Mutant(
+        "a backward reads sizes that the caller has written over",
+        "gemm/grouped.py",
+        "groups_of",
+        'split_sizes.to("cpu", torch.int64, copy=True)',
+        'split_sizes.to("cpu", torch.int64)',
+        "test_grouped_linear.py::test_sizes_that_a_caller_writes_over_are_those_of_the_forward",
+    ),
+    Mutant(
+        "adapters in another dtype than the weight have no scale",
+        "gemm/matmul.py",
+        "_add_product",
+        "torch.mm(a, b) * scale + addend",
+        "torch.mm(a, b) + addend",
+        "test_lora_linear.py::test_adapters_of_another_dtype_keep_theirs",
+    ),
+    Mutant(
         "a router without a loss computes one",
         "moe/router.py",
         "Router._loss",

@@ -4,6 +4,22 @@ from mutants.mutant import Mutant
 
 CHANNELS = (
     Mutant(
+        "an op that is called as a module is planned for this machine",
+        "runtime/segment.py",
+        "OpSegment.planned",
+        "pipeline.plan(x, *taken, training=training, device=device)",
+        "pipeline.plan(x, *taken, training=training)",
+        "test_plan.py::test_an_op_that_is_called_as_a_module_is_planned_for_the_gpu_that_is_asked_for",
+    ),
+    Mutant(
+        "a gradient that is no number is as near to finite differences as any",
+        "testing/finite_differences.py",
+        "_distance",
+        "value != value",
+        "False",
+        "test_testing.py::test_a_gradient_without_a_value_is_wrong",
+    ),
+    Mutant(
         "the last extra output has the shape of the main one if that has no gradient",
         "runtime/codegen.py",
         "PlanCodegen._write_forward",

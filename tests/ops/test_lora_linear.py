@@ -197,7 +197,7 @@ def test_dropout_is_of_the_adapters_input_alone(is_training: bool) -> None:
 
 
 def test_adapters_of_another_dtype_keep_theirs() -> None:
-    model = fuser.LoRALinear(IN, OUT, rank=RANK, dtype=BF16, adapter_dtype=FP32)
+    model = fuser.LoRALinear(IN, OUT, rank=RANK, alpha=5 * RANK, dtype=BF16, adapter_dtype=FP32)
     torch.nn.init.normal_(model.lora_B)
     found = step(model, rows(BF16))
     assert {k: v.dtype for k, v in found.items()} == {

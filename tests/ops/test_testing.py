@@ -170,6 +170,17 @@ def test_a_wrong_gradient_is_found_by_finite_differences_and_by_a_reference(
     )
 
 
+def test_a_gradient_without_a_value_is_wrong(x: torch.Tensor) -> None:
+    class Undefined(Square):
+        def op_backward(self, ctx: fuser.OperationContext, grad_output: torch.Tensor) -> Any:
+            dx, grads = super().op_backward(ctx, grad_output)
+            dx[0, -1] = float("nan")
+            return dx, grads
+
+    assert "differs from finite differences by up to inf, at [0, 11]" in failure(Undefined(), x)
+    assert "the gradient of the input" in failure(Undefined(), x, reference=torch.square)
+
+
 def test_a_wrong_gradient_of_a_parameter_is_named(x: torch.Tensor) -> None:
     class Unsummed(Gain):
         def op_backward(self, ctx: fuser.OperationContext, grad_output: torch.Tensor) -> Any:

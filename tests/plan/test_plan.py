@@ -1024,3 +1024,16 @@ def test_what_a_call_saves_once_does_not_count_for_each_token() -> None:
     model = fuser.Sequential(fuser.BasicLinear(4, 4, device="meta"), fuser.Dropout(0.5))
     plans = [model.plan(torch.empty((*leading, 4), device="meta")) for leading in ((), (5,))]
     assert plans[0] == plans[1]
+
+
+def test_an_op_that_is_called_as_a_module_is_planned_for_the_gpu_that_is_asked_for() -> None:
+    model = fuser.Sequential(fuser.BasicLinear(64, 64, dtype=torch.bfloat16), fuser.GELU())
+    model[1].register_forward_hook(lambda module, args, output: None)
+    x = torch.empty(4096, 64, dtype=torch.bfloat16, requires_grad=True)
+    for device in ("h200", "b200"):
+        alone = fuser.Sequential(fuser.GELU()).plan(x, device=device)
+        plan = model.plan(x, device=device)
+        for side in ("forward", "backward"):
+            (step,) = (step for step in plan.steps(side) if step.ops == (1,))
+            (expected,) = alone.steps(side)
+            assert (step.kernel, step.microseconds) == (expected.kernel, expected.microseconds)
