@@ -4,6 +4,14 @@ from mutants.mutant import Mutant
 
 CHANNELS = (
     Mutant(
+        "a plan gathers the input of a frozen weight for backward",
+        "basic_ops/linear_parallel.py",
+        "Parallelism.collectives",
+        "self.gathers_input and wants_wgrad",
+        "self.gathers_input",
+        "test_parallel_ops.py::test_a_plan_communicates_what_the_gradients_that_are_wanted_need",
+    ),
+    Mutant(
         "an op that is called as a module is planned for this machine",
         "runtime/segment.py",
         "OpSegment.planned",

@@ -313,6 +313,38 @@ def test_a_plan_sends_the_copy_of_an_input_that_an_overridden_backward_reads() -
         assert backward.count("all-gather") == 1
 
 
+@pytest.mark.parametrize("is_sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("mode", ["column", "row"])
+@pytest.mark.parametrize("wanted", [("x",), ("weight",), ("x", "weight")], ids="-".join)
+def test_a_plan_communicates_what_the_gradients_that_are_wanted_need(
+    wanted: tuple[str, ...], mode: Any, is_sequence: bool
+) -> None:
+    """The gradients of a column parallel linear's input are added, and so are its rows' outputs."""
+    op = fuser.BasicLinear(
+        *(128, 128),
+        tensor_parallel_mode=mode,
+        tensor_parallel_group=TWO,
+        sequence_parallel=is_sequence,
+        device="meta",
+    )
+    op.weight.requires_grad_("weight" in wanted)
+    columns = 64 if mode == "row" else 128
+    x = torch.empty(32, columns, device="meta", requires_grad="x" in wanted)
+    added = "reduce-scatter" if is_sequence else "all-reduce"
+    gathered = "all-gather"
+    expected: dict[str, list[tuple[str, str]]] = {"forward": [], "backward": []}
+    if mode == "row":
+        expected["forward"].append((added, "output"))
+        expected["backward"] += [(gathered, "grad_output")] * is_sequence
+    else:
+        expected["forward"] += [(gathered, "input")] * is_sequence
+        expected["backward"] += [(gathered, "input")] * (is_sequence and "weight" in wanted)
+        expected["backward"] += [(added, "grad_input")] * ("x" in wanted)
+    key = fuser.Sequential(op).plan(x).key
+    for side, communication in expected.items():
+        assert [(each.kind, each.tensor) for each in op.collectives(side, key)] == communication
+
+
 @pytest.mark.parametrize("mode", ["column", "row"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_quantized_rows_travel_as_bytes_and_scales(of: Any, name: str, mode: str) -> None:
