@@ -11,6 +11,14 @@ RECORDED = "test_recorded_experts.py::"
 
 EXPERTS = (
     Mutant(
+        "an init_method draws from torch's generator",
+        "modules/layer.py",
+        "Layer._run_init_methods",
+        "with context, torch.no_grad():",
+        "with torch.no_grad():",
+        "test_modules.py::test_an_init_method_draws_from_the_generator_of_the_tracker",
+    ),
+    Mutant(
         "a combine takes the row behind its input",
         "basic_ops/moe.py",
         "_check_rows_on_cpu",

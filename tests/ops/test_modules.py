@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from typing import Any
@@ -11,6 +12,7 @@ import oracles
 import pytest
 import torch
 import torch.nn.functional as F
+from argument_checks import Tracker
 from said import holds, said
 
 import fuser
@@ -288,6 +290,32 @@ def test_an_init_method_initialises_the_weights(is_quantized: bool) -> None:
             plain = weight.dequantize() if is_quantized else weight
             assert torch.equal(plain, torch.full_like(plain, value))
         layer.reset_parameters()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(modules.Linear, 64, 96),
+        functools.partial(modules.LayerNormLinear, 64, 96),
+        functools.partial(
+            modules.LayerNormMLP, 64, 96, output_layer_init_method=torch.nn.init.normal_
+        ),
+        functools.partial(modules.GroupedLinear, 2, 64, 96),
+    ],
+    ids=lambda make: make.func.__name__,
+)
+def test_an_init_method_draws_from_the_generator_of_the_tracker(make: Any) -> None:
+    def weights_of(layer: Any) -> list[torch.Tensor]:
+        return [p for name, p in layer.named_parameters() if "weight" in name and p.dim() == 2]
+
+    options = {"init_method": torch.nn.init.normal_, "get_rng_state_tracker": Tracker}
+    before = torch.get_rng_state()
+    layer = make(**options)
+    assert torch.equal(torch.get_rng_state(), before)
+    for weight in weights_of(layer):
+        with Tracker().fork():
+            assert torch.equal(weight, torch.nn.init.normal_(torch.empty_like(weight)))
+    assert len(weights_of(layer)) == 1 + (type(layer).__name__ in ("LayerNormMLP", "GroupedLinear"))
 
 
 def test_a_parametrized_layer_is_refused_with_the_parameters_name() -> None:
