@@ -311,6 +311,7 @@ class _Search:
                 if min(part.shape) >= SMALLEST_LINEAR:
                     reason = 'outside of chains: recipe=, or linears="all", converts it'
             refusal = part.refusal(module) if _has_plain_weights(module) else None
+            refusal = refusal or why_no_subclass(module)
             if not self._accepts(path, module):
                 refusal = "the filter leaves it out"
             elif hooks_of(module) == OWN_FORWARD:

@@ -492,7 +492,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         role = self.quantizer_roles(mode)[index]
         if not isinstance(recipe, CustomRecipe):
             return make_quantizer(recipe, role)
-        # The factory is asked once for each quantizer of an op: plans rely on it.
+        # Plans rely on the factory being called once for each quantizer of an op.
         kept = self._made_quantizers.get(recipe)
         if kept is None:
             while len(self._made_quantizers) >= MAX_RECIPES:

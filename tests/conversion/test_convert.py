@@ -646,6 +646,23 @@ def test_a_class_without_subclasses_is_refused_before_anything_has_changed() -> 
     assert pipelines_run(model[1], x) == 0
 
 
+def test_a_norm_or_linear_whose_class_has_no_subclass_is_left_with_that_reason() -> None:
+    class TaggedNorm(nn.LayerNorm):
+        def __init_subclass__(cls, *, tag: str) -> None:
+            super().__init_subclass__()
+
+    class TaggedLinear(nn.Linear):
+        def __init_subclass__(cls, *, tag: str) -> None:
+            super().__init_subclass__()
+
+    model = nn.ModuleDict({"norm": TaggedNorm(HIDDEN), "linear": TaggedLinear(HIDDEN, HIDDEN)})
+    report = fuser.convert(model, norms="all", linears="all")
+    assert not report.converted
+    assert [row.path for row in report.left] == ["norm", "linear"]
+    assert all("has no subclass without arguments" in row.text for row in report.left)
+    assert not report.gains()
+
+
 def test_a_look_alike_is_in_the_report_with_the_reason() -> None:
     report = fuser.convert(nn.Sequential(seeded(LOOK_ALIKES["clamped gate"])))
     assert [(row.path, row.cls) for row in report.refused] == [("0", "LookAlike")]

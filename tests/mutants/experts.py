@@ -19,7 +19,7 @@ EXPERTS = (
         "test_modules.py::test_an_init_method_draws_from_the_generator_of_the_tracker",
     ),
     Mutant(
-        "a combine takes the row behind its input",
+        "a combine takes a row number one beyond its input",
         "basic_ops/moe.py",
         "_check_rows_on_cpu",
         "found >= rows",

@@ -1,4 +1,4 @@
-"""Collectives and agreements as torch is asked for them: what is sent, when, and its lifetime."""
+"""What collectives and agreements ask of torch: which tensors, when, and how long these live."""
 
 from __future__ import annotations
 
