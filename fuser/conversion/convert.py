@@ -41,6 +41,7 @@ from fuser.conversion.modules import (
 from fuser.conversion.parts import PLAIN_TENSORS, Chain, LinearPart, Part
 from fuser.conversion.report import ConversionReport, ConversionRow
 from fuser.conversion.routers import routers
+from fuser.conversion.shared_input import shared_inputs
 from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Runner, Step, Unit, unit_of
 from fuser.errors import FuserError, InputError, InputTypeError
 from fuser.recipe import Recipe, recipe_named
@@ -220,7 +221,7 @@ def converted(model: torch.nn.Module, **options: Any) -> Iterator[ConversionRepo
         yield report
     finally:
         revert(model)
-        for conversion in before:
+        for conversion in reversed(before):  # what is inside of a module before it
             set_conversion(*conversion)
 
 
@@ -248,6 +249,7 @@ class _Search:
         self._seen: set[torch.nn.Module] = set()
         self._known: dict[object, Unit | str | None] = {}
         self._chains: dict[torch.nn.Module, Unit] = {}
+        self._alone: dict[torch.nn.Module, Unit] = {}
         self._norms_of_kinds: dict[object, Part | None] = {}
 
     def visit(self, module: torch.nn.Module, path: str) -> None:
@@ -270,6 +272,10 @@ class _Search:
             inside = {joint(path, p) for c in unit.chains for p, _ in c.replaced}
             self.rows[first_row:] = [r for r in self.rows[first_row:] if r.path not in inside]
             self._add(path, module, unit)
+        elif (shared := self._shared(module, path)) is not None:
+            names = {joint(path, name) for name in shared.linears}
+            self.rows[first_row:] = [r for r in self.rows[first_row:] if r.path not in names]
+            self._add(path, module, shared)
         elif unit is not None:
             self.rows.append(ConversionRow(path, _name(module), False, unit))
 
@@ -359,7 +365,41 @@ class _Search:
             return
         unit = Unit((("input", REQUIRED),), (Step(Chain((part,), ()), (Ref(0),)),), Ref(1))
         if isinstance(_runnable(module, unit), Unit):
-            self._add(path, module, replace(unit, reads=reads.inside(module, [""])))
+            unit = replace(unit, reads=reads.inside(module, [""]))
+            self._add(path, module, unit)
+            if linear is not None and not unit.reads:
+                self._alone[module] = self.units[-1][2]
+
+    def _shared(self, module: torch.nn.Module, path: str) -> Unit | None:
+        """The unit of linears that are converted alone and read one tensor of a module's forward.
+
+        Of several such tensors that which most linears read.
+        """
+        is_as_written = hooks_of(module) != OWN_FORWARD and why_no_subclass(module) is None
+        if not is_as_written or not self._accepts(path, module):
+            return None
+        alike: dict[object, list[tuple[str, LinearPart]]] = {}
+        for number, names in enumerate(shared_inputs(module)):
+            for name in names:
+                child = module._modules.get(name)
+                unit = None if child is None else self._alone.get(child)
+                part = None if unit is None else unit.chains[0].parts[0]
+                if isinstance(part, LinearPart) and not part.is_transposed:
+                    kind = (part.shape[1], part.has_bias, child.weight.dtype, unit.is_quantized)
+                    alike.setdefault((number, *kind), []).append((name, part))
+        found = max(alike.values(), key=len, default=[])
+        if len(found) < 2:
+            return None
+        names = tuple(name for name, _ in found)
+        outputs, (_, first) = tuple(part.shape[0] for _, part in found), found[0]
+        shape = sum(outputs), first.shape[1]
+        product = LinearPart(names, shape, first.has_bias, outputs=outputs)
+        replaced = tuple((name, original_class(module._modules[name])) for name in names)
+        step = Step(Chain((product,), replaced), (Ref(0),))
+        unit = Unit((("input", REQUIRED),), (step,), Ref(1), shares_input=True)
+        for name in names:
+            del self._alone[module._modules[name]]  # one product alone has it
+        return unit if isinstance(_runnable(module, unit), Unit) else None
 
     def _unit(self, module: torch.nn.Module, path: str) -> Unit | str | None:
         """What :func:`_find_unit` returns; modules that are alike are looked at once."""

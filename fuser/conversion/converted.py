@@ -93,7 +93,16 @@ def _converted_class(cls: Any) -> Any:
 def _run(self: Any, cls: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     runner: Runner | None = self.__dict__.get(RUNNER)
     if runner is not None:
+        if runner.shared is not None:
+            product, name = runner.shared
+            output = product.output_of(name, args, keywords)
+            if output is not None:
+                return output
         refusal = runner.refusal(self)
+        if runner.product is not None:
+            if refusal is None:
+                return runner.product.during(self, cls.forward, args, keywords)
+            return cls.forward(self, *args, **keywords)  # each linear computes its own product
         if refusal is None:
             bound = runner.bound(args, keywords)
             if bound is not None:
@@ -142,7 +151,7 @@ def _is_plain(module: torch.nn.Module, unit: Unit) -> bool:
             return True
         for path in chain.linears:
             inner = [child_of(module, above) for above in prefixes(path)]
-            is_converted_inside = any(child is None or RUNNER in child.__dict__ for child in inner)
+            is_converted_inside = any(child is None or runner_of(child) for child in inner)
             if not is_converted_inside and type(inner[-1]) is classes.get(path):
                 return True
     return False
@@ -157,8 +166,14 @@ def set_conversion(module: torch.nn.Module, runner: Runner | None, recipe: Recip
         cls: Any = type(module)
         module.__class__ = _converted_class(cls)
     for name, value in ((RUNNER, runner), (RECIPE, recipe)):
-        if value is not None:
-            module.__dict__[name] = value
+        # Also None: Dynamo has no guard for an absent key, and another module of the class that is
+        # compiled later would run its graph.
+        module.__dict__[name] = value if value is not None else module.__dict__.get(name)
+    product = None if runner is None else runner.product
+    for name in () if product is None else product.names:
+        linear = child_of(module, name)
+        if linear is not None and (of_linear := runner_of(linear)) is not None:
+            of_linear.shared = product, name
     join_weights(module)
 
 
@@ -200,7 +215,7 @@ def ops_of_conversions(
         if runner is None:
             continue
         is_spare = path in replaced
-        replaced.update(joint(path, name) for name in runner.unit.watched[1:])
+        replaced.update(joint(path, name) for name in runner.unit.watched if name)
         for pipeline in runner.pipelines.values():
             for name, op in pipeline.linears:
                 yield joint(path, name), op, is_spare
@@ -208,12 +223,14 @@ def ops_of_conversions(
 
 def unset_conversion(module: torch.nn.Module) -> None:
     """Give a converted module its own class again."""
-    for name in (RUNNER, RECIPE):
-        module.__dict__.pop(name, None)
     if "_class_before_fuser" in type(module).__dict__:
         module.__class__ = original_class(module)
-    # Else another library, such as FSDP2, has made a class of the converted one. It stays, and its
+        for name in (RUNNER, RECIPE):
+            module.__dict__.pop(name, None)
+        return
+    # Another library, such as FSDP2, has made a class of the converted one. It stays, and its
     # forward is the module's own.
+    module.__dict__.update({RUNNER: None, RECIPE: None})
 
 
 def join_weights(module: torch.nn.Module) -> None:

@@ -106,8 +106,11 @@ def bare(
     cls: Any = original_class(module)
     tried: torch.nn.Module = object.__new__(cls)
     torch.nn.Module.__init__(tried)
-    own = {n: _copied(v) for n, v in module.__dict__.items() if n not in tried.__dict__}
-    own = {n: held(module, n, v) for n, v in own.items()}
+    own = {
+        name: held(module, name, _copied(value))
+        for name, value in module.__dict__.items()
+        if name not in tried.__dict__ and not name.startswith(BOOKKEEPING)
+    }
     tried.__dict__.update(own, training=False)
     tried._buffers.update({name: _copied(b) for name, b in module._buffers.items()})
     tried._parameters.update(module._parameters)

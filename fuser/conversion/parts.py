@@ -102,12 +102,15 @@ class LinearPart(Part):
         Of their weights together, as ``[out, in]``.
     has_bias, is_transposed
         Whether they have a bias; whether their weights are ``[in, out]``.
+    outputs
+        The number of outputs of each, if they differ.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, int]
     has_bias: bool
     is_transposed: bool = False
+    outputs: tuple[int, ...] = ()
 
     def modules(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
         out_features, in_features = self.shape
@@ -139,10 +142,12 @@ class LinearPart(Part):
         return replace(self, shape=(rows, columns))
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
-        rows, linears = 0, self._linears(owner)
+        linears, count = self._linears(owner), len(self.names)
         names = [name or "it" for name in self.names]
         first = linears[0].weight
-        for name, linear in zip(names, linears, strict=True):
+        rows, columns = self.shape
+        outputs = self.outputs or (rows // count,) * count
+        for name, linear, expected in zip(names, linears, outputs, strict=True):
             weight = linear._parameters.get("weight")
             if type(weight) not in PLAIN_TENSORS:
                 return f"the weight of {name} is a {type(weight).__name__}"
@@ -150,11 +155,9 @@ class LinearPart(Part):
                 return f"the weight of {name} is {weight.dtype}"
             if (linear._parameters.get("bias") is not None) != self.has_bias:
                 return f"the bias of {name} was added or removed"
-            if weight.shape != first.shape:
+            shape = (columns, expected) if self.is_transposed else (expected, columns)
+            if weight.shape != shape:
                 return f"the weight of {name} has another shape, {tuple(weight.shape)}"
-            rows += weight.shape[1 if self.is_transposed else 0]
-        if (rows, weight.shape[0 if self.is_transposed else 1]) != self.shape:
-            return f"the weight of {name} has another shape, {tuple(weight.shape)}"
         return None
 
     @property

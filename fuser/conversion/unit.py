@@ -30,6 +30,7 @@ from fuser.conversion.modules import (
     prefixes,
 )
 from fuser.conversion.parts import Chain, LinearPart, ModulePart, Part
+from fuser.conversion.shared_input import SharedProduct
 from fuser.conversion.trace import MODE, OTHER_KEYWORDS, Untraceable, parameters_of, traced
 from fuser.doors import PASSES
 from fuser.errors import StateError
@@ -107,6 +108,9 @@ class Unit:
         What the forward has read from objects that the modules hold.
     change
         Of a copy of a module that has changed since it was converted: how, else None.
+    shares_input
+        Whether its chain is a product of several linears with one input, in a forward that is the
+        module's own.
     """
 
     inputs: tuple[tuple[str, Any], ...]
@@ -115,6 +119,7 @@ class Unit:
     is_quantized: bool = True
     reads: tuple[Read, ...] = ()
     change: str | None = None
+    shares_input: bool = False
 
     @property
     def chains(self) -> list[Chain]:
@@ -136,8 +141,9 @@ class Unit:
 
     @property
     def watched(self) -> list[str]:
-        """The paths of the modules whose attributes it computes with, the owner first."""
-        return list(dict.fromkeys(["", *(p for c in self.chains for p, _ in c.replaced)]))
+        """The paths of the modules whose attributes it computes with, the owner's first."""
+        owner = () if self.shares_input else ("",)
+        return list(dict.fromkeys([*owner, *(p for c in self.chains for p, _ in c.replaced)]))
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
         """Why the owner's own forward has to run; None if it has not."""
@@ -169,7 +175,8 @@ class Unit:
     @property
     def text(self) -> str:
         """The unit in a report."""
-        return "; ".join(chain.text for chain in self.chains)
+        text = "; ".join(chain.text for chain in self.chains)
+        return text + ", which read one tensor, as one product" * self.shares_input
 
 
 class Runner:
@@ -185,7 +192,7 @@ class Runner:
             if isinstance(step.target, Chain) and unit.change is None  # else none of them can run
         }
         self._watched = unit.watched
-        paths = self._watched[1:]
+        paths = [path for path in self._watched if path]
         called = [step.target for step in unit.steps if type(step.target) is str]
         # A forward may loop over children: one that was added or removed is another step.
         self._children = [
@@ -209,9 +216,15 @@ class Runner:
         self._first = None if part is None or type(part).takes is Part.takes else part
         self._known = KnownModules()
         self._has_values = False
+        self.product: SharedProduct | None = None
+        """Of a unit whose linears share their input."""
+        if unit.shares_input:
+            self.product = SharedProduct(unit.linears, self._of_one_input)
+        self.shared: tuple[SharedProduct, str] | None = None
+        """Of one of these linears: that of its owner, and its name in it."""
         self._attributes = [
             (path, attributes_of(child_of(owner, path)))
-            for path in ("", *paths)
+            for path in self._watched
             if original_class(child_of(owner, path)) is not torch.nn.Linear
         ]
         # Dynamo has no addresses of objects, and a graph of its own for each of these values.
@@ -348,6 +361,9 @@ class Runner:
             called = owner.get_submodule(step.target) if type(step.target) is str else step.target
             values.append(called(*args, **keywords))
         return _filled(self.unit.output, values)
+
+    def _of_one_input(self, owner: torch.nn.Module, x: torch.Tensor) -> Any:
+        return self.run(owner, [x], {})
 
     def _check_values(self, owner: torch.nn.Module, values: Iterable[Any]) -> None:
         """Refuse weights on meta, of which torch multiplies whatever memory holds."""

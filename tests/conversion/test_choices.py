@@ -20,6 +20,8 @@ from torch.nn import functional as F
 
 import fuser
 
+READ = ", which read one tensor, as one product"
+QKV = "q and k and v" + READ
 LAYER = "add, LayerNorm, gate and up, SwiGLU, down, residual"
 NEVER = ", never quantized"
 
@@ -131,7 +133,10 @@ class Choice:
 OF_A_LAYER: dict[str, str | None] = {
     "layers.1": LAYER,
     "layers.1.norm": None,
-    "layers.1.attention.q": "linear",
+    "layers.0.attention.q": f"linear{NEVER}",
+    "layers.0.attention": "k and v" + READ,
+    "layers.1.attention": QKV,
+    "layers.1.attention.q": None,
     "layers.1.attention.o": "linear",
     "embed": None,
 }
@@ -172,8 +177,8 @@ TABLE = {
         lambda: Model(lm_head=128),
         {
             "layers.0": LAYER,
-            "layers.0.attention.q": "linear",
-            "layers.2.attention.q": "linear",
+            "layers.0.attention": QKV,
+            "layers.2.attention": QKV,
             "": "LayerNorm, lm_head",
         },
         EVERY,
@@ -183,7 +188,7 @@ TABLE = {
         {
             "layers.0.attention.o": f"linear{NEVER}",
             "layers.2.attention.o": f"linear{NEVER}",
-            "layers.0.attention.q": "linear",
+            "layers.0.attention": QKV,
             "layers.0": LAYER,
             "": "LayerNorm, lm_head",
         },
@@ -195,7 +200,7 @@ TABLE = {
             "layers.0": LAYER,
             "layers.1": LAYER + NEVER,
             "layers.2": LAYER,
-            "layers.1.attention.q": "linear",
+            "layers.1.attention": QKV,
             "": "LayerNorm, lm_head",
         },
         {"recipe": CURRENT, "keep": ("layers.1.mlp.mlp.up",)},
@@ -206,14 +211,14 @@ TABLE = {
             "layers.0": LAYER + NEVER,
             "layers.1": LAYER,
             "layers.2.attention.v": f"linear{NEVER}",
-            "layers.2.attention.k": "linear",
+            "layers.2.attention": "q and k" + READ,
         },
         {"recipe": CURRENT, "keep": ("layers.0.mlp.*", "layers.2.attention.v")},
     ),
     "no recipe": Choice(lambda: Model(lm_head=128), WITHOUT_LINEARS, {"keep": ()}),
     "no recipe, all linears": Choice(
         lambda: Model(lm_head=128),
-        {**WITHOUT_LINEARS, "layers.0.attention.q": "linear"},
+        {**WITHOUT_LINEARS, "layers.0.attention": QKV},
         {"keep": (), "linears": "all"},
     ),
     "chains alone": Choice(
@@ -242,7 +247,7 @@ TABLE = {
             "layers.1.mlp.mlp": "the filter leaves out layers.1.mlp.mlp.up",
             "layers.1.mlp.mlp.down": "linear",
             "layers.1.mlp.mlp.up": None,
-            "layers.1.attention.q": "linear",
+            "layers.1.attention": QKV,
         },
         {**EVERY, "filter": lambda path, module: path != "layers.1.mlp.mlp.up"},
     ),
@@ -253,7 +258,7 @@ TABLE = {
             "layers.0.mlp.experts": MIXTURE,
             "layers.2.mlp.experts": MIXTURE,
             "layers.1.mlp.shared": SHARED,
-            "layers.1.attention.q": "linear",
+            "layers.1.attention": QKV,
             "": f"LayerNorm, lm_head{NEVER}",
         },
     ),

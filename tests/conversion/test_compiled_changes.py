@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fuser
+from fuser.conversion.converted import set_conversion
 
 
 class Norm(nn.Module):
@@ -129,3 +130,15 @@ def test_a_module_given_to_torch_compile_runs_its_pipelines_outside_of_graphs() 
         compiled(x)
         for each in (layer, copy.deepcopy(layer), copy.deepcopy(compiled)):
             assert torch.equal(each(x), expected)
+
+
+def test_a_graph_without_a_recipe_is_none_of_the_same_module_with_one() -> None:
+    """Of another module too, if its objects are where those of the first were."""
+    model, x = MLP(), torch.randn(8, HIDDEN)
+    fuser.convert(model, keep=())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    plain = compiled(x)
+    set_conversion(model, None, fuser.recipe.Float8CurrentScaling())
+    quantized = compiled(x)
+    torch.testing.assert_close(quantized, model(x), rtol=1e-5, atol=1e-5)
+    assert (quantized - plain).norm() > 0.01 * plain.norm()

@@ -331,7 +331,7 @@ CONVERTING = (
         "linears of two sizes run as one",
         PARTS,
         "LinearPart.refusal",
-        "if weight.shape != first.shape:",
+        "if weight.shape != shape:",
         "if False:",
         "test_refusals.py::test_two_linears_of_other_sizes_do_not_run_as_one",
     ),
@@ -339,14 +339,12 @@ CONVERTING = (
         "the class of the first weight stands for those of all",
         PARTS,
         "LinearPart.refusal",
-        "first = linears[0].weight\n"
-        "for name, linear in zip(names, linears, strict=True):\n"
-        '    weight = linear._parameters.get("weight")\n'
-        "    if type(weight) not in PLAIN_TENSORS:",
-        "first = linears[0].weight\n"
-        "for name, linear in zip(names, linears, strict=True):\n"
-        '    weight = linear._parameters.get("weight")\n'
-        "    if type(first) not in PLAIN_TENSORS:",
+        "if type(weight) not in PLAIN_TENSORS:\n"
+        '    return f"the weight of {name} is a {type(weight).__name__}"\n'
+        "if weight.dtype not in COMPUTE_DTYPES or weight.dtype is not first.dtype:",
+        "if type(first) not in PLAIN_TENSORS:\n"
+        '    return f"the weight of {name} is a {type(weight).__name__}"\n'
+        "if weight.dtype not in COMPUTE_DTYPES or weight.dtype is not first.dtype:",
         "test_refusals.py::test_a_change_of_any_linear_is_seen",
     ),
     Mutant(
