@@ -54,42 +54,67 @@ class Sizes:
 SIZES = {"cuda": Sizes(), "cpu": Sizes(2, 256, 384, 2, 1, 64, 2)}
 
 
-class PlainQKV(nn.Module):
-    """The norm of an attention, and its projections."""
-
-    def __init__(self, sizes: Sizes, width: int, device: str) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(sizes.width, eps=1e-5, device=device, dtype=BF16)
-        self.linear = nn.Linear(sizes.width, width, bias=False, device=device, dtype=BF16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.norm(x))  # type: ignore[no-any-return]
-
-
-class PlainOut(nn.Module):
-    """The last projection of an attention, and the residual."""
+class PlainAttention(nn.Module):
+    """An attention as published models have it: four projections, of which three read one tensor."""
 
     def __init__(self, sizes: Sizes, device: str) -> None:
         super().__init__()
-        self.linear = nn.Linear(sizes.width, sizes.width, bias=False, device=device, dtype=BF16)
+        self.heads, self.groups = sizes.heads, sizes.groups
+        options: Any = {"bias": False, "device": device, "dtype": BF16}
+        self.q_proj = nn.Linear(sizes.width, sizes.heads * HEAD, **options)
+        self.k_proj = nn.Linear(sizes.width, sizes.groups * HEAD, **options)
+        self.v_proj = nn.Linear(sizes.width, sizes.groups * HEAD, **options)
+        self.o_proj = nn.Linear(sizes.heads * HEAD, sizes.width, **options)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return residual + self.linear(x)  # type: ignore[no-any-return]
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        query = self.q_proj(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+        key = self.k_proj(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+        value = self.v_proj(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+        return self.o_proj(attention(query, key, value, cos, sin))  # type: ignore[no-any-return]
 
 
 class PlainFeedForward(nn.Module):
-    """A feed-forward block with its norm and its residual."""
+    """A feed-forward block as published models have it: three projections."""
 
     def __init__(self, sizes: Sizes, device: str) -> None:
         super().__init__()
-        options: Any = {"device": device, "dtype": BF16}
-        self.norm = nn.RMSNorm(sizes.width, eps=1e-5, **options)
-        self.up = nn.Linear(sizes.width, 2 * sizes.hidden, bias=False, **options)
-        self.down = nn.Linear(sizes.hidden, sizes.width, bias=False, **options)
+        options: Any = {"bias": False, "device": device, "dtype": BF16}
+        self.gate_proj = nn.Linear(sizes.width, sizes.hidden, **options)
+        self.up_proj = nn.Linear(sizes.width, sizes.hidden, **options)
+        self.down_proj = nn.Linear(sizes.hidden, sizes.width, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.up(self.norm(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+        y: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class PlainLayer(nn.Module):
+    """Attention and a feed-forward block, each after a norm and with a residual."""
+
+    def __init__(self, sizes: Sizes, device: str) -> None:
+        super().__init__()
+        options: Any = {"eps": 1e-5, "device": device, "dtype": BF16}
+        self.input_norm = nn.RMSNorm(sizes.width, **options)
+        self.attention = PlainAttention(sizes, device)
+        self.post_norm = nn.RMSNorm(sizes.width, **options)
+        self.feed_forward = PlainFeedForward(sizes, device)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.input_norm(x), cos, sin)
+        return x + self.feed_forward(self.post_norm(x))  # type: ignore[no-any-return]
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> torch.Tensor:
+    """The mixed values of all heads, from ``[batch, heads, tokens, HEAD]``."""
+    query, key = train_lm.rotated(query, cos, sin), train_lm.rotated(key, cos, sin)
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return mixed.transpose(1, 2).flatten(-2)
 
 
 def fused_parts(sizes: Sizes, width: int, device: str) -> tuple[nn.Module, nn.Module, nn.Module]:
@@ -116,26 +141,20 @@ def fused_parts(sizes: Sizes, width: int, device: str) -> tuple[nn.Module, nn.Mo
     )
 
 
-class Layer(nn.Module):
-    """Attention with grouped heads, and a feed-forward block."""
+class FusedLayer(nn.Module):
+    """The same of pipelines, with one projection for queries, keys and values."""
 
-    def __init__(self, sizes: Sizes, device: str, *, is_fused: bool) -> None:
+    def __init__(self, sizes: Sizes, device: str) -> None:
         super().__init__()
         self.heads, self.groups = sizes.heads, sizes.groups
         width = (sizes.heads + 2 * sizes.groups) * HEAD
-        if is_fused:
-            self.qkv, self.out, self.feed_forward = fused_parts(sizes, width, device)
-        else:
-            self.qkv = PlainQKV(sizes, width, device)
-            self.out = PlainOut(sizes, device)
-            self.feed_forward = PlainFeedForward(sizes, device)
+        self.qkv, self.out, self.feed_forward = fused_parts(sizes, width, device)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         split = self.qkv(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
         query, key, value = split.split((self.heads, self.groups, self.groups), 1)
-        query, key = train_lm.rotated(query, cos, sin), train_lm.rotated(key, cos, sin)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return self.feed_forward(self.out(mixed.transpose(1, 2).flatten(-2), x))  # type: ignore[no-any-return]
+        mixed = attention(query, key, value, cos, sin)
+        return self.feed_forward(self.out(mixed, x))  # type: ignore[no-any-return]
 
 
 class Model(nn.Module):
@@ -148,9 +167,8 @@ class Model(nn.Module):
         super().__init__()
         options: Any = {"device": device, "dtype": BF16}
         self.embedding = nn.Embedding(train_lm.VOCABULARY, sizes.width, **options)
-        self.layers = nn.ModuleList(
-            Layer(sizes, device, is_fused=is_fused) for _ in range(sizes.layers)
-        )
+        layer = FusedLayer if is_fused else PlainLayer
+        self.layers = nn.ModuleList(layer(sizes, device) for _ in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.width, eps=1e-5, **options)
         self.head = nn.Linear(sizes.width, train_lm.VOCABULARY, bias=False, **options)
         frequencies = 5e5 ** (-torch.arange(0, HEAD, 2, device=device) / HEAD)
@@ -167,7 +185,7 @@ class Model(nn.Module):
 
 
 def initialised(model: Model) -> Model:
-    """The same weights for every variant: parameters are in the same order."""
+    """The same weights for all plain variants; those of fuser's own layers are drawn alike."""
     generator = torch.Generator(model.cos.device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -228,8 +246,10 @@ VARIANTS: dict[str, tuple[Make, Callable[[], Any]]] = {
     "torchao rowwise compiled": (torchao("rowwise"), lambda: None),
     "converted": (converted, lambda: None),
     "converted, current": (converted, recipes.Float8CurrentScaling),
+    "converted, delayed": (converted, recipes.DelayedScaling),
     "converted compiled": (converted_compiled, lambda: None),
     "converted compiled, current": (converted_compiled, recipes.Float8CurrentScaling),
+    "converted compiled, delayed": (converted_compiled, recipes.DelayedScaling),
     "fuser compiled": (fused, lambda: None),
     "fuser compiled, current": (fused, recipes.Float8CurrentScaling),
     "fuser compiled, delayed": (fused, recipes.DelayedScaling),
