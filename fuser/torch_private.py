@@ -428,6 +428,13 @@ def size_hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
+def is_always_at_least(size: int | torch.SymInt, least: int | torch.SymInt) -> bool:
+    """Whether a size is so large in every call of a graph that is traced; adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes a second
+
+    return statically_known_true(size >= least)
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """A number for the storage of a tensor, real or fake, as long as it lives."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]

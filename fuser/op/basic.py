@@ -57,6 +57,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     """Whether the main input may have no dimensions; the op then gets it in shape [1]."""
     takes_floating_extras: bool = False
     """Whether every extra input must have one of the dtypes that pipelines run in."""
+    num_groups: int = 1
+    """The number of its weights that each read a part of the rows."""
     index_extras: tuple[int, ...] = ()
     """Extra inputs of a few integers, such as split sizes: their number does not grow with the
     tokens, and they may also be on the CPU."""

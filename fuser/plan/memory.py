@@ -36,6 +36,7 @@ class BudgetCost:
         return (
             f"{self.memory_budget}"
             + ", keep_weight_copies=False" * (not self.keep_weight_copies)
+            + ", keep_weight_copies=True" * (self.memory_budget == 1 and self.weight_bytes > 0)
             + ", lossy_activation_inputs=True" * self.lossy_activation_inputs
         )
 

@@ -16,10 +16,10 @@ from fuser.plan.saved_inputs import Limit
 from fuser.specs import PlanKey
 
 LIMITS = (
-    Limit(None),
-    Limit(1),
-    Limit(1, keep_weight_copies=False),
-    Limit(1, lossy_activation_inputs=True),
+    Limit(None, True),
+    Limit(1, True),
+    Limit(1, False),
+    Limit(1, True, lossy_activation_inputs=True),
 )
 
 
@@ -70,7 +70,7 @@ def memory_curve(
         if repeated is None:  # a forward that runs again keeps everything
             nbytes = _input_bytes(graph)
             repeated = BudgetCost(
-                *Limit(0),
+                *Limit(0, True),
                 nbytes=nbytes,
                 weight_bytes=0,
                 bytes_per_token=nbytes / graph.tokens,

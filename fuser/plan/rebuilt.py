@@ -35,9 +35,10 @@ class activation_memory_budget(MemoryBudget):
         twice, and parameters and ops that have changed in between are refused. In
         ``torch.compile`` it is 1.
     keep_weight_copies
-        False: the columnwise copies of quantized weights, a byte a parameter in FP8, are not kept;
-        backward quantizes the parameters again, with the same bytes. On an H200 this took about 1%
-        of a block's step with 8192 tokens, and 10% with 512.
+        Whether the columnwise copies of quantized weights, a byte a parameter in FP8, are kept;
+        else backward quantizes the parameters again, with the same bytes. On an H200 this took
+        about 1% of a block's step with 8192 tokens, and 10% with 512, so by default calls with
+        fewer than 4096 rows for a weight keep them.
     lossy_activation_inputs
         True changes gradients: activations keep their inputs in E4M3, with a float32 scale for 128
         elements of a row, in place of 2 or 4 bytes an element. Backward computes from the rounded
@@ -54,7 +55,7 @@ class activation_memory_budget(MemoryBudget):
         self,
         memory_budget: float | None,
         *,
-        keep_weight_copies: bool = True,
+        keep_weight_copies: bool | None = None,
         lossy_activation_inputs: bool = False,
     ) -> None:
         is_number = isinstance(memory_budget, (int, float)) and not isinstance(memory_budget, bool)
@@ -69,7 +70,8 @@ class activation_memory_budget(MemoryBudget):
                 "activation_memory_budget got 0 with lossy_activation_inputs=True; a budget of 0 "
                 "keeps no inputs of activations. Use 1."
             )
-        self.limit = Limit(memory_budget, bool(keep_weight_copies), bool(lossy_activation_inputs))
+        is_kept = None if keep_weight_copies is None else bool(keep_weight_copies)
+        self.limit = Limit(memory_budget, is_kept, bool(lossy_activation_inputs))
 
     def __repr__(self) -> str:
         memory_budget, keep_weight_copies, lossy_activation_inputs = self.limit

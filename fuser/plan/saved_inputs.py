@@ -6,8 +6,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from fuser.op import METHODS, BasicOperation
 from fuser.specs import PlanKey
+from fuser.torch_private import is_always_at_least
+
+
+MANY_ROWS = 4096
+"""With so many rows for each weight, backward quantizes weights again: at most 2% of a step."""
 
 
 class Limit(NamedTuple):
@@ -15,10 +22,22 @@ class Limit(NamedTuple):
 
     memory_budget: float | None = 1
     """None: everything. 0: pipelines keep their inputs alone."""
-    keep_weight_copies: bool = True
-    """Whether forward keeps the copies of quantized weights that backward reads."""
+    keep_weight_copies: bool | None = None
+    """Whether forward keeps the copies of quantized weights that backward reads; None: unless there
+    are many rows."""
     lossy_activation_inputs: bool = False
     """Whether activations keep their inputs rounded to FP8."""
+
+    def of_rows(self, x: torch.Tensor, many_rows: int) -> Limit:
+        """The limit of a pipeline with this main input, for which these are many rows."""
+        if self.keep_weight_copies is not None:
+            return self
+        return self._replace(keep_weight_copies=x.numel() < many_rows * x.shape[-1])
+
+
+def many_rows(ops: Sequence[BasicOperation]) -> int:
+    """The rows from which on ops quantize their weights again, unless a limit says otherwise."""
+    return MANY_ROWS * max((op.num_groups for op in ops), default=1)
 
 
 class _Budget(threading.local):
@@ -44,10 +63,17 @@ class MemoryBudget:
         budget.limit = budget.outer.pop()
 
 
-def limit_here() -> tuple[float | None, bool, bool]:
-    """The limit in effect, for code that Dynamo traces: it compares the thread's at each call."""
-    memory_budget, keep_weight_copies, lossy_activation_inputs = budget.limit
-    return memory_budget, keep_weight_copies, lossy_activation_inputs
+def limit_here(
+    own: MemoryBudget | None, x: torch.Tensor, many_rows: int
+) -> tuple[float | None, bool, bool]:
+    """The limit in effect, for code that Dynamo traces: it compares the thread's at each call.
+
+    ``own`` is that of the container.
+    """
+    memory_budget, is_kept, is_lossy = budget.limit if own is None else own.limit
+    if is_kept is None:  # a graph for any number of rows keeps them
+        is_kept = not is_always_at_least(x.numel(), many_rows * x.shape[-1])
+    return memory_budget, is_kept, is_lossy
 
 
 def rebuilding(ops: Sequence[BasicOperation], key: PlanKey, reader: int) -> range:

@@ -11,7 +11,7 @@ import torch
 from fuser.cuda import module as kernels
 from fuser.op import BasicOperation
 from fuser.plan.parameter_slots import find_slots, is_computed
-from fuser.plan.saved_inputs import budget
+from fuser.plan.saved_inputs import budget, many_rows
 from fuser.precision.contexts import current_recipe
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.runtime.known_parameters import KnownParameters, ParameterLayout, ends_of_memory
@@ -60,7 +60,8 @@ class CallKeyReader:
         numbers = {owner: f"owner{i}" for i, owner in enumerate(owners)}
         slots = "".join(f"{numbers[id(owner)]}[{name!r}], " for owner, name in self.slots)
         named = {numbers[place]: owner for place, owner in owners.items()}
-        src = SourceCode(**_ASKED, **named, known=KnownParameters(self._ops))
+        known, rows = KnownParameters(self._ops), many_rows(self._ops)
+        src = SourceCode(**_ASKED, **named, known=known, many_rows=rows)
         with src.block("def read(x, extras, registered):"):
             src.add(
                 f"params = ({slots})",
@@ -84,6 +85,7 @@ class CallKeyReader:
                     "current_recipe(),",
                     "is_grad_enabled(),",
                     "None if saved_tensor_hooks(True) and is_in_checkpoint() else budget.limit,",
+                    "x.numel() < many_rows * x.shape[-1],",
                     "is_autocast_enabled(device) and get_autocast_dtype(device),",
                     "x.shape[-1] == 0,  # refused, so of no plan",
                     "type(x), x.dtype, x.requires_grad, is_cpu or x.device,",

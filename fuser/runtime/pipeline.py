@@ -30,7 +30,7 @@ from fuser.plan.graph import (
 from fuser.plan.plan import FusionPlan, Note
 from fuser.plan.planner import features_of, make_plan
 from fuser.plan.registered import FusionFunction, RegisteredFusions, check_has_methods
-from fuser.plan.saved_inputs import Limit, budget
+from fuser.plan.saved_inputs import Limit, budget, many_rows
 from fuser.plan.window import check_window
 from fuser.precision import contexts
 from fuser.precision.availability import warn_if_emulated
@@ -381,7 +381,7 @@ class OperationFuser:
         graph = self._graph(input_, extra_inputs, autocast)
         ops = self._op_keys(graph, input_, self._slots.tensors(), extra_inputs)
         place = {"autocast_dtype": autocast, "device": kind, **facts}
-        return graph, self._plan_key(ops, budget.limit, **place)
+        return graph, self._plan_key(ops, self._limit(input_), **place)
 
     def _keys_under(
         self,
@@ -479,7 +479,7 @@ class OperationFuser:
         self.checks.kinds(input_, params, extra_inputs)
         device = self.checks.device(input_, params, extra_inputs, only_planning=only_planning)
         return self.planned(
-            *(input_, params, extra_inputs, budget.limit),
+            *(input_, params, extra_inputs, self._limit(input_)),
             autocast_dtype=autocast_dtype(device.type),
             device=device.type,
             arch=architecture(device),
@@ -514,6 +514,9 @@ class OperationFuser:
             self.planned_count += 1
             _keep(self._plans, key, run)
         return run
+
+    def _limit(self, input_: torch.Tensor) -> Limit:
+        return budget.limit.of_rows(input_, many_rows(self.basic_ops))
 
     def _plan_key(self, ops: tuple[OpKey, ...], limit: Limit, **place: Any) -> PlanKey:
         """The key of a plan of ``ops`` under the recipe of this time; ``place`` are its fields."""

@@ -20,7 +20,7 @@ from fuser.errors import InputError, StateError
 from fuser.functional.random_seeds import MOST_DROPOUT, MOST_ROUNDING
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.op.structure import REFUSED, structure_of
-from fuser.plan.saved_inputs import limit_here
+from fuser.plan.saved_inputs import limit_here, many_rows
 from fuser.precision.contexts import AROUND, EnteredInGraph, entered_in, recipe_key_here
 from fuser.precision.numbered_calls import number_call
 from fuser.runtime.compiled import forward, forward_on_host
@@ -76,6 +76,7 @@ class Pipeline(NamedTuple):
     """The ops with quantizers."""
     extra_inputs: int = 0
     outputs: int = 1
+    many_rows: int = 0
 
 
 class Trace(NamedTuple):
@@ -206,6 +207,7 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
         tuple(i for i, op in enumerate(ops) if op in quantizers),
         pipeline.num_extra_inputs,
         1 + len(pipeline.returned),
+        many_rows(ops),
     )
 
 
@@ -323,7 +325,7 @@ def _traced_pipeline(
         tuple(training),
         tuple(structures + fusions + composites),
         trace.is_checkpointed,
-        limit_here() if own is None else own.limit[:],
+        limit_here(own, x, pipeline.many_rows),
         registered_count(),
     )
     reason = call.refusal

@@ -54,6 +54,13 @@ META = torch.device("meta")
 BF16 = H200.dense["bf16"]
 
 
+@pytest.fixture
+def weight_copies() -> Iterator[None]:
+    """Forward quantizes weights for backward too, whatever the number of rows."""
+    with fuser.activation_memory_budget(1, keep_weight_copies=True):
+        yield
+
+
 def linear(inputs: int, outputs: int) -> fuser.Linear:
     return fuser.Linear(inputs, outputs, bias=False, device=META, dtype=torch.bfloat16)
 
@@ -303,6 +310,7 @@ def moving(elements: float, nbytes: int = 2) -> Any:
     return pytest.approx(elements * nbytes / H200.bandwidth * 1e6)
 
 
+@pytest.mark.usefixtures("weight_copies")
 @pytest.mark.parametrize("name", ["none", "current", "delayed", "rowwise", "block", "mxfp8"])
 def test_a_forward_takes_the_time_of_its_launches_and_of_what_it_quantizes(name: str) -> None:
     recipe = None if name == "none" else recipe_named(name)
@@ -324,6 +332,7 @@ def test_a_forward_takes_the_time_of_its_launches_and_of_what_it_quantizes(name:
         )
 
 
+@pytest.mark.usefixtures("weight_copies")
 def test_current_scaling_reads_what_it_quantizes_once_more_for_an_amax() -> None:
     block = fuser.Sequential(
         fuser.RMSNorm(INPUTS, device=META, dtype=torch.bfloat16),
@@ -366,6 +375,7 @@ def test_current_scaling_reads_what_it_quantizes_once_more_for_an_amax() -> None
     assert (forward, backward) == (moving(READ + WEIGHT), moving(WRITTEN))
 
 
+@pytest.mark.usefixtures("weight_copies")
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_each_step_moves_the_bytes_of_its_tensors_in_their_formats(recipe: str) -> None:
     block = fuser.Sequential(

@@ -881,7 +881,7 @@ def test_a_sequential_has_a_budget_of_its_own() -> None:
     assert (model * 2).memory_budget is EVERYTHING
     assert copy.deepcopy(model).memory_budget.limit == EVERYTHING.limit
     assert repr(model.memory_budget) == (
-        "activation_memory_budget(None, keep_weight_copies=True, lossy_activation_inputs=False)"
+        "activation_memory_budget(None, keep_weight_copies=None, lossy_activation_inputs=False)"
     )
     nested = fuser.Sequential(fuser.Sequential(*gelu()), torch.nn.Identity(), memory_budget=0)
     assert kept_bytes(nested, None) == T * H * 2

@@ -113,7 +113,7 @@ def test_with_a_budget_of_none_everything_is_kept_and_copies_of_weights_by_defau
         assert reasons(plan_of(*ops))[1, "input"] == EVERYTHING
     assert (1, "input") not in reasons(plan_of(*ops))
     found = reasons(plan_of(*ops, recipe=recipe))
-    assert found[1, "weight"] == sentence("why-kept-keep-weight-copies")
+    assert found[1, "weight"] == sentence("why-kept-keep-weight-copies", 4096)
 
 
 def test_what_a_quantizer_may_quantize_otherwise_is_kept() -> None:
