@@ -214,3 +214,39 @@ def views_of_a_gathered_parameter_have_its_values(name: str) -> None:
     loss_of(layers, inputs(layers, 1).requires_grad_(), RECIPES[name]()).backward()
     assert len(seen) == 16
     assert all(seen), seen
+
+
+@each("current", "mxfp8")
+def plain_weights_are_quantized_again_after_they_are_gathered_again(name: str) -> None:
+    results = []
+    for is_kept in (True, False):
+        torch.manual_seed(0)
+        like: Any = {"device": device_type()}
+        layers = torch.nn.Sequential(
+            *(
+                fuser.Sequential(
+                    fuser.RMSNorm(SMALL[0], **like),
+                    fuser.Linear(SMALL[0], SMALL[0], **like),
+                    fuser.GELU(),
+                    fuser.Linear(SMALL[0], SMALL[0], **like),
+                )
+                for _ in range(2)
+            )
+        )
+        for layer in layers:
+            fully_shard(layer)
+        fully_shard(layers)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        for step in range(4):  # recorded, and repeated
+            torch.manual_seed(10 * step + rank())
+            x = torch.randn(64, SMALL[0], **like).requires_grad_()
+            budget = fuser.activation_memory_budget(1, keep_weight_copies=is_kept)
+            with fuser.autocast(recipe=RECIPES[name]()), budget:
+                y = layers(x)
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results += [y.detach(), x.grad]
+        results += [parameter.to_local().detach() for parameter in layers.parameters()]
+    half = len(results) // 2
+    assert all(map(torch.equal, results[:half], results[half:]))
