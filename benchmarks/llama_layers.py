@@ -55,7 +55,7 @@ SIZES = {"cuda": Sizes(), "cpu": Sizes(2, 256, 384, 2, 1, 64, 2)}
 
 
 class PlainAttention(nn.Module):
-    """An attention as published models have it: four projections, of which three read one tensor."""
+    """An attention as published models have it: three projections read one tensor."""
 
     def __init__(self, sizes: Sizes, device: str) -> None:
         super().__init__()

@@ -34,6 +34,7 @@ from fuser.conversion.modules import (
     OWN_FORWARD,
     attributes_of,
     bare,
+    child_of,
     hooks_of,
     joint,
     original_class,
@@ -249,7 +250,8 @@ class _Search:
         self._seen: set[torch.nn.Module] = set()
         self._known: dict[object, Unit | str | None] = {}
         self._chains: dict[torch.nn.Module, Unit] = {}
-        self._alone: dict[torch.nn.Module, Unit] = {}
+        # Linears that are converted alone, and whether they are quantized.
+        self._alone: dict[torch.nn.Module, tuple[LinearPart, bool]] = {}
         self._norms_of_kinds: dict[object, Part | None] = {}
 
     def visit(self, module: torch.nn.Module, path: str) -> None:
@@ -368,7 +370,7 @@ class _Search:
             unit = replace(unit, reads=reads.inside(module, [""]))
             self._add(path, module, unit)
             if linear is not None and not unit.reads:
-                self._alone[module] = self.units[-1][2]
+                self._alone[module] = linear, self.units[-1][2].is_quantized
 
     def _shared(self, module: torch.nn.Module, path: str) -> Unit | None:
         """The unit of linears that are converted alone and read one tensor of a module's forward.
@@ -381,25 +383,25 @@ class _Search:
         alike: dict[object, list[tuple[str, LinearPart]]] = {}
         for number, names in enumerate(shared_inputs(module)):
             for name in names:
-                child = module._modules.get(name)
-                unit = None if child is None else self._alone.get(child)
-                part = None if unit is None else unit.chains[0].parts[0]
-                if isinstance(part, LinearPart) and not part.is_transposed:
-                    kind = (part.shape[1], part.has_bias, child.weight.dtype, unit.is_quantized)
-                    alike.setdefault((number, *kind), []).append((name, part))
-        found = max(alike.values(), key=len, default=[])
-        if len(found) < 2:
+                linear = child_of(module, name)
+                part, is_quantized = self._alone.get(linear, (None, False))
+                if part is not None and not part.is_transposed:
+                    kind = (number, part.shape[1], part.has_bias, linear.weight.dtype, is_quantized)
+                    alike.setdefault(kind, []).append((name, part))
+        chosen = max(alike.values(), key=len, default=[])
+        if len(chosen) < 2:
             return None
-        names = tuple(name for name, _ in found)
-        outputs, (_, first) = tuple(part.shape[0] for _, part in found), found[0]
+        linears = [child_of(module, name) for name, _ in chosen]
+        outputs, (_, first) = tuple(part.shape[0] for _, part in chosen), chosen[0]
         shape = sum(outputs), first.shape[1]
+        names = tuple(name for name, _ in chosen)
         product = LinearPart(names, shape, first.has_bias, outputs=outputs)
-        replaced = tuple((name, original_class(module._modules[name])) for name in names)
+        replaced = tuple(zip(names, map(original_class, linears), strict=True))
         step = Step(Chain((product,), replaced), (Ref(0),))
-        unit = Unit((("input", REQUIRED),), (step,), Ref(1), shares_input=True)
-        for name in names:
-            del self._alone[module._modules[name]]  # one product alone has it
-        return unit if isinstance(_runnable(module, unit), Unit) else None
+        shared = Unit((("input", REQUIRED),), (step,), Ref(1), shares_input=True)
+        for linear in linears:
+            del self._alone[linear]  # one product alone has it
+        return shared if isinstance(_runnable(module, shared), Unit) else None
 
     def _unit(self, module: torch.nn.Module, path: str) -> Unit | str | None:
         """What :func:`_find_unit` returns; modules that are alike are looked at once."""

@@ -169,11 +169,11 @@ def set_conversion(module: torch.nn.Module, runner: Runner | None, recipe: Recip
         # Also None: Dynamo has no guard for an absent key, and another module of the class that is
         # compiled later would run its graph.
         module.__dict__[name] = value if value is not None else module.__dict__.get(name)
-    product = None if runner is None else runner.product
-    for name in () if product is None else product.names:
-        linear = child_of(module, name)
-        if linear is not None and (of_linear := runner_of(linear)) is not None:
-            of_linear.shared = product, name
+    if runner is not None and (product := runner.product) is not None:
+        for name in product.names:
+            linear = child_of(module, name)
+            if linear is not None and (of_linear := runner_of(linear)) is not None:
+                of_linear.shared = product, name
     join_weights(module)
 
 

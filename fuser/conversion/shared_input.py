@@ -70,10 +70,9 @@ class SharedProduct:
             whole = self._product(owner, x)
             rows = [child_of(owner, each).weight.shape[0] for each in self.names]
             # As linears return them: a forward may view an output in any shape, or write to it.
-            parts = [part.contiguous() for part in whole.split(rows, dim=-1)]
+            parts = [part.contiguous() for part in torch.split(whole, rows, dim=-1)]
             outputs = dict(zip(self.names, parts, strict=True))
             self._known = (x, conditions, outputs)
-            return outputs.pop(name)
         known = self._known
         if known is None or known[0] is not x or known[1] != conditions:
             return None

@@ -22,7 +22,7 @@ class BudgetCost:
     """
 
     memory_budget: float | None
-    keep_weight_copies: bool
+    keep_weight_copies: bool | None
     lossy_activation_inputs: bool
     nbytes: float
     weight_bytes: int

@@ -12,7 +12,6 @@ from fuser.op import METHODS, BasicOperation
 from fuser.specs import PlanKey
 from fuser.torch_private import is_always_at_least
 
-
 MANY_ROWS = 4096
 """With so many rows for each weight, backward quantizes weights again: at most 2% of a step."""
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fuser
 from fuser import recipe as recipes
 from fuser.conversion.joined import memory_of
+from fuser.conversion.modules import child_of
 from fuser.conversion.shared_input import SharedProduct, shared_inputs
 
 HIDDEN, WIDE, ROWS = 128, 256, 32
@@ -54,7 +55,7 @@ class Projections(nn.Module):
 class Cross(Projections):
     """Keys and values of another tensor."""
 
-    def forward(self, hidden: torch.Tensor, encoded: torch.Tensor) -> Any:
+    def forward(self, hidden: torch.Tensor, encoded: torch.Tensor) -> Any:  # type: ignore[override]
         queries = self.q_proj(hidden)
         return queries, self.k_proj(encoded), self.v_proj(encoded)
 
@@ -72,7 +73,7 @@ class Cached(Projections):
 class Sometimes(Projections):
     def forward(self, hidden: torch.Tensor) -> Any:
         keys = self.k_proj(hidden) if self.training else hidden
-        return self.q_proj(hidden), keys, [self.v_proj(hidden) for _ in range(1)][0]
+        return self.q_proj(hidden), keys, next(self.v_proj(hidden) for _ in range(1))
 
 
 class Changed(Projections):
@@ -190,7 +191,7 @@ def test_one_product_has_the_values_and_gradients_of_three(
     assert products == [QKV]
     assert list(module.state_dict()) == keys
     assert all(a is b for a, b in zip(module.parameters(), objects, strict=True))
-    assert memory_of([module.get_submodule(name).weight for name in QKV]) is not None
+    assert memory_of([child_of(module, name).weight for name in QKV]) is not None
 
 
 @pytest.mark.parametrize("name", BY_ROWS_OR_BLOCKS)
@@ -205,7 +206,9 @@ def test_scales_by_rows_or_blocks_give_the_outputs_of_three_products(
     alone = _converted(module, **options)
     x = _input().to(dtype)
     for one, other in zip(together.inner(x), alone.inner(x), strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            one, other, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-5
+        )
 
 
 def test_one_scale_of_three_weights_quantizes_a_small_one_more_coarsely() -> None:
@@ -497,3 +500,48 @@ def test_threads_share_within_their_own_calls() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_a_part_is_that_of_the_same_tensor_alone() -> None:
+    class Other(Projections):
+        """Keys of an equal tensor, and of another one."""
+
+        def forward(self, hidden: torch.Tensor) -> Any:
+            queries = self.q_proj(hidden)
+            known, hidden = hidden, hidden + 1
+            return queries, self.k_proj(hidden), self.v_proj(known)
+
+    assert shared_inputs(Other()) == []
+
+    class Renamed(Projections):
+        """The text has one variable, and a closure gives it another value."""
+
+        def forward(self, hidden: torch.Tensor) -> Any:
+            def double() -> None:
+                nonlocal hidden
+                hidden = hidden * 2
+
+            queries = self.q_proj(hidden)
+            double()
+            return queries, self.k_proj(hidden), self.v_proj(hidden)
+
+    module = Renamed()
+    assert shared_inputs(module) == [QKV]
+    expected = _step(copy.deepcopy(module).double())
+    _assert_close(_step(_converted(module)), expected)
+
+
+def test_a_part_is_given_once() -> None:
+    class Again(Projections):
+        """A linear is called a second time by a helper, with the tensor of the first call."""
+
+        def again(self, x: torch.Tensor) -> Any:
+            return self.v_proj(x)
+
+        def forward(self, hidden: torch.Tensor) -> Any:
+            queries, keys, values = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+            return queries, keys, values, self.again(hidden)
+
+    *_, values, others = _converted(Again())(_input())
+    assert values.data_ptr() != others.data_ptr()
+    torch.testing.assert_close(values, others)

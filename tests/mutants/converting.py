@@ -9,6 +9,7 @@ UNIT = "conversion/unit.py"
 PARTS = "conversion/parts.py"
 CHAINS = "conversion/chains.py"
 LEAVES = "conversion/leaves.py"
+SHARED = "conversion/shared_input.py"
 KNOWN = "conversion/known_modules.py"
 TRACED = "runtime/traced.py"
 
@@ -19,6 +20,94 @@ LOOKED = f"{TEST}children_are_looked_at_again_after_a_change_alone"
 AUTOCAST = "test_torchs_autocast.py::test_"
 
 CONVERTING = (
+    Mutant(
+        "a linear takes its part of a product of another tensor",
+        SHARED,
+        "SharedProduct.output_of",
+        "known[0] is not x or known[1] != conditions",
+        "known[1] != conditions",
+        "test_shared_input.py::test_a_part_is_that_of_the_same_tensor_alone",
+    ),
+    Mutant(
+        "a linear takes its part of a product of a tensor that was written to since",
+        SHARED,
+        "SharedProduct.output_of",
+        "known[0] is not x or known[1] != conditions",
+        "known[0] is not x",
+        "test_shared_input.py::test_an_input_that_is_written_to_between_products",
+    ),
+    Mutant(
+        "a part is given twice",
+        SHARED,
+        "SharedProduct.output_of",
+        "return known[2].pop(name, None)",
+        "return known[2].get(name)",
+        "test_shared_input.py::test_a_part_is_given_once",
+    ),
+    Mutant(
+        "outputs of a shared product are views of one tensor",
+        SHARED,
+        "SharedProduct.output_of",
+        "part.contiguous() for part",
+        "part for part",
+        "test_shared_input.py::test_outputs_are_contiguous_and_may_be_written",
+    ),
+    Mutant(
+        "a shared product outlives the forward of its owner",
+        SHARED,
+        "SharedProduct.during",
+        "self._known = None",
+        "pass",
+        "test_shared_input.py::test_nothing_is_held_after_a_forward_also_if_it_fails",
+    ),
+    Mutant(
+        "linears share a product outside of their owner's forward",
+        SHARED,
+        "SharedProduct.during",
+        "self._owner = before",
+        "pass",
+        "test_shared_input.py::test_a_linear_that_is_called_from_outside_computes_its_own",
+    ),
+    Mutant(
+        "a linear that is called in a branch shares a product",
+        SHARED,
+        "_always_run",
+        "if isinstance(node, ast.stmt) and not isinstance(node, _SIMPLE):",
+        "if False:",
+        "test_shared_input.py::test_linears_of_one_variable_are_read_in_the_source",
+    ),
+    Mutant(
+        "a linear that is called twice shares a product",
+        SHARED,
+        "_read",
+        "if variable and times[name] == 1:",
+        "if variable:",
+        "test_shared_input.py::test_linears_of_one_variable_are_read_in_the_source",
+    ),
+    Mutant(
+        "linears of one variable share a product, whatever it holds",
+        SHARED,
+        "_read",
+        "for variable in _written(ast.walk(statement)) & by_variable.keys():",
+        "for variable in ():",
+        "test_shared_input.py::test_linears_of_one_variable_are_read_in_the_source",
+    ),
+    Mutant(
+        "a kept linear is quantized with the others that read its tensor",
+        CONVERT,
+        "_Search._shared",
+        "kind = (number, part.shape[1], part.has_bias, linear.weight.dtype, is_quantized)",
+        "kind = (number, part.shape[1], part.has_bias, linear.weight.dtype)",
+        "test_shared_input.py::test_linears_that_differ_are_apart",
+    ),
+    Mutant(
+        "a graph without a recipe is run with one",
+        "conversion/converted.py",
+        "set_conversion",
+        "module.__dict__[name] = value if value is not None else module.__dict__.get(name)",
+        "if value is not None:\n    module.__dict__[name] = value",
+        "test_compiled_changes.py::test_a_graph_without_a_recipe_is_none_of_the_same_module_with_one",
+    ),
     Mutant(
         "what is converted again begins without scales",
         "conversion/convert.py",

@@ -92,7 +92,9 @@ def test_a_graph_of_fixed_sizes_goes_by_its_rows(monkeypatch: pytest.MonkeyPatch
         torch._dynamo.reset()
         monkeypatch.setattr(operations, "_passes", {})
         with fuser.autocast(recipe=CURRENT):
-            y = torch.compile(block(), dynamic=False, fullgraph=True, backend="aot_eager")(leaf(rows))
+            y = torch.compile(block(), dynamic=False, fullgraph=True, backend="aot_eager")(
+                leaf(rows)
+            )
         y.sum().backward()
         assert kept_in_graphs() == [[expected]]
 
@@ -130,7 +132,7 @@ def test_a_weight_that_is_written_before_backward_is_refused_with_many_rows() ->
         y = model(leaf(MANY_ROWS))
     with torch.no_grad():
         model[1].weight.mul_(2)
-    with pytest.raises((StateError, RuntimeError), match="modified|changed|written"):
+    with pytest.raises((StateError, RuntimeError), match=r"modified|changed|written"):
         y.sum().backward()
     with fuser.autocast(recipe=CURRENT):
         model(leaf(MANY_ROWS)).sum().backward()
@@ -140,3 +142,12 @@ def test_the_reason_of_a_kept_copy_names_the_rows() -> None:
     with fuser.autocast(recipe=CURRENT):
         text = str(block().plan(leaf(32)))
     assert f"fewer than {MANY_ROWS} rows, keep_weight_copies=True, or a checkpoint" in text
+
+
+def test_calls_of_few_and_of_many_rows_have_a_plan_each() -> None:
+    model = block()
+    with fuser.autocast(recipe=CURRENT):
+        for rows in (MANY_ROWS, 64, MANY_ROWS):
+            model(leaf(rows)).sum().backward()
+    (pipeline,) = [segment.pipeline for segment in model._current_segments().parts]
+    assert sorted(are_kept(plan) for plan in pipeline.plans) == [[False], [True]]
