@@ -135,6 +135,22 @@ PASS_GRAPHS = (
         "test_pass_graphs.py::test_addresses_that_come_back_sooner_take_the_place_of_the_oldest",
     ),
     Mutant(
+        "what tensors are stacked to is in no graph",
+        "cuda/sequence.py",
+        "",
+        "_aten.stack.default: torch.stack,",
+        "",
+        "test_pass_graphs.py::test_tensors_that_are_joined_leave_a_graph",
+    ),
+    Mutant(
+        "what tensors are concatenated to is in no graph",
+        "cuda/sequence.py",
+        "",
+        "_aten.cat.default: torch.cat,",
+        "",
+        "test_pass_graphs.py::test_tensors_that_are_joined_leave_a_graph",
+    ),
+    Mutant(
         "a linear below autograd is one call of torch",
         "cuda/sequence.py",
         "_Recorder.dispatched",
