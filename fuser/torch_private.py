@@ -198,6 +198,10 @@ def set_sync_debug_mode(mode: int) -> None:
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """A ``__torch_function__`` that leaves the class to ``__torch_dispatch__``."""
 
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""Context in which attributes of tensors are read without a look for ``__torch_function__``: of a
+subclass that takes four times as long."""
+
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 """A tensor of a subclass, with a shape and without memory of its own."""
 

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from fuser.cuda.arguments import end_of
 from fuser.errors import StateError
 from fuser.tensors import QuantizedTensor
-from fuser.torch_private import storage_uses
+from fuser.torch_private import storage_uses, without_torch_function
 
 
 def packed(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -60,7 +60,8 @@ class Versions:
     def __init__(self, tensors: Sequence[torch.Tensor], owner: str) -> None:
         self.tensors = tensors
         self.owner = owner
-        self.versions = list(map(_version, tensors))
+        with without_torch_function():
+            self.versions = list(map(_version, tensors))
 
     def check(self) -> None:
         """Compare the noted versions with the present ones.
@@ -70,7 +71,8 @@ class Versions:
         StateError
             If a tensor was changed in place.
         """
-        found = list(map(_version, self.tensors))
+        with without_torch_function():
+            found = list(map(_version, self.tensors))
         if found != self.versions:
             pairs = zip(self.tensors, self.versions, found, strict=True)
             tensor = next(tensor for tensor, before, now in pairs if before != now)

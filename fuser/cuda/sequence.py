@@ -1140,6 +1140,8 @@ _OUT: dict[Any, Callable[..., Any]] = {
     _aten.add.Tensor: torch.add,
     _aten.mul.Tensor: torch.mul,
     _aten.sum.dim_IntList: torch.sum,
+    _aten.stack.default: torch.stack,
+    _aten.cat.default: torch.cat,
     _aten.clone.default: torch.clone,
     _aten._to_copy.default: _aten._to_copy.default,
 }

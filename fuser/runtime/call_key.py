@@ -14,11 +14,11 @@ from fuser.plan.parameter_slots import find_slots, is_computed
 from fuser.plan.saved_inputs import budget, many_rows
 from fuser.precision.contexts import current_recipe
 from fuser.precision.recomputation import is_in_checkpoint
-from fuser.runtime.known_parameters import KnownParameters, ParameterLayout, ends_of_memory
+from fuser.runtime.known_parameters import KnownParameters, LayoutOfCall, ends_of_memory
 from fuser.source import SourceCode
 from fuser.torch_private import saved_tensor_hooks
 
-Reading = tuple[tuple[torch.Tensor, ...], tuple[Any, ...], ParameterLayout | None]
+Reading = tuple[tuple[torch.Tensor, ...], tuple[Any, ...], LayoutOfCall]
 
 
 class CallKeyReader:
@@ -65,15 +65,15 @@ class CallKeyReader:
         with src.block("def read(x, extras, registered):"):
             src.add(
                 f"params = ({slots})",
-                "is_same, addresses, heads, ends, key, layout, with_buffers = known.state",
+                "is_same, start, addresses, heads, ends, key, layout, with_buffers = known.state",
                 "tensors = params if with_buffers is None else with_buffers(params)",
             )
             with src.block(
                 "if is_same is None or tensors is None or not is_same(*tensors) "
-                "or list(map(address_of, tensors)) != addresses "
+                "or list(map(address_of, tensors[start:])) != addresses "
                 "or heads and ends_of_memory(params, heads) != ends:"
             ):
-                src.add("key, layout = known.renew(params)")
+                src.add("key, layout = known.renew(params)", "tensors = None")
             src.add(
                 "is_cpu = x.is_cpu",
                 "device = 'cpu' if is_cpu else autocast_device(x)",
@@ -93,7 +93,7 @@ class CallKeyReader:
                     *(f"{e}.dtype, {e}.requires_grad, {e}.device," for e in self._extras),
                     "key,",
                 )
-            src.add(")", "return params, call_key, layout")
+            src.add(")", "return params, call_key, (layout, tensors)")
         return src.functions("call_key")["read"]
 
 

@@ -152,7 +152,8 @@ class Runner:
             return None
         params, buffers = self._noted.apart(given.params)
         tensors = (x, *params, *extras, *seeds)
-        found = plan.recorded.find(tensors, len(extras) + len(seeds), layout, None, buffers)
+        with_buffers = (*params, *buffers)
+        found = plan.recorded.find(tensors, len(extras) + len(seeds), layout, None, with_buffers)
         known = None if found is None else self._recorded_passes.get(found[0])
         if found is None or known is None:
             return None
@@ -193,7 +194,7 @@ class Runner:
             else:
                 others = (*extras, *seeds)
                 layout = self._layout(given.params)
-                results = plan.run(x, (*params, *others), others, None, layout)
+                results = plan.run(x, (*params, *others), others, None, (layout, None))
                 for own, of_op in zip(params, self._originals, strict=False):
                     if of_op is not None and isinstance(own, QuantizedTensor):
                         of_op._quantizer = own._quantizer  # an op may have given it a new state's

@@ -23,7 +23,7 @@ from fuser.plan.planner import Planned
 from fuser.plan.saved_inputs import rebuilding
 from fuser.runtime.codegen import Neighbours
 from fuser.runtime.executor import CompiledPlan
-from fuser.runtime.known_parameters import ParameterLayout
+from fuser.runtime.known_parameters import LayoutOfCall
 from fuser.runtime.split_backward import SplittablePlan
 from fuser.specs import PlanKey
 from fuser.torch_private import gradient_hooks, graph_task, running_data_parallel
@@ -80,7 +80,7 @@ class CuttablePlan(SplittablePlan):
         params: Tensors,
         extra_inputs: Tensors,
         kwargs: list[dict[str, Any]] | None,
-        layout: ParameterLayout | None,
+        layout: LayoutOfCall,
     ) -> torch.Tensor | Tensors:
         if (waiting := self.waiting(params)) is not None:
             cut = self._cut(self.cuts_at(waiting[1], (input_, *params, *extra_inputs)))
@@ -253,12 +253,13 @@ class CutPlan:
         params: Tensors,
         extra_inputs: Tensors,
         kwargs: list[dict[str, Any]] | None,
-        layout: ParameterLayout | None,
+        layout: LayoutOfCall,
     ) -> torch.Tensor | Tensors:
         """Run as :meth:`CompiledPlan.call` does, in several nodes if the call is cut."""
         x: Any = input_
         carried: dict[Place, torch.Tensor] = {}
         returned: list[torch.Tensor] = []
+        whole, _ = layout
         for node, last_reads in zip(self.nodes, self._last_reads, strict=True):
             taken = tuple(
                 carried[s.place] if s.caller_index is None else extra_inputs[s.caller_index]
@@ -270,7 +271,7 @@ class CutPlan:
                 params[start:stop],
                 taken,
                 kwargs and kwargs[node.ops.start : node.ops.stop],
-                layout and layout.part(start, stop),
+                (whole and whole.part(start, stop), None),
             )
             del taken
             for place in last_reads:

@@ -47,7 +47,7 @@ from fuser.runtime.gradient_paths import (
     of_reached,
     readers,
 )
-from fuser.runtime.known_parameters import ParameterLayout
+from fuser.runtime.known_parameters import LayoutOfCall
 from fuser.runtime.saved_tensors import put_together, taken_apart
 from fuser.specs import OpKey, PlanKey
 from fuser.tensors import QuantizedTensor
@@ -208,7 +208,7 @@ class CompiledPlan:
         others: Sequence[torch.Tensor],
         extra_inputs: Any,
         kwargs: Any,
-        layout: ParameterLayout | None,
+        layout: LayoutOfCall,
     ) -> Any:
         """The results of forward; ``others`` are parameters, of ``layout``, and extra inputs.
 
@@ -219,9 +219,10 @@ class CompiledPlan:
             input_, *extra_inputs = map(finished, (input_, *extra_inputs))
             others = (*others[: len(others) - len(extra_inputs)], *extra_inputs)
         steps = observing.steps
-        if self.recorded is not None and layout is not None and steps is None:
-            tensors = (input_, *others)
-            found = self.recorded.find(tensors, len(extra_inputs), layout, kwargs)
+        of_parameters, with_buffers = layout
+        if self.recorded is not None and of_parameters is not None and steps is None:
+            tensors, extra_count = (input_, *others), len(extra_inputs)
+            found = self.recorded.find(tensors, extra_count, of_parameters, kwargs, with_buffers)
             if found is not None:
                 recorded, keywords, groups = found
                 for state in self.recipe_states:
@@ -272,11 +273,11 @@ class CompiledPlan:
         params: tuple[torch.Tensor, ...],
         extra_inputs: tuple[torch.Tensor, ...],
         kwargs: list[dict[str, Any]] | None,
-        layout: ParameterLayout | None,
+        layout: LayoutOfCall,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run forward; under autograd if anything needs a gradient.
 
-        ``layout`` is that of the parameters; None if their memory does not hold their values.
+        ``layout`` is that of the parameters.
         """
         result: torch.Tensor | tuple[torch.Tensor, ...]
         if self.needs_backward:

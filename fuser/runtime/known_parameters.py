@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -39,33 +41,52 @@ class QuantizedFacts(NamedTuple):
     @classmethod
     def of(cls, parameter: QuantizedTensor) -> QuantizedFacts | None:
         """None if its class or its quantizer is a user's, or if it refers to other tensors."""
-        kind, get = type(parameter), vars(parameter).get
+        kind = type(parameter)
         if not (_is_own(kind) and _has_own_parts(parameter._quantizer)):
             return None
-        if tuple(map(get, _REFERENCES)) != _IS_NONE:
+        if _getter(_REFERENCES)(parameter) != _IS_NONE:
             return None
-        names = tuple(name for name in kind.buffer_names if get(name) is not None)
-        missing = (name for name in kind.buffer_names if get(name) is None)
+        names = tuple(name for name, each in parameter.buffers().items() if each is not None)
+        missing = (name for name in kind.buffer_names if name not in names)
         others = ("_quantizer", "_is_read_only", *_REFERENCES, *missing)
-        return cls(kind, names, others, tuple(map(get, others)))
+        return cls(kind, names, others, _getter(others)(parameter))
 
 
 Quantized = Sequence[tuple[int, QuantizedFacts]]
 """The quantized ones among parameters, by their places."""
+BuffersOf = Callable[[Sequence[Any]], list[torch.Tensor] | None]
+"""The buffers of the quantized ones among parameters; None if other facts hold of one."""
 
 
-def buffers_of(params: Sequence[Any], quantized: Quantized) -> list[torch.Tensor] | None:
-    """The buffers of the quantized ones among parameters; None if other facts hold of one."""
-    buffers: list[torch.Tensor] = []
-    for place, (kind, names, others, values) in quantized:
-        parameter = params[place]
-        if type(parameter) is not kind:
-            return None
-        get = vars(parameter).get
-        if tuple(map(get, others)) != values:
-            return None
-        buffers += map(get, names)  # type: ignore[arg-type]
-    return buffers
+def buffers_reader(quantized: Quantized) -> BuffersOf:
+    """A function that reads buffers, in the order of the parameters.
+
+    Those of one run have attributes of the same names, and are read by loops in C: there may be
+    hundreds, of as many experts.
+    """
+    runs = []
+    for (names, others), run in groupby(quantized, lambda pair: (pair[1].names, pair[1].others)):
+        places, facts = zip(*run, strict=True)
+        kinds, values = [each.kind for each in facts], [each.values for each in facts]
+        runs.append((places, kinds, _getter(others), values, _getter(names)))
+
+    def buffers_of(params: Sequence[Any]) -> list[torch.Tensor] | None:
+        buffers: list[torch.Tensor] = []
+        for places, kinds, others_of, values, named_of in runs:
+            parameters = list(map(params.__getitem__, places))
+            if list(map(type, parameters)) != kinds or list(map(others_of, parameters)) != values:
+                return None
+            buffers += chain.from_iterable(map(named_of, parameters))
+        return buffers
+
+    return buffers_of
+
+
+def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that returns the attributes of these names."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda holder: tuple(getattr(holder, name) for name in names)
 
 
 class ParameterLayout:
@@ -82,7 +103,7 @@ class ParameterLayout:
         The quantized ones.
     """
 
-    __slots__ = ("_parts", "are_parameters", "quantized", "runs")
+    __slots__ = ("_parts", "are_parameters", "buffers_of", "quantized", "runs")
 
     def __init__(
         self,
@@ -94,6 +115,7 @@ class ParameterLayout:
         self.runs = runs
         self.are_parameters = are_parameters
         self.quantized = quantized
+        self.buffers_of = buffers_reader(quantized)
         self._parts: dict[tuple[int, int], ParameterLayout] = {}
 
     def part(self, start: int, stop: int) -> ParameterLayout:
@@ -110,13 +132,18 @@ class ParameterLayout:
 
     def with_buffers(self, params: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
         """The parameters, and the buffers of quantized ones; None if other facts hold of one."""
-        buffers = buffers_of(params, self.quantized)
+        buffers = self.buffers_of(params)
         return None if buffers is None else (*params, *buffers)
 
     def memory(self, params: Sequence[Any]) -> list[tuple[int, int]]:
         """The first address of each run, and the address after it."""
         pairs = [(params[first], params[first + count - 1]) for first, count in self.runs]
         return [(one.data_ptr(), last.data_ptr() + last.nbytes) for one, last in pairs]
+
+
+LayoutOfCall = tuple[ParameterLayout | None, Sequence[torch.Tensor] | None]
+"""The layout of the parameters of a call, None if their memory does not hold their values; and the
+result of its ``with_buffers`` for them, None if that has not been called."""
 
 
 class KnownParameters:
@@ -136,9 +163,10 @@ class KnownParameters:
     def __init__(self, ops: Sequence[BasicOperation]) -> None:
         self._ops = ops
         # One attribute, so that another thread sees facts and checks that belong together: the
-        # guard, addresses, first places of runs and the ends of their memory, key and layout, and
-        # the method that adds the buffers of quantized parameters, if there are any.
-        self.state: tuple[object, ...] = (None, None, (), None, None, None, None)
+        # guard, the first place with an address and the addresses, first places of runs and the
+        # ends of their memory, key and layout, and the method that adds the buffers of quantized
+        # parameters, if there are any.
+        self.state: tuple[object, ...] = (None, 0, None, (), None, None, None, None)
         self._layouts: dict[Any, ParameterLayout] = {}
 
     def renew(self, params: Parameters) -> tuple[tuple[object, ...], ParameterLayout | None]:
@@ -158,14 +186,18 @@ class KnownParameters:
             layout = None
         tensors = None if layout is None else layout.with_buffers(params)
         if layout is None or tensors is None or TensorGuards is None:
-            self.state = (None, None, (), None, key, layout, None)
+            self.state = (None, 0, None, (), None, key, layout, None)
             return key, layout
         is_same = tensor_guard(tensors)
         heads = [first for first, _ in layout.runs]
-        addresses = list(map(torch.Tensor.data_ptr, tensors))  # those of quantized ones are 0
+        # Those of quantized ones are 0, of which the first are left out: often there are no others.
+        start = next(
+            (at for at, p in enumerate(params) if not isinstance(p, QuantizedTensor)), len(params)
+        )
+        addresses = list(map(torch.Tensor.data_ptr, tensors[start:]))
         ends = ends_of_memory(params, heads)
         with_buffers = layout.with_buffers if layout.quantized else None
-        self.state = (is_same, addresses, heads, ends, key, layout, with_buffers)
+        self.state = (is_same, start, addresses, heads, ends, key, layout, with_buffers)
         return key, layout
 
     def _layout(self, params: Parameters) -> ParameterLayout | None:
@@ -176,7 +208,7 @@ class KnownParameters:
                 if about is None:
                     return None
                 quantized.append((place, about))
-        buffers = buffers_of(params, quantized)
+        buffers = buffers_reader(quantized)(params)
         if buffers is None:  # another thread has changed one
             return None
         plain = [p for p in params if not isinstance(p, QuantizedTensor)]

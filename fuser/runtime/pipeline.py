@@ -43,7 +43,7 @@ from fuser.precision.recomputation import (
 from fuser.runtime.call_key import CallKeyReader
 from fuser.runtime.checks import Checks
 from fuser.runtime.executor import CompiledPlan
-from fuser.runtime.known_parameters import ParameterLayout
+from fuser.runtime.known_parameters import LayoutOfCall
 from fuser.specs import OpKey, PlanKey, QuantSpec, TensorKey, TensorSpec
 from fuser.tensors import QuantizedTensor
 from fuser.torch_private import breaks_graph
@@ -231,11 +231,8 @@ class OperationFuser:
         call_key: tuple[Any, ...],
         input_: torch.Tensor,
         extra_inputs: tuple[torch.Tensor, ...],
-        read: tuple[tuple[torch.Tensor, ...], ParameterLayout | None],
-    ) -> (
-        tuple[CompiledPlan, tuple[torch.Tensor, ...], ParameterLayout | None]
-        | AbstractContextManager[None]
-    ):
+        read: tuple[tuple[torch.Tensor, ...], LayoutOfCall],
+    ) -> tuple[CompiledPlan, tuple[torch.Tensor, ...], LayoutOfCall] | AbstractContextManager[None]:
         """The compiled plan of an earlier call with this key, or a new one; stored as the last.
 
         Returned with the parameters and their layout, ``read`` if the plan is known; including

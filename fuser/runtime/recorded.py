@@ -50,10 +50,10 @@ from fuser.recipe import DelayedScaling, Recipe
 from fuser.runtime.gradient_paths import Needed, needing
 from fuser.runtime.known_parameters import (
     MOST_LAYOUTS,
+    BuffersOf,
     ParameterLayout,
-    Quantized,
     QuantizedFacts,
-    buffers_of,
+    buffers_reader,
     tensor_guard,
 )
 from fuser.runtime.saved_tensors import Part, put_together, saved_as, tensor_of
@@ -208,14 +208,15 @@ class RecordedPasses:
         extra_count: int,
         parameters: ParameterLayout,
         rows: Sequence[Mapping[str, Any]] | None = None,
-        buffers: Sequence[torch.Tensor] | None = None,
+        with_buffers: Sequence[torch.Tensor] | None = None,
     ) -> tuple[RecordedForward, Keywords, Groups] | None:
         """The recorded forward for such tensors: the input, parameters, and extra inputs.
 
         And for ``rows``, the keyword arguments of each op; with the process groups of this call,
-        which are inputs too, and so are the ``buffers`` of quantized parameters. New for the second
-        call of a layout: :meth:`RecordedForward.run` records then. None if there is none, and the
-        plan's own code must run.
+        which are inputs too, and so are the buffers of quantized parameters: ``with_buffers`` are
+        the parameters, then these, if they have been read. New for the second call of a layout:
+        :meth:`RecordedForward.run` records then. None if there is none, and the plan's own code
+        must run.
         """
         is_hooked = saved_tensor_hooks(False) is not None and not is_in_checkpoint()
         if is_hooked or launch.recording.listener is not None:
@@ -232,11 +233,13 @@ class RecordedPasses:
             return None
         places = list(map(id, others))
         params: Sequence[Any] = tensors[1:first_extra]
+        buffers: Sequence[torch.Tensor] = ()
         if parameters.quantized:
-            buffers = buffers_of(params, parameters.quantized) if buffers is None else buffers
-            if buffers is None:  # another thread has changed one
+            if with_buffers is None:
+                with_buffers = parameters.with_buffers(params)
+            if with_buffers is None:  # another thread has changed one
                 return None
-            params = (*params, *buffers)
+            buffers, params = with_buffers[len(params) :], with_buffers
         may_be_parameter = Parameter in map(type, others) or not parameters.are_parameters
         if may_be_parameter and not set(places).isdisjoint(map(id, params)):
             return None  # a parameter is given as an input too
@@ -275,7 +278,7 @@ class RecordedPasses:
         if found.refusal is not None:
             return None
         if buffers or scales:
-            kept = (*(buffers or ()), *keywords.kept, *(scales or ()))
+            kept = (*buffers, *keywords.kept, *(scales or ()))
             keywords = Keywords(keywords.key, kept, keywords.before)
         return found, keywords, groups
 
@@ -402,8 +405,9 @@ class _Read(NamedTuple):
 
     inputs: tuple[int, ...]
     """The inputs: ``.data`` may give them another layout."""
-    quantized: Quantized
-    """The quantized parameters, after those that contexts hold, which are counted too."""
+    buffers_of: BuffersOf | None
+    """Reads the buffers of quantized parameters, which are after those that contexts hold and are
+    counted too; None if there are none."""
 
 
 class _Recording(NamedTuple):
@@ -422,7 +426,7 @@ class _Recording(NamedTuple):
     pieces."""
     saved_count: int = 0
     """The number of saved tensors if each piece is one."""
-    read: tuple[_Read, _Read] = (_Read((), ()), _Read((), ()))
+    read: tuple[_Read, _Read] = (_Read((), None), _Read((), None))
     """Of the saved tensors themselves, and where the last has the pieces."""
     ends: tuple[int, ...] = ()
     specs: tuple[Any, ...] = ()
@@ -639,7 +643,8 @@ class RecordedForward:
         later = [
             (n if n < first else first + kept.index(n - first), facts) for n, facts in read_back
         ]
-        read = _Read(inputs, read_back), _Read(tuple(map(kept.index, inputs)), later)
+        whole, last = (buffers_reader(row) if row else None for row in (read_back, later))
+        read = _Read(inputs, whole), _Read(tuple(map(kept.index, inputs)), last)
         return recording._replace(kept=kept, saved_count=len(held), read=read)
 
     # -- backward -------------------------------------------------------------
@@ -703,8 +708,8 @@ class RecordedForward:
         read = recording.read[is_packed]
         found = layout = None
         buffers: list[Any] | None = []
-        if read.quantized:  # None if one is quantized otherwise since the forward
-            buffers = buffers_of([*given, *saved], read.quantized)
+        if read.buffers_of is not None:  # None if one is quantized otherwise since the forward
+            buffers = read.buffers_of([*given, *saved])
         if launch.recording.listener is None and not is_part and buffers is not None:
             tensors = [*grads, *[saved[i] for i in read.inputs]]
             layout = _reader_of(len(tensors))(tensors)

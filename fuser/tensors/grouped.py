@@ -64,9 +64,9 @@ def join(
         each = [getattr(part, name) for part in parts]
         if name in of_one:
             each = [_fitted(one, dim, size) for one, size in zip(each, sizes, strict=True)]
-        else:  # one number for a member, and one for each tile of a group
-            each = [one.repeat(size) for one, size in zip(each, sizes, strict=True)]
-        setattr(made, name, torch.cat(each, dim))
+            setattr(made, name, torch.cat(each, dim))
+        else:
+            setattr(made, name, _for_tiles(each, sizes))
     return made
 
 
@@ -77,6 +77,13 @@ def one_copy(tensor: QuantizedTensor, usage: str) -> QuantizedTensor:
     usages = {name: name == usage for name in ("rowwise", "columnwise")}
     made: QuantizedTensor = tensor._quantizer.unbound().with_usage(**usages)(tensor.dequantize())
     return made
+
+
+def _for_tiles(numbers: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
+    """A number ``[1]`` of each member, once for each of its ``counts`` tiles."""
+    if len(set(counts)) == 1:  # in two launches, however many members there are
+        return torch.cat(list(numbers)).unsqueeze(1).expand(-1, counts[0]).flatten()
+    return torch.cat([one.expand(count) for one, count in zip(numbers, counts, strict=True)])
 
 
 def _fitted(buffer: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuser.functional.grouped import group_ends
+from fuser.functional.grouped import group_ends, padded_groups
 from fuser.gemm import grouped
 
 
@@ -21,10 +21,15 @@ def one_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def in_one_launch(patch: pytest.MonkeyPatch) -> None:
-    """Let grouped linears in 16 bits run as they do on a Hopper GPU."""
+    """Let grouped linears run as they do on a Hopper GPU."""
 
-    def groups_of(split_sizes: torch.Tensor, x: torch.Tensor, **_: Any) -> grouped.Groups:
-        return grouped.Groups(group_ends(split_sizes, x), None)
+    def groups_of(
+        split_sizes: torch.Tensor, x: torch.Tensor, *, is_padded: bool = False, **_: Any
+    ) -> grouped.Groups:
+        if not is_padded:
+            return grouped.Groups(group_ends(split_sizes, x), None)
+        padded = padded_groups(split_sizes, len(split_sizes), len(x), x.device)
+        return grouped.Groups(padded.ends, None, padded)
 
     patch.setattr(grouped, "has_grouped_mm", lambda device, dtype: dtype is torch.bfloat16)
     patch.setattr(grouped, "groups_of", groups_of)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import oracles
@@ -13,12 +14,18 @@ from one_launch_experts import one_by_one
 from sharded_models import RECIPES
 
 import fuser
+from fuser.cuda.sequence import record
+from fuser.formats import GROUP_TILE
 from fuser.gemm import grouped
 from fuser.precision.contexts import current_parameter_init
+from fuser.tensors import Float8CurrentScalingQuantizer, NVFP4Quantizer
+from fuser.tensors.grouped import joined
 
 G, K, SIZES = 4, 64, (70, 0, 100, 20)
 OVERRIDES = (None, "high_precision", "dequantized")
 STATELESS = [name for name in RECIPES if name != "delayed"]
+QUANTIZERS = {"current": Float8CurrentScalingQuantizer(), "nvfp4": NVFP4Quantizer()}
+"""Of formats with a number for each weight: its scale or its amax."""
 
 
 @pytest.fixture(params=["one by one", "one launch"])
@@ -75,6 +82,45 @@ def test_a_step_has_the_bits_of_weights_that_are_quantized_at_each_call(
     # A backward in high precision reads the plain weight.
     without = ("dx",) if override == "high_precision" else ()
     assert_equal(run(quantized, recipe), run(plain, recipe), without)
+
+
+@pytest.mark.parametrize("rows", [(256,) * 3, (128,) * 3, (384, 128, 200)], ids=str)
+@pytest.mark.parametrize("name", ["current", "nvfp4"])
+def test_each_tile_of_joined_weights_has_the_number_of_its_weight(
+    name: str, rows: tuple[int, ...]
+) -> None:
+    quantizer = QUANTIZERS[name]
+    weights = [quantizer(oracles.random_tensor((n, K), torch.bfloat16, n)) for n in rows]
+    number = {"current": "_scale_inv", "nvfp4": "_amax_rowwise"}[name]
+    expected = [
+        float(getattr(weight, number))
+        for weight, n in zip(weights, rows, strict=True)
+        for _ in range(-(-n // GROUP_TILE))
+    ]
+    found = joined(weights, "rowwise")
+    assert getattr(found, number).tolist() == expected
+    values = torch.split(found.dequantize(), [-(-n // GROUP_TILE) * GROUP_TILE for n in rows])
+    for weight, n, own in zip(weights, rows, values, strict=True):
+        assert torch.equal(own[:n], weight.dequantize())
+
+
+@pytest.mark.parametrize("name", ["current", "nvfp4"])
+def test_a_repeated_pass_joins_many_weights_by_as_many_calls_as_few(name: str) -> None:
+    lengths = []
+    for count in (2, 8):
+        weights = [
+            QUANTIZERS[name](oracles.random_tensor((256, K), torch.bfloat16, g))
+            for g in range(count)
+        ]
+        buffers = [each for weight in weights for each in weight.buffers().values()]
+        made, result, slotted = record(
+            buffers, partial(joined, weights, "rowwise"), with_calls=True
+        )
+        made.result = slotted(list(result.buffers().values()))
+        made.drop_names()
+        assert made.is_complete
+        lengths.append(len(made.actions))
+    assert lengths[0] == lengths[1]
 
 
 @pytest.mark.usefixtures("launches")

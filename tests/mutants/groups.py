@@ -160,6 +160,24 @@ GROUPS = (
         "test_grouped_tensor.py::test_a_member_has_the_buffers_of_the_group_alone",
     ),
     Mutant(
+        "weights of other sizes are joined with as many scales as the first has",
+        TENSORS,
+        "_for_tiles",
+        "if len(set(counts)) == 1:",
+        "if True:",
+        "test_grouped_quantized_parameters.py::"
+        "test_each_tile_of_joined_weights_has_the_number_of_its_weight",
+    ),
+    Mutant(
+        "scales of joined weights are repeated one after the other",
+        TENSORS,
+        "_for_tiles",
+        "if len(set(counts)) == 1:",
+        "if False:",
+        "test_grouped_quantized_parameters.py::"
+        "test_a_repeated_pass_joins_many_weights_by_as_many_calls_as_few",
+    ),
+    Mutant(
         "amaxes of delayed scaling are not recorded",
         FORMATS,
         "Float8GroupsQuantizer._record",

@@ -176,6 +176,26 @@ def test_hooks_after_a_gradient_are_seen() -> None:
     assert torch_private.gradient_hooks(weight)
 
 
+def test_attributes_are_read_without_a_torch_function_inside() -> None:
+    asked = []
+
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            asked.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    tensor = torch.ones(2).as_subclass(Asked)
+    asked.clear()
+    with torch_private.without_torch_function():
+        assert tensor._version == 0
+    assert not asked
+    assert tensor._version == 0
+    assert asked
+
+
 def test_a_guard_sees_another_tensor() -> None:
     assert torch_private.TensorGuards is not None
     guard = torch_private.TensorGuards(  # type: ignore[misc]

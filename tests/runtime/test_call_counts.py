@@ -65,6 +65,8 @@ def hopper_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         "run": lambda *_: None,
         "multiprocessors": lambda _: 132,
         "shared_bytes": lambda _: 227 * 1024,
+        "has_wgmma": lambda _: True,
+        "tensor_map": lambda matrix, _: (matrix,),
     }.items():
         setattr(backend, name, value)
     monkeypatch.setattr(launch, "backend", backend)

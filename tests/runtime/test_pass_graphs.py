@@ -328,6 +328,32 @@ def test_results_that_leave_a_graph_have_the_options_of_their_calls(capturer: Cp
     assert made.graphs.hits
 
 
+@pytest.mark.parametrize("join", [torch.stack, torch.cat])
+def test_tensors_that_are_joined_leave_a_graph(join: Any, capturer: CpuCapturer) -> None:
+    """Scales of experts are, which their backward reads."""
+    x, w = (torch.randn(2, 3, 4, 5) for _ in range(2))
+    half = torch.randn(2, 3, 4, 5, dtype=torch.float16)
+
+    def calls() -> tuple[torch.Tensor, ...]:
+        last = [each.to(memory_format=torch.channels_last) for each in (x, w)]
+        whole = join([x, w, x]), join([w, x], 1), join([x, w], dim=-1)
+        return *whole, join(last, 1), join([x.transpose(0, 1), w.transpose(0, 1)]), join([half, x])
+
+    made, result, slotted = sequence.record([x, w, half], calls, with_calls=True)
+    made.result = slotted(result)
+    made.drop_names()
+    for _ in range(6):
+        found, expected = made.play((x, w, half)), calls()
+        assert all(map(torch.equal, found, expected))
+        for one, other in zip(found, expected, strict=True):
+            assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+            one.fill_(7)  # its memory comes back
+        for each in (x, w, half):
+            each.normal_()
+    assert made.graphs is not None, made.no_graphs
+    assert made.graphs.hits
+
+
 def test_memory_that_is_made_like_a_tensors_leaves_a_graph(capturer: CpuCapturer) -> None:
     """Gradients of experts are made so, with zeros for those without rows."""
     x, w = (torch.randn(4, 4) for _ in range(2))

@@ -196,6 +196,18 @@ def of_another_format(model: Any) -> None:
             weight.data = quantizer(weight.dequantize())
 
 
+def exchanged(model: Any) -> None:
+    """Plain weights for quantized ones, the next time these for those, and so on."""
+    for module in model.modules():
+        for name, weight in list(module._parameters.items()):
+            if weight is not None and weight.dim() == 2:
+                other = vars(module).pop(f"other_{name}", None)
+                vars(module)[f"other_{name}"] = weight
+                setattr(
+                    module, name, torch.nn.Parameter(values_of(weight)) if other is None else other
+                )
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "written": written,
     "step": stepped,
@@ -364,6 +376,13 @@ def test_two_layouts_in_turn_are_both_played(played: list[Any]) -> None:
     assert_same(dense, CURRENT, [ROWS, 32] * 6)
     assert len(played) == 2 * 8
     assert len({id(which) for which in played}) == 4
+
+
+def test_plain_and_quantized_weights_in_turn_are_both_played(played: list[Any]) -> None:
+    """The buffers of an earlier call are not those of this one."""
+    assert_same(dense, CURRENT, [*WARM, *[exchanged, *WARM] * 3])
+    assert len({id(which) for which in played}) == 4
+    assert len(played) >= 2 * (2 * 3 + 2 * 5)
 
 
 @pytest.mark.parametrize("recipe", [None, CURRENT, DELAYED], ids=["none", "current", "delayed"])
