@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional as F
 
 from fuser import basic_ops, fused_ops
-from fuser.conversion.joined import joined
 from fuser.conversion.modules import child_of, hooks_of, original_class
 from fuser.op import COMPUTE_DTYPES
+from fuser.runtime.joined_weights import joined
 
 PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
 """The classes of a weight that fuser computes with; others are quantized or sharded by others."""

@@ -17,7 +17,7 @@ from fuser.runtime.compiled_passes import Passes, lock
 from fuser.runtime.compiled_values import Given, GivenBack, Tensors
 from fuser.runtime.diagnose import refuse_second_derivative
 from fuser.runtime.exported import is_exported, passes_of_export
-from fuser.runtime.quantized_parameters import buffers_of
+from fuser.runtime.graph_parameters import buffers_of
 from fuser.tensors.dispatch import HANDLERS
 from fuser.torch_private import is_compiled_ahead
 

@@ -52,8 +52,8 @@ from fuser.recipe import DelayedScaling, Recipe
 from fuser.runtime.compiled_runner import Runner, quantizing
 from fuser.runtime.compiled_values import Facts, Given, GivenBack, Noted, Tensors
 from fuser.runtime.diagnose import refuse_transform
+from fuser.runtime.graph_parameters import QuantizedParameters
 from fuser.runtime.pipeline import OperationFuser
-from fuser.runtime.quantized_parameters import QuantizedParameters
 from fuser.torch_private import (
     forward_ad_level,
     graph_task,

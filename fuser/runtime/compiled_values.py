@@ -10,7 +10,7 @@ import torch
 from fuser.errors import StateError
 from fuser.op import OperationContext
 from fuser.recipe import Recipe
-from fuser.runtime.quantized_parameters import QuantizedParameters
+from fuser.runtime.graph_parameters import QuantizedParameters
 from fuser.torch_private import in_own_storage, storage_of
 
 Tensors: TypeAlias = Sequence[torch.Tensor]

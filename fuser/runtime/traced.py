@@ -26,9 +26,9 @@ from fuser.precision.numbered_calls import number_call
 from fuser.runtime.compiled import forward, forward_on_host
 from fuser.runtime.compiled_passes import lock
 from fuser.runtime.compiled_runner import quantizing
+from fuser.runtime.graph_parameters import QuantizedParameters
 from fuser.runtime.local_parts import check_gates, check_placement
 from fuser.runtime.pipeline import OperationFuser, registered_count
-from fuser.runtime.quantized_parameters import QuantizedParameters
 from fuser.runtime.segment import PipelineSegment, Segment
 from fuser.runtime.segments import Segments
 from fuser.runtime.traced_passes import describe, note_structure

@@ -25,8 +25,8 @@ from fuser.runtime.compiled_passes import Passes, lock
 from fuser.runtime.compiled_runner import copied, quantizing
 from fuser.runtime.compiled_values import Facts, TensorFacts
 from fuser.runtime.exported import exported_name
+from fuser.runtime.graph_parameters import QUANTIZED, QuantizedParameters
 from fuser.runtime.pipeline import OperationFuser
-from fuser.runtime.quantized_parameters import QUANTIZED, QuantizedParameters
 from fuser.specs import PlanKey
 from fuser.torch_private import (
     constant_in_graphs,

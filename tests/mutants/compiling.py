@@ -426,7 +426,7 @@ COMPILING = (
     ),
     Mutant(
         "the layout of a quantized parameter is no part of its text",
-        "runtime/quantized_parameters.py",
+        "runtime/graph_parameters.py",
         "QuantizedParameters.of",
         'texts.append(f"{QUANTIZED}{parameter._stable_hash_for_caching()}")',
         "texts.append(QUANTIZED)",
@@ -442,7 +442,7 @@ COMPILING = (
     ),
     Mutant(
         "a weight in a graph loses what it was quantized from",
-        "runtime/quantized_parameters.py",
+        "runtime/graph_parameters.py",
         "QuantizedParameters.of",
         "(parameter._view_of, parameter._gathering, parameter._source)",
         "(parameter._view_of, parameter._gathering)",
