@@ -129,7 +129,7 @@ class Runner:
         for own, op in zip(self._quantizing, ops, strict=True):
             own.__dict__["_delayed"] = op._delayed
             tables[id(own._parameters)] = op._parameters
-        if self._noted.quantized is not None:
+        if self._noted.graph_parameters is not None:
             slots = self._pipeline._slots.slots
             of_ops = [tables.get(id(held), {}).get(name) for held, name in slots]
             self._originals = [t if isinstance(t, QuantizedTensor) else None for t in of_ops]

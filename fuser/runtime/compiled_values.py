@@ -10,7 +10,7 @@ import torch
 from fuser.errors import StateError
 from fuser.op import OperationContext
 from fuser.recipe import Recipe
-from fuser.runtime.graph_parameters import QuantizedParameters
+from fuser.runtime.graph_parameters import GraphParameters
 from fuser.torch_private import in_own_storage, storage_of
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
@@ -24,7 +24,7 @@ Specs: TypeAlias = tuple[Any, ...]
 TensorFacts: TypeAlias = tuple[str, torch.dtype, bool]
 """Of a tensor: the name of its class, its dtype, and whether it requires a gradient.
 
-A quantized parameter has its text in place of the name (:class:`QuantizedParameters`)."""
+A quantized parameter has its text in place of the name (:class:`GraphParameters`)."""
 
 
 class Facts(NamedTuple):
@@ -175,13 +175,7 @@ class Saved(NamedTuple):
 class Noted:
     """What is known of the passes of one name: the facts, and what traces have shown."""
 
-    def __init__(
-        self,
-        facts: Facts,
-        recipe: Recipe | None,
-        title: str,
-        quantized: QuantizedParameters | None,
-    ) -> None:
+    def __init__(self, facts: Facts, recipe: Recipe | None, title: str) -> None:
         self.facts = facts
         self.recipe = recipe
         self.title = title
@@ -195,8 +189,9 @@ class Noted:
         """Of each wanted gradient, its place if it is a parameter's and shares memory with others;
         noted when the first one is traced."""
         self._traced: set[Saved] = set()
-        self.quantized = quantized
-        """How to make the parameters; None if none is quantized."""
+        texts = [text for text, _, _ in facts.tensors[1 : 1 + len(facts.summed)]]
+        self.graph_parameters = GraphParameters.of(texts)
+        """How to make the parameters; None if a graph gives each itself."""
 
     @property
     def is_sliced(self) -> bool:
@@ -205,11 +200,11 @@ class Noted:
 
     def parameters(self, given: Tensors) -> Tensors:
         """The parameters, from what a graph gives of them."""
-        return given if self.quantized is None else self.quantized.made_from(given)
+        return given if self.graph_parameters is None else self.graph_parameters.made_from(given)
 
     def apart(self, given: Tensors) -> tuple[Sequence[Any], Tensors]:
         """The parameters, with None for quantized ones, and the buffers of these."""
-        return (given, ()) if self.quantized is None else self.quantized.apart(given)
+        return (given, ()) if self.graph_parameters is None else self.graph_parameters.apart(given)
 
     def has_traced(self, saved: Saved) -> bool:
         """Whether a graph that was traced here saves this, or none was."""

@@ -26,7 +26,7 @@ from fuser.precision.numbered_calls import number_call
 from fuser.runtime.compiled import forward, forward_on_host
 from fuser.runtime.compiled_passes import lock
 from fuser.runtime.compiled_runner import quantizing
-from fuser.runtime.graph_parameters import QuantizedParameters
+from fuser.runtime.graph_parameters import text_of
 from fuser.runtime.local_parts import check_gates, check_placement
 from fuser.runtime.pipeline import OperationFuser, registered_count
 from fuser.runtime.segment import PipelineSegment, Segment
@@ -65,7 +65,7 @@ class Pipeline(NamedTuple):
     parameters: tuple[tuple[int, str], ...] = ()
     """The number of the op and the name of each parameter."""
     quantized: tuple[str, ...] = ()
-    """Of each parameter the text of :class:`QuantizedParameters`; empty if it is not quantized."""
+    """Of each parameter its :func:`text_of`; empty if it is not quantized."""
     distributed: tuple[bool, ...] = ()
     """Whether each parameter is a ``DTensor``, whose local tensor the ops read."""
     summed: tuple[int | None, ...] = ()
@@ -186,20 +186,20 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
         distributed = tuple(is_distributed(parameter) for _, _, parameter in held)
         summed = tuple(_summed_over(*each) for each in held)
         check_gates(ops)
-        quantized = QuantizedParameters.of([parameter for _, _, parameter in held])
+        quantized = tuple([text_of(parameter) for _, _, parameter in held])
     except (InputError, StateError) as error:
         return Pipeline(str(error).removesuffix("."))
     text = repr((structures, pipeline.fusions, sorted(pipeline.open_channels)))
     names = "+".join(type(op).__name__ for op in ops)
     structure = f"{names} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    note_structure(structure, pipeline, quantized)
+    note_structure(structure, pipeline)
     quantizers = set(quantizing(ops))
     return Pipeline(
         "",
         structure,
         places,
         parameters,
-        quantized.texts,
+        quantized,
         distributed,
         summed,
         tuple(i for i, op in enumerate(ops) if op.draws_seed),

@@ -427,9 +427,9 @@ COMPILING = (
     Mutant(
         "the layout of a quantized parameter is no part of its text",
         "runtime/graph_parameters.py",
-        "QuantizedParameters.of",
-        'texts.append(f"{QUANTIZED}{parameter._stable_hash_for_caching()}")',
-        "texts.append(QUANTIZED)",
+        "text_of",
+        'text = f"{QUANTIZED}{parameter._stable_hash_for_caching()}"',
+        "text = QUANTIZED",
         f"{QUANTIZED}test_equal_blocks_are_one_graph_and_a_copy_that_goes_another",
     ),
     Mutant(
@@ -443,7 +443,7 @@ COMPILING = (
     Mutant(
         "a weight in a graph loses what it was quantized from",
         "runtime/graph_parameters.py",
-        "QuantizedParameters.of",
+        "text_of",
         "(parameter._view_of, parameter._gathering, parameter._source)",
         "(parameter._view_of, parameter._gathering)",
         f"{QUANTIZED}test_a_weight_that_keeps_its_source_is_refused_in_a_graph",
