@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.errors import StateError
+from fuser.runtime.joined_weights import memory_of
 from fuser.runtime.saved_tensors import QuantizedPart
 from fuser.tensors import QuantizedTensor
 
-QUANTIZED = "quantized "
+QUANTIZED, JOINED = "quantized ", "joined "
+PLAIN_CLASSES = ("Tensor", "Parameter", "FakeTensor", "FunctionalTensor")
+"""The names of the classes of tensors that operations take as they are."""
 
 _quantized: dict[str, QuantizedPart] = {}
 """By text, how to make a quantized parameter from its own buffers."""
@@ -48,21 +51,63 @@ def text_of(parameter: torch.Tensor) -> str:
     return text
 
 
+def tensors_of_joined(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Those that a graph gives of a parameter that joins these: the copy if they differ in kind."""
+    dtype = tensors[0].dtype
+    is_plain = [t.dtype == dtype and type(t).__name__ in PLAIN_CLASSES for t in tensors]
+    return (torch.cat(tensors),) if False in is_plain and len(tensors) > 1 else tensors
+
+
+def joined_text(tensors: Sequence[torch.Tensor]) -> str:
+    """Of a parameter that joins several tensors :data:`JOINED`, and which of them are trained."""
+    if len(tensors) == 1:
+        return ""
+    return JOINED + "".join(["1" if tensor.requires_grad else "0" for tensor in tensors])
+
+
+class JoinedPart(NamedTuple):
+    """A parameter that joins several tensors along dimension 0."""
+
+    are_trained: tuple[bool, ...]
+    """Whether each of them requires a gradient, and is not frozen."""
+
+    def tensor(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The parameter: a view of the memory in which the tensors are joined, else a copy."""
+        memory = memory_of(tensors)
+        return torch.cat(list(tensors)) if memory is None else memory.detach()
+
+    def gradients(
+        self, gradient: torch.Tensor | None, tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """The rows of its gradient that belong to each tensor; None for frozen ones."""
+        if gradient is None:
+            return [None] * len(tensors)
+        rows = torch.split(gradient, [tensor.shape[0] for tensor in tensors])
+        pairs = zip(rows, self.are_trained, strict=True)
+        return [row if is_trained else None for row, is_trained in pairs]
+
+
+def _part_of(text: str) -> QuantizedPart | JoinedPart | None:
+    if text.startswith(JOINED):
+        return JoinedPart(tuple([digit == "1" for digit in text.removeprefix(JOINED)]))
+    return _quantized.get(text)
+
+
 class GraphParameters(NamedTuple):
     """How to make the parameters of a pipeline from the tensors that a graph gives of them."""
 
-    parts: tuple[QuantizedPart | None, ...]
+    parts: tuple[QuantizedPart | JoinedPart | None, ...]
     """Of each parameter how to make it; None if it is the tensor itself."""
     places: tuple[slice, ...]
     """The places of its tensors."""
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> GraphParameters | None:
-        """Those with texts of :func:`text_of`; None if the graph gives each itself."""
-        parts = tuple([_quantized.get(text) for text in texts])
+        """Those with texts of :func:`text_of` or :func:`joined_text`; None if each is a tensor."""
+        parts = tuple(map(_part_of, texts))
         if not any(parts):
             return None
-        counts = [1 if part is None else len(part.buffers) for part in parts]
+        counts = list(map(_count_of, parts))
         ends = itertools.accumulate(counts)
         places = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         return cls(parts, tuple(places))
@@ -79,6 +124,35 @@ class GraphParameters(NamedTuple):
         plain: list[Any] = []
         buffers: list[torch.Tensor] = []
         for part, at in zip(self.parts, self.places, strict=True):
-            plain.append(given[at.start] if part is None else None)
-            buffers += () if part is None else given[at]
+            if part is None:
+                plain.append(given[at.start])
+            elif isinstance(part, JoinedPart):
+                plain.append(part.tensor(given[at]))
+            else:
+                plain.append(None)
+                buffers += given[at]
         return plain, buffers
+
+    def gradients_of(
+        self, gradients: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Those of the tensors, quantized ones whole, from the gradients of the parameters."""
+        each: list[torch.Tensor | None] = []
+        for gradient, part, at in zip(gradients, self.parts, self.places, strict=True):
+            if isinstance(part, JoinedPart):
+                each += part.gradients(gradient, given[at])
+            else:
+                each.append(gradient)
+        return each
+
+    @property
+    def joined(self) -> list[int]:
+        """The numbers of the parameters that join several tensors."""
+        return [n for n, part in enumerate(self.parts) if isinstance(part, JoinedPart)]
+
+
+def _count_of(part: QuantizedPart | JoinedPart | None) -> int:
+    """The number of tensors that a graph gives of a parameter."""
+    if part is None:
+        return 1
+    return len(part.are_trained if isinstance(part, JoinedPart) else part.buffers)

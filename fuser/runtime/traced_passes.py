@@ -25,7 +25,7 @@ from fuser.runtime.compiled_passes import Passes, lock
 from fuser.runtime.compiled_runner import copied, quantizing
 from fuser.runtime.compiled_values import Facts, TensorFacts
 from fuser.runtime.exported import exported_name
-from fuser.runtime.graph_parameters import QUANTIZED
+from fuser.runtime.graph_parameters import JOINED, PLAIN_CLASSES, QUANTIZED
 from fuser.runtime.pipeline import OperationFuser
 from fuser.specs import PlanKey
 from fuser.torch_private import (
@@ -95,8 +95,7 @@ def describe(
     if is_functorch_active() or forward_ad_level() >= 0:
         return Call("it is transformed by torch.func, or differentiated forward")
     for kind, _, _ in tensors:
-        is_plain = kind in ("Tensor", "Parameter", "FakeTensor", "FunctionalTensor")
-        if not is_plain and not kind.startswith(QUANTIZED):
+        if kind not in PLAIN_CLASSES and not kind.startswith((QUANTIZED, JOINED)):
             return Call(f"a {kind} is among its inputs and parameters")
     try:
         with outside_fake_mode():
