@@ -59,17 +59,14 @@ def tensors_of_joined(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, 
 
 
 def joined_text(tensors: Sequence[torch.Tensor]) -> str:
-    """Of a parameter that joins several tensors :data:`JOINED`, and which of them are trained."""
-    if len(tensors) == 1:
-        return ""
-    return JOINED + "".join(["1" if tensor.requires_grad else "0" for tensor in tensors])
+    """Of a parameter that joins several tensors :data:`JOINED` and their number; of one empty."""
+    return "" if len(tensors) == 1 else f"{JOINED}{len(tensors)}"
 
 
 class JoinedPart(NamedTuple):
     """A parameter that joins several tensors along dimension 0."""
 
-    are_trained: tuple[bool, ...]
-    """Whether each of them requires a gradient, and is not frozen."""
+    number_of_tensors: int
 
     def tensor(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The parameter: a view of the memory in which the tensors are joined, else a copy."""
@@ -79,17 +76,15 @@ class JoinedPart(NamedTuple):
     def gradients(
         self, gradient: torch.Tensor | None, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """The rows of its gradient that belong to each tensor; None for frozen ones."""
+        """The rows of its gradient that belong to each tensor, of which torch drops frozen ones."""
         if gradient is None:
-            return [None] * len(tensors)
-        rows = torch.split(gradient, [tensor.shape[0] for tensor in tensors])
-        pairs = zip(rows, self.are_trained, strict=True)
-        return [row if is_trained else None for row, is_trained in pairs]
+            return [None] * self.number_of_tensors
+        return list(torch.split(gradient, [tensor.shape[0] for tensor in tensors]))
 
 
 def _part_of(text: str) -> QuantizedPart | JoinedPart | None:
     if text.startswith(JOINED):
-        return JoinedPart(tuple([digit == "1" for digit in text.removeprefix(JOINED)]))
+        return JoinedPart(int(text.removeprefix(JOINED)))
     return _quantized.get(text)
 
 
@@ -155,4 +150,4 @@ def _count_of(part: QuantizedPart | JoinedPart | None) -> int:
     """The number of tensors that a graph gives of a parameter."""
     if part is None:
         return 1
-    return len(part.are_trained if isinstance(part, JoinedPart) else part.buffers)
+    return part.number_of_tensors if isinstance(part, JoinedPart) else len(part.buffers)
