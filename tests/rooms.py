@@ -69,13 +69,14 @@ ROOMS = (
             "modules/parallel",
         ),
     ),
-    Room("conversion", "wing", ("conversion/", "runtime/joined_weights")),
+    Room("conversion", "wing", ("conversion/",)),
     Room(
         "compile",
         "wing",
         (
             *_in("runtime", "compiled", "compiled_passes", "compiled_runner", "compiled_values"),
-            *_in("runtime", "exported", "graph_parameters", "traced", "traced_passes"),
+            *_in("runtime", "exported", "graph_parameters", "joined_weights", "traced"),
+            "runtime/traced_passes",
             *("moe/graph_operations", "op/graph_operations", "precision/numbered_calls"),
         ),
     ),
