@@ -75,7 +75,8 @@ ROOMS = (
         "wing",
         (
             *_in("runtime", "compiled", "compiled_passes", "compiled_runner", "compiled_values"),
-            *_in("runtime", "exported", "quantized_parameters", "traced", "traced_passes"),
+            *_in("runtime", "exported", "graph_parameters", "joined_weights", "traced"),
+            "runtime/traced_passes",
             *("moe/graph_operations", "op/graph_operations", "precision/numbered_calls"),
         ),
     ),

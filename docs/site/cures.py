@@ -226,7 +226,7 @@ CURES_OF_PLACES: tuple[tuple[str, str, str], ...] = (
         "planned as a whole: plan its parts, `model.part.plan(x)`.",
     ),
     (
-        "runtime/quantized_parameters.py",
+        "runtime/graph_parameters.py",
         "StateError",
         "Export or compile the model before fully_shard; call clear_high_precision_init_val() on "
         "its parameters, and give a clone() in place of a view.",

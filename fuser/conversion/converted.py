@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from fuser.conversion.joined import join
 from fuser.conversion.modules import child_of, joint, original_class, prefixes
 from fuser.conversion.parts import LinearPart
 from fuser.conversion.unit import Runner, Unit
@@ -19,6 +18,7 @@ from fuser.errors import FuserWarning
 from fuser.op import BasicOperation, FusedOperation
 from fuser.precision.contexts import current_recipe, default_autocast, is_autocast_entered
 from fuser.recipe import Recipe
+from fuser.runtime.joined_weights import join
 from fuser.torch_private import call_while_tracing, traced_subject, users_level
 
 RECIPE, RUNNER = "_fuser_recipe", "_fuser_runner"

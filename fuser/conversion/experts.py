@@ -87,14 +87,14 @@ class ExpertsPart(Part):
             basic_ops.MoeCombine().set_extra_input_channel(0, rows),
         ]
 
-    def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
+    def tensors(self, owner: torch.nn.Module) -> list[tuple[torch.Tensor, ...]]:
         weights = [getattr(owner, name) for name in self.weights]
         if self.is_transposed:
             weights = [weight.transpose(1, 2) for weight in weights]
         biases = [getattr(owner, name) for name in self.biases]
         if not biases:
-            return weights
-        return [value for pair in zip(weights, biases, strict=True) for value in pair]
+            return [(weight,) for weight in weights]
+        return [(value,) for pair in zip(weights, biases, strict=True) for value in pair]
 
     @property
     def weights(self) -> tuple[str, ...]:

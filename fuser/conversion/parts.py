@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional as F
 
 from fuser import basic_ops, fused_ops
-from fuser.conversion.joined import joined
 from fuser.conversion.modules import child_of, hooks_of, original_class
 from fuser.op import COMPUTE_DTYPES
+from fuser.runtime.joined_weights import joined
 
 PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
 """The classes of a weight that fuser computes with; others are quantized or sharded by others."""
@@ -59,8 +59,8 @@ class Part(ABC):
         """The part with torch's order of rounding in 16 bits."""
         return self
 
-    def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
-        """The present values of the ops' parameters, in their order."""
+    def tensors(self, owner: torch.nn.Module) -> list[tuple[torch.Tensor, ...]]:
+        """Of each of the ops' parameters, in their order, the present tensors that it joins."""
         return []
 
     def takes(self, inputs: Sequence[Any]) -> bool:
@@ -129,16 +129,18 @@ class LinearPart(Part):
     def _linears(self, owner: torch.nn.Module) -> list[Any]:
         return [child_of(owner, name) for name in self.names]
 
-    def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
+    def tensors(self, owner: torch.nn.Module) -> list[tuple[torch.Tensor, ...]]:
         linears = self._linears(owner)
-        weight = joined([linear.weight for linear in linears])
-        values = [weight.t() if self.is_transposed else weight]
-        if self.has_bias:
-            values.append(joined([linear.bias for linear in linears]))
-        return values
+        weights = [linear.weight for linear in linears]
+        if self.is_transposed:  # a linear alone
+            weights = [weight.t() for weight in weights]
+        if not self.has_bias:
+            return [tuple(weights)]
+        return [tuple(weights), tuple([linear.bias for linear in linears])]
 
     def sized(self, owner: torch.nn.Module) -> Part:
-        rows, columns = self.values(owner)[0].shape
+        (weights, *_) = self.tensors(owner)
+        rows, columns = joined(weights).shape
         return replace(self, shape=(rows, columns))
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
@@ -227,12 +229,12 @@ class NormPart(Part):
     def as_torch(self) -> Part:
         return ModulePart(self.name)
 
-    def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
+    def tensors(self, owner: torch.nn.Module) -> list[tuple[torch.Tensor, ...]]:
         norm: Any = child_of(owner, self.name)
-        return [norm.weight, norm.bias] if self.op == "LayerNorm" else [norm.weight]
+        return [(norm.weight,), (norm.bias,)] if self.op == "LayerNorm" else [(norm.weight,)]
 
     def sized(self, owner: torch.nn.Module) -> Part:
-        return replace(self, size=self.values(owner)[0].numel())
+        return replace(self, size=child_of(owner, self.name).weight.numel())
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
         norm, name = child_of(owner, self.name), self.name or "it"
@@ -319,9 +321,13 @@ class Chain:
         """The modules of the chain's pipeline."""
         return [module for part in self.parts for module in part.modules(owner)]
 
+    def tensors(self, owner: torch.nn.Module) -> list[tuple[torch.Tensor, ...]]:
+        """Of each parameter, in the order of their places in the ops, the tensors that it joins."""
+        return [tensors for part in self.parts for tensors in part.tensors(owner)]
+
     def values(self, owner: torch.nn.Module) -> list[torch.Tensor]:
         """The present parameters, in the order of their places in the ops."""
-        return [value for part in self.parts for value in part.values(owner)]
+        return [joined(tensors) for tensors in self.tensors(owner)]
 
     @property
     def has_sums(self) -> bool:

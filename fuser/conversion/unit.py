@@ -40,6 +40,7 @@ from fuser.plan.saved_inputs import budget
 from fuser.precision.contexts import autocast
 from fuser.precision.delayed_scaling import DelayedScales
 from fuser.precision.recomputation import is_in_checkpoint
+from fuser.runtime.joined_weights import joined
 from fuser.runtime.segment import basic_ops_of
 from fuser.runtime.traced import traced_call
 from fuser.sequential import Sequential
@@ -495,13 +496,13 @@ class Pipeline:
         self, owner: torch.nn.Module, tensors: Sequence[torch.Tensor], is_quantized: bool
     ) -> CallResult:
         with contextlib.nullcontext() if is_quantized else autocast(enabled=False):
-            values = self.chain.values(owner)
+            parameters = self.chain.tensors(owner)
             if torch.compiler.is_compiling():
                 x, *others = tensors
-                given = (values, self._called_with)
+                given = (parameters, self._called_with)
                 traced: CallResult = traced_call(self.sequential, x, tuple(others), {}, given)
                 return traced
-            return self._called_with(values, self.sequential, *tensors)
+            return self._called_with(parameters, self.sequential, *tensors)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_lock"}
@@ -510,9 +511,13 @@ class Pipeline:
         self.__dict__.update(state, _lock=threading.RLock())
 
     def _called_with(
-        self, values: Sequence[torch.Tensor], call: Callable[..., CallResult], *args: Any
+        self,
+        parameters: Sequence[tuple[torch.Tensor, ...]],
+        call: Callable[..., CallResult],
+        *args: Any,
     ) -> CallResult:
-        """``call(*args)`` with ``values`` as the parameters of the ops."""
+        """``call(*args)`` with ``parameters``, each of the tensors that it joins, in the ops."""
+        values = [p[0] if len(p) == 1 else joined(p) for p in parameters]
         with self._lock:  # two threads would give the ops two parameters
             before = [held[name] for held, name in self._slots]
             try:

@@ -17,13 +17,13 @@ from fuser.runtime.compiled_passes import Passes, lock
 from fuser.runtime.compiled_values import Given, GivenBack, Tensors
 from fuser.runtime.diagnose import refuse_second_derivative
 from fuser.runtime.exported import is_exported, passes_of_export
-from fuser.runtime.quantized_parameters import buffers_of
+from fuser.runtime.graph_parameters import buffers_of
 from fuser.tensors.dispatch import HANDLERS
 from fuser.torch_private import is_compiled_ahead
 
 # Part of the names of passes: another number after a change of what the operations take or return,
 # because torch keeps compiled graphs on disk.
-VERSION = 7
+VERSION = 8
 
 _FORWARD = (
     "forward(str call, Tensor x, Tensor[] params, Tensor[] extras, Tensor[] seeds, Tensor[] host)"
@@ -100,7 +100,7 @@ def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
 def _gradients(backward: Any, ctx: Any, grads: Any) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         refuse_second_derivative()
-    params, _, seeds, host, buffers = ctx.counts
+    _, _, seeds, host, buffers = ctx.counts
     held = list(ctx.saved_tensors)
     first = len(held) - buffers - host
     tensors = (held[:first], held[first : first + buffers], held[first + buffers :])
@@ -112,8 +112,9 @@ def _gradients(backward: Any, ctx: Any, grads: Any) -> tuple[Any, ...]:
     passes = _passes_of(ctx.call)
     found = iter(passes.gradients(backward(ctx.call, ctx.sizes, inputs, outputs, given, *tensors)))
     each = [next(found) if is_wanted else None for is_wanted in passes.noted.wanted]
-    nothing = [None] * seeds, [None] * host
-    return None, each[0], each[1 : 1 + params], each[1 + params :], *nothing
+    end = 1 + len(passes.noted.facts.summed)
+    of_params = passes.noted.gradients_of(each[1:end], tensors[1])
+    return None, each[0], of_params, each[end:], [None] * seeds, [None] * host
 
 
 def _define_passes(prefix: str, *tags: torch.Tag) -> Any:

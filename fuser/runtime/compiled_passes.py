@@ -53,7 +53,6 @@ from fuser.runtime.compiled_runner import Runner, quantizing
 from fuser.runtime.compiled_values import Facts, Given, GivenBack, Noted, Tensors
 from fuser.runtime.diagnose import refuse_transform
 from fuser.runtime.pipeline import OperationFuser
-from fuser.runtime.quantized_parameters import QuantizedParameters
 from fuser.torch_private import (
     forward_ad_level,
     graph_task,
@@ -71,17 +70,11 @@ def _no_grad() -> contextlib.AbstractContextManager[None]:
 class Passes:
     """Forward and backward of pipelines of one structure, over tensors with the same facts."""
 
-    def __init__(
-        self,
-        pipeline: OperationFuser,
-        facts: Facts,
-        recipe: Recipe | None,
-        quantized: QuantizedParameters | None = None,
-    ) -> None:
+    def __init__(self, pipeline: OperationFuser, facts: Facts, recipe: Recipe | None) -> None:
         self.facts = facts
         self.recipe = recipe
         names = ", ".join(type(op).__name__ for op in pipeline.basic_ops)
-        self.noted = Noted(facts, recipe, f"pipeline of {names}", quantized)
+        self.noted = Noted(facts, recipe, f"pipeline of {names}")
         self.output_count = 1 + len(pipeline.returned)
         self.is_inside = facts.recipe_key.startswith(INSIDE)
         """Whether the graph itself enters autocast."""

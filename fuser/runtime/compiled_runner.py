@@ -73,6 +73,8 @@ class _Pass(NamedTuple):
     parts: list[Part]
     ends: Ends
     specs: Specs
+    reads_joined: bool
+    """Whether a saved tensor is a parameter that joins several tensors, or a view of one."""
     separate: set[Hashable]
     """The strides of the gradients that a recorded backward got, where its results share no memory
     with saved tensors and parameters; nor with each other, unless they are slices."""
@@ -129,7 +131,7 @@ class Runner:
         for own, op in zip(self._quantizing, ops, strict=True):
             own.__dict__["_delayed"] = op._delayed
             tables[id(own._parameters)] = op._parameters
-        if self._noted.quantized is not None:
+        if self._noted.has_quantized:
             slots = self._pipeline._slots.slots
             of_ops = [tables.get(id(held), {}).get(name) for held, name in slots]
             self._originals = [t if isinstance(t, QuantizedTensor) else None for t in of_ops]
@@ -147,10 +149,10 @@ class Runner:
         if not self._recorded_passes:
             return None
         plan, (x, _, extras, seeds, _) = self.plan, given
-        layout = self._layout(given.params)
+        params, buffers = self._noted.apart(given.params)
+        layout = self._layout(given.params, params)
         if plan.recorded is None or layout is None:
             return None
-        params, buffers = self._noted.apart(given.params)
         tensors = (x, *params, *extras, *seeds)
         with_buffers = (*params, *buffers)
         found = plan.recorded.find(tensors, len(extras) + len(seeds), layout, None, with_buffers)
@@ -186,14 +188,15 @@ class Runner:
         x, _, extras, seeds, _ = given
         if is_fake:
             self.forget_states()
-        with self._conditions(given.params) as params:
+        params = self._parameters(given.params)
+        with self._conditions(params):
             plan = self._planned((x, *params, *extras))
             if is_fake:
                 with dry_run():
                     results = plan._forward(x, extras, None)
             else:
                 others = (*extras, *seeds)
-                layout = self._layout(given.params)
+                layout = self._layout(given.params, params)
                 results = plan.run(x, (*params, *others), others, None, (layout, None))
                 for own, of_op in zip(params, self._originals, strict=False):
                     if of_op is not None and isinstance(own, QuantizedTensor):
@@ -205,19 +208,23 @@ class Runner:
                     "inside torch.compile."
                     " Take the last Quantize out of the compiled part."
                 )
-            taken = set(map(storage_of, given.inputs))
+            numbers = self._noted.joined
+            joined = dict(zip(numbers, map(params.__getitem__, numbers), strict=True))
+            taken = set(map(storage_of, (*given.inputs, *joined.values())))
             returned = (output, *(produced[n] for n in plan.returned))
             outputs = [_own(tensor, taken) for tensor in returned]
             if not rest:
                 return outputs
             copied = tuple(map(operator.is_not, outputs, returned))
-            made = self._keep(given, outputs, copied, *rest, is_fake=is_fake)
+            known = {"input": dict(enumerate(given.inputs)), "output": dict(enumerate(outputs))}
+            known["parameter"] = joined
+            made = self._keep(given, known, copied, *rest, is_fake=is_fake)
         return [*outputs, *[_own(tensor, taken) for tensor in made]]
 
     def _keep(
         self,
         given: Given,
-        outputs: Tensors,
+        known_tensors: Mapping[str, Mapping[int, torch.Tensor]],
         copied: tuple[bool, ...],
         ctxs: Any,
         saved: Tensors,
@@ -240,7 +247,7 @@ class Runner:
         # A fake view of an empty tensor may have another storage, so storages of empty tensors
         # decide nothing, unless a size was a symbol when the graph was traced.
         for are_empty_apart in (True, False):
-            places, made = _places(held, given.inputs, outputs, are_empty_apart=are_empty_apart)
+            places, made = _places(held, known_tensors, are_empty_apart=are_empty_apart)
             inputs, outs = (
                 tuple([p.number for p in places if p.kind == kind]) for kind in ("input", "output")
             )
@@ -254,7 +261,9 @@ class Runner:
         elif len(passes) >= MOST_SIZES:
             passes.pop(next(iter(passes)))
         of_made = tuple(next(i for i, t in enumerate(held) if t is tensor) for tensor in made)
-        known = _Pass(key, places, of_made, recorded, copied, contexts, parts, ends, specs, set())
+        reads_joined = bool(self._noted.joined) and "parameter" in [p.kind for p in places]
+        facts = (contexts, parts, ends, specs, reads_joined)
+        known = _Pass(key, places, of_made, recorded, copied, *facts, set())
         passes[key] = known
         if recorded is not None:
             while len(self._recorded_passes) >= MOST_LAYOUTS:
@@ -290,7 +299,11 @@ class Runner:
             )
         inputs = len(saved) - len(of_inputs) - len(of_outputs)
         outputs = inputs + len(of_inputs)
+        holds_parameters = known.recorded is not None and known.recorded.holds_parameters
+        reads_parameters = holds_parameters or known.reads_joined
+        whole = self._parameters(params) if reads_parameters else ()
         groups: dict[str, Tensors | dict[int, torch.Tensor]] = {
+            "parameter": whole,
             "saved": saved[:inputs],
             "input": dict(zip(of_inputs, saved[inputs:outputs], strict=True)),
             "output": dict(zip(of_outputs, saved[outputs:], strict=True)),
@@ -307,10 +320,8 @@ class Runner:
         assert grads[0] is not None  # the operation makes zeros
         dy = grads[0].contiguous()
         if known.recorded is not None:
-            backward = functools.partial(self._recorded_backward, params)
-            weights: Sequence[torch.Tensor] = ()
-            if known.recorded.holds_parameters:
-                weights = known.recorded.given((None, *self._parameters(params)))
+            backward = functools.partial(self._recorded_backward, params, whole)
+            weights = known.recorded.given((None, *whole)) if holds_parameters else ()
             result = known.recorded.backward(backward, held, {}, weights, dy, extras, {})
         else:
             contexts = [context_of(*each) for each in known.contexts]
@@ -318,7 +329,8 @@ class Runner:
             run = plan._backward if is_fake else plan.backward
             state = AutocastState(self._noted.recipe)
             dry = dry_run() if is_fake else contextlib.nullcontext()
-            with self._conditions(params), recomputing_under(state), dry:
+            whole = whole or self._parameters(params)
+            with self._conditions(whole), recomputing_under(state), dry:
                 result = run(contexts, tensors, known.ends, dy, extras, known.specs)
         found: Sequence[Any] = result[1:] if is_fake else self._summed(result[1:])
         places = self._noted.wanted_places
@@ -336,7 +348,8 @@ class Runner:
             return gradients
         taken = {storage_of(grad) for grad in grads if grad is not None}
         if not is_separate:
-            others = set(map(storage_of, (*saved, *params)))
+            joined = map(whole.__getitem__, self._noted.joined) if whole else ()
+            others = set(map(storage_of, (*saved, *params, *joined)))
             is_separate = others.isdisjoint(map(storage_of, gradients))
             taken |= others
         if not self._noted.slices:  # equal for all layouts, whose graphs have the places
@@ -368,9 +381,12 @@ class Runner:
                 found[place] = start_all_reduce(found[place], group).wait()
         return found
 
-    def _recorded_backward(self, params: Tensors, *args: Any) -> Any:
+    def _recorded_backward(self, params: Tensors, whole: Tensors, *args: Any) -> Any:
         """The plan's own code, which a backward that is not recorded yet runs."""
-        with self._conditions(params), recomputing_under(AutocastState(self._noted.recipe)):
+        if not whole:
+            with outside_fake_mode():  # how parameters are made is no part of a recording
+                whole = self._parameters(params)
+        with self._conditions(whole), recomputing_under(AutocastState(self._noted.recipe)):
             backward = self.plan.in_ranges[1]
             assert backward is not None
             return backward(*args)
@@ -378,20 +394,19 @@ class Runner:
     # -- conditions ----------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _conditions(self, given: Tensors) -> Iterator[Tensors]:
-        """The parameters, in the ops, and the modes and the autocast of the traced call."""
+    def _conditions(self, params: Tensors) -> Iterator[None]:
+        """The parameters in the ops, and the modes and the autocast of the traced call."""
         facts = self._noted.facts
         with contextlib.ExitStack() as stack:
             if facts.autocast is not None:
                 stack.enter_context(torch.autocast(facts.device, dtype=facts.autocast))
             elif is_any_autocast_enabled():  # around a backward
                 stack.enter_context(without_autocast())
-            params = self._parameters(given)
             self._give(params)
             for op, training in zip(self.ops, facts.training, strict=True):
                 op.__dict__["training"] = training
             try:
-                yield params
+                yield
             finally:
                 self._give(self._no_parameters)
 
@@ -428,14 +443,15 @@ class Runner:
         for (held, name), parameter in zip(self._pipeline._slots.slots, params, strict=True):
             held[name] = parameter
 
-    def _layout(self, given: Tensors) -> ParameterLayout | None:
-        """The layout of the parameters that are, or have, these tensors."""
+    def _layout(self, given: Tensors, params: Sequence[Any]) -> ParameterLayout | None:
+        """The layout of the parameters of these tensors; ``params`` are those not quantized."""
         addresses = tuple(map(torch.Tensor.data_ptr, given))
         guard, quantizers, layout = self._layouts.get(addresses, (None, None, None))
         originals = self._originals
         present = originals and [None if one is None else one._quantizer for one in originals]
         if guard is None or not guard(*given) or quantizers != present:
-            layout = self._known.renew(self._parameters(given))[1]
+            whole = self._parameters(given) if self._noted.has_quantized else params
+            layout = self._known.renew(whole)[1]
             while len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.pop(next(iter(self._layouts)))
             self._layouts[addresses] = (tensor_guard(given), present, layout)
@@ -543,11 +559,11 @@ def _together(
 
 
 def _places(
-    held: Tensors, inputs: Tensors, outputs: Tensors, *, are_empty_apart: bool
+    held: Tensors, tensors: Mapping[str, Mapping[int, torch.Tensor]], *, are_empty_apart: bool
 ) -> tuple[list[Place], list[torch.Tensor]]:
-    """Where saved tensors are, and those which are neither inputs nor outputs.
+    """Where saved tensors are, and those which are none of ``tensors``, which are given by kind.
 
-    With ``are_empty_apart`` a view without elements is neither.
+    With ``are_empty_apart`` a view without elements is none.
     """
     known: dict[int, Place] = {}
     bases: dict[int, tuple[torch.Tensor, Place]] = {}  # by storage
@@ -557,8 +573,8 @@ def _places(
         bases.setdefault(storage_of(tensor), (tensor, place))
         return place
 
-    for kind, tensors in (("input", inputs), ("output", outputs)):
-        for number, tensor in enumerate(tensors):
+    for kind, of_kind in tensors.items():
+        for number, tensor in of_kind.items():
             note(tensor, Place(kind, number))
     places: list[Place] = []
     made: list[torch.Tensor] = []

@@ -10,7 +10,7 @@ import torch
 from fuser.errors import StateError
 from fuser.op import OperationContext
 from fuser.recipe import Recipe
-from fuser.runtime.quantized_parameters import QuantizedParameters
+from fuser.runtime.graph_parameters import QUANTIZED, GraphParameters
 from fuser.torch_private import in_own_storage, storage_of
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
@@ -24,7 +24,8 @@ Specs: TypeAlias = tuple[Any, ...]
 TensorFacts: TypeAlias = tuple[str, torch.dtype, bool]
 """Of a tensor: the name of its class, its dtype, and whether it requires a gradient.
 
-A quantized parameter has its text in place of the name (:class:`QuantizedParameters`)."""
+A parameter that is quantized, or joins several tensors, has its text in place of the name
+(:class:`GraphParameters`)."""
 
 
 class Facts(NamedTuple):
@@ -54,10 +55,11 @@ class Facts(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The tensors that a graph gives to a forward; of quantized parameters, their buffers."""
+    """The tensors that a graph gives to a forward; of some parameters several."""
 
     x: torch.Tensor
     params: Tensors
+    """Of quantized ones the buffers, and of those that join several tensors these."""
     extras: Tensors
     seeds: Tensors
     """Those of each dropout."""
@@ -121,22 +123,21 @@ class GivenBack(NamedTuple):
     saved: Tensors
     """The saved tensors that forward returned, then the inputs and the outputs among them."""
     params: Tensors
-    """Of quantized parameters, their buffers."""
     host: Tensors
-    """Those of :class:`Given`."""
+    """Both as in :class:`Given`."""
 
 
 class Place(NamedTuple):
     """Where a saved tensor is: it is, or views, an input, an output or another saved tensor."""
 
     kind: str
-    """"input", "output" or "saved"."""
+    """"input", "output", "saved", or "parameter" for one that joins several inputs."""
     number: int
     view: tuple[torch.Size, tuple[int, ...], int | torch.SymInt] | None = None
     """Size, stride and offset in that tensor, if it is a view."""
 
     def of(self, tensors: Tensors | dict[int, torch.Tensor]) -> torch.Tensor:
-        """The saved view, of one of the inputs, outputs or saved tensors."""
+        """The saved view, of one of the tensors of its kind."""
         tensor = tensors[self.number]
         assert self.view is not None
         size, stride, offset = self.view
@@ -175,13 +176,7 @@ class Saved(NamedTuple):
 class Noted:
     """What is known of the passes of one name: the facts, and what traces have shown."""
 
-    def __init__(
-        self,
-        facts: Facts,
-        recipe: Recipe | None,
-        title: str,
-        quantized: QuantizedParameters | None,
-    ) -> None:
+    def __init__(self, facts: Facts, recipe: Recipe | None, title: str) -> None:
         self.facts = facts
         self.recipe = recipe
         self.title = title
@@ -195,8 +190,13 @@ class Noted:
         """Of each wanted gradient, its place if it is a parameter's and shares memory with others;
         noted when the first one is traced."""
         self._traced: set[Saved] = set()
-        self.quantized = quantized
-        """How to make the parameters; None if none is quantized."""
+        texts = [text for text, _, _ in facts.tensors[1 : 1 + len(facts.summed)]]
+        self.graph_parameters = GraphParameters.of(texts)
+        """How to make the parameters; None if a graph gives each itself."""
+        self.joined = [] if self.graph_parameters is None else self.graph_parameters.joined
+        """The numbers of the parameters that join several tensors."""
+        self.has_quantized = any(text.startswith(QUANTIZED) for text in texts)
+        """Whether a parameter is quantized."""
 
     @property
     def is_sliced(self) -> bool:
@@ -205,11 +205,16 @@ class Noted:
 
     def parameters(self, given: Tensors) -> Tensors:
         """The parameters, from what a graph gives of them."""
-        return given if self.quantized is None else self.quantized.made_from(given)
+        return given if self.graph_parameters is None else self.graph_parameters.made_from(given)
 
     def apart(self, given: Tensors) -> tuple[Sequence[Any], Tensors]:
         """The parameters, with None for quantized ones, and the buffers of these."""
-        return (given, ()) if self.quantized is None else self.quantized.apart(given)
+        return (given, ()) if self.graph_parameters is None else self.graph_parameters.apart(given)
+
+    def gradients_of(self, gradients: list[Any], given: Tensors) -> list[Any]:
+        """The gradients of what a graph gives of the parameters, from those of the parameters."""
+        known = self.graph_parameters
+        return gradients if known is None else known.gradients_of(gradients, given)
 
     def has_traced(self, saved: Saved) -> bool:
         """Whether a graph that was traced here saves this, or none was."""

@@ -26,9 +26,9 @@ from fuser.precision.numbered_calls import number_call
 from fuser.runtime.compiled import forward, forward_on_host
 from fuser.runtime.compiled_passes import lock
 from fuser.runtime.compiled_runner import quantizing
+from fuser.runtime.graph_parameters import joined_text, tensors_of_joined, text_of
 from fuser.runtime.local_parts import check_gates, check_placement
 from fuser.runtime.pipeline import OperationFuser, registered_count
-from fuser.runtime.quantized_parameters import QuantizedParameters
 from fuser.runtime.segment import PipelineSegment, Segment
 from fuser.runtime.segments import Segments
 from fuser.runtime.traced_passes import describe, note_structure
@@ -43,9 +43,9 @@ from fuser.torch_private import (
 )
 
 Path: TypeAlias = tuple[str, ...]
-GivenParameters: TypeAlias = tuple[Sequence[torch.Tensor], Callable[..., Any]]
-"""The parameters of one call in place of those of the ops, and what calls a function with these
-in the ops, outside of graphs.
+GivenParameters: TypeAlias = tuple[Sequence[tuple[torch.Tensor, ...]], Callable[..., Any]]
+"""The parameters of one call in place of those of the ops, each of the tensors that it joins, and
+what calls a function with these in the ops, outside of graphs.
 
 A graph takes them as they are, without a write into an op: a checkpoint inside of a graph takes no
 write into what is outside of it.
@@ -65,7 +65,7 @@ class Pipeline(NamedTuple):
     parameters: tuple[tuple[int, str], ...] = ()
     """The number of the op and the name of each parameter."""
     quantized: tuple[str, ...] = ()
-    """Of each parameter the text of :class:`QuantizedParameters`; empty if it is not quantized."""
+    """Of each parameter its :func:`text_of`; empty if it is not quantized."""
     distributed: tuple[bool, ...] = ()
     """Whether each parameter is a ``DTensor``, whose local tensor the ops read."""
     summed: tuple[int | None, ...] = ()
@@ -187,20 +187,20 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
         distributed = tuple(is_distributed(parameter) for _, _, parameter in held)
         summed = tuple(_summed_over(*each) for each in held)
         check_gates(ops)
-        quantized = QuantizedParameters.of([parameter for _, _, parameter in held])
+        quantized = tuple([text_of(parameter) for _, _, parameter in held])
     except (InputError, StateError) as error:
         return Pipeline(str(error).removesuffix("."))
     text = repr((structures, pipeline.fusions, sorted(pipeline.open_channels)))
     names = "+".join(type(op).__name__ for op in ops)
     structure = f"{names} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    note_structure(structure, pipeline, quantized)
+    note_structure(structure, pipeline)
     quantizers = set(quantizing(ops))
     return Pipeline(
         "",
         structure,
         places,
         parameters,
-        quantized.texts,
+        quantized,
         distributed,
         summed,
         tuple(i for i, op in enumerate(ops) if op.draws_seed),
@@ -294,18 +294,24 @@ def _traced_pipeline(
     composites = [_at(container, path)._structure for path in trace.composites]
     training = [op.training for op in ops]
     fusions = [fusion.__qualname__ for fusion in getattr(container, "_fusions", ())]
+    parameters: list[tuple[Any, ...]]
     if given is None:
-        parameters = [ops[i]._parameters[name] for i, name in pipeline.parameters]
+        held = [ops[i]._parameters[name] for i, name in pipeline.parameters]
+        pairs = zip(held, pipeline.distributed, strict=True)
+        parameters = [(p.to_local() if is_distributed else p,) for p, is_distributed in pairs]
+        texts = list(pipeline.quantized)
     else:
-        values, _ = given
-        parameters = list(values[first_given : first_given + len(pipeline.parameters)])
-    if True in pipeline.distributed:
-        pairs = zip(parameters, pipeline.distributed, strict=True)
-        parameters = [p.to_local() if is_distributed else p for p, is_distributed in pairs]
-    tensors = [x, *parameters, *extras]
-    texts = ["", *pipeline.quantized, *[""] * len(extras)]
-    kinds = [text or type(t).__name__ for t, text in zip(tensors, texts, strict=True)]
-    facts = [(kind, t.dtype, t.requires_grad) for kind, t in zip(kinds, tensors, strict=True)]
+        joined = given[0][first_given : first_given + len(pipeline.parameters)]
+        parameters = [tensors_of_joined(tensors) for tensors in joined]
+        texts = [joined_text(tensors) for tensors in parameters]
+    each = [(x,), *parameters, *[(extra,) for extra in extras]]
+    kinds = [
+        text or type(tensors[0]).__name__
+        for text, tensors in zip(["", *texts, *[""] * len(extras)], each, strict=True)
+    ]
+    are_trained = [True in [t.requires_grad for t in tensors] for tensors in each]
+    dtypes = [tensors[0].dtype for tensors in each]
+    facts = list(zip(kinds, dtypes, are_trained, strict=True))
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     first = tuple([min([j for j in range(i + 1) if extras[j] is e]) for i, e in enumerate(extras)])
@@ -343,7 +349,8 @@ def _traced_pipeline(
     if call.rounds:
         host.append(torch.randint(MOST_ROUNDING, (1,), device="cpu"))
     operation = forward_on_host if host or call.reads_sizes else forward
-    results = operation(call.name, x, parameters, list(extras), seeds, host)
+    tensors = [tensor for parameter in parameters for tensor in parameter]
+    results = operation(call.name, x, tensors, list(extras), seeds, host)
     return results[0] if pipeline.outputs == 1 else tuple(results[: pipeline.outputs])
 
 

@@ -25,8 +25,8 @@ from fuser.runtime.compiled_passes import Passes, lock
 from fuser.runtime.compiled_runner import copied, quantizing
 from fuser.runtime.compiled_values import Facts, TensorFacts
 from fuser.runtime.exported import exported_name
+from fuser.runtime.graph_parameters import JOINED, PLAIN_CLASSES, QUANTIZED
 from fuser.runtime.pipeline import OperationFuser
-from fuser.runtime.quantized_parameters import QUANTIZED, QuantizedParameters
 from fuser.specs import PlanKey
 from fuser.torch_private import (
     constant_in_graphs,
@@ -39,17 +39,12 @@ from fuser.version import __version__
 _process = uuid.uuid4().hex
 _pipelines: dict[str, OperationFuser] = {}
 """A copy of a pipeline for each structure, with parameters on the meta device."""
-_quantized: dict[tuple[str, ...], QuantizedParameters] = {}
 
 
-def note_structure(
-    structure: str, pipeline: OperationFuser, quantized: QuantizedParameters
-) -> None:
-    """Before a call of such a pipeline is described: keep a copy, and its quantized parameters."""
+def note_structure(structure: str, pipeline: OperationFuser) -> None:
+    """Before a call of such a pipeline is described: keep a copy."""
     if structure not in _pipelines:
         _pipelines[structure] = copied(pipeline)
-    if any(quantized.texts):
-        _quantized.setdefault(quantized.texts, quantized)
 
 
 class Call(NamedTuple):
@@ -100,8 +95,7 @@ def describe(
     if is_functorch_active() or forward_ad_level() >= 0:
         return Call("it is transformed by torch.func, or differentiated forward")
     for kind, _, _ in tensors:
-        is_plain = kind in ("Tensor", "Parameter", "FakeTensor", "FunctionalTensor")
-        if not is_plain and not kind.startswith(QUANTIZED):
+        if kind not in PLAIN_CLASSES and not kind.startswith((QUANTIZED, JOINED)):
             return Call(f"a {kind} is among its inputs and parameters")
     try:
         with outside_fake_mode():
@@ -155,9 +149,7 @@ def describe(
                 name = exported_name(pipeline, facts, recipe)
             except StateError as error:
                 return Call(str(error).removesuffix("."))
-    kinds = [kind for kind, _, _ in tensors[1 : 1 + len(summed)]]
-    quantized = _quantized.get(tuple([k if k.startswith(QUANTIZED) else "" for k in kinds]))
-    add_passes(name, lambda: Passes(pipeline, facts, recipe, quantized))
+    add_passes(name, lambda: Passes(pipeline, facts, recipe))
     is_delayed = isinstance(recipe, DelayedScaling) and bool(quantizing(pipeline.basic_ops))
     is_inside = is_delayed and recipe_key.startswith(INSIDE)
     return Call("", name, is_delayed, is_inside, facts.rounds, reads_sizes)

@@ -30,9 +30,9 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan_ranks_cases import on_meta
 
 import fuser
-from fuser.conversion import joined
 from fuser.conversion.leaves import activation_like
 from fuser.conversion.unit import Runner
+from fuser.runtime import joined_weights
 
 HIDDEN, WIDTH = 64, 96
 CURRENT = fuser.recipe.Float8CurrentScaling()
@@ -1605,7 +1605,7 @@ def test_what_returns_its_input_and_changes_its_gradient_is_no_identity() -> Non
 
 
 def memory_of(mlp: Any) -> Any:
-    return joined.memory_of([mlp.gate.weight, mlp.up.weight])
+    return joined_weights.memory_of([mlp.gate.weight, mlp.up.weight])
 
 
 def test_parameters_of_a_converted_model_can_be_swapped() -> None:

@@ -8,6 +8,7 @@ VALUES = "runtime/compiled_values.py"
 TRACED = "runtime/traced.py"
 DESCRIBED = "runtime/traced_passes.py"
 QUANTIZED = "test_compiled_quantized_parameters.py::"
+JOINED = "test_compiled_joined_weights.py::test_"
 CALLS = "precision/numbered_calls.py"
 TEST = "test_compiled.py::"
 BITS = f"{TEST}test_a_compiled_step_has_the_bits_of_an_eager_one"
@@ -426,10 +427,10 @@ COMPILING = (
     ),
     Mutant(
         "the layout of a quantized parameter is no part of its text",
-        "runtime/quantized_parameters.py",
-        "QuantizedParameters.of",
-        'texts.append(f"{QUANTIZED}{parameter._stable_hash_for_caching()}")',
-        "texts.append(QUANTIZED)",
+        "runtime/graph_parameters.py",
+        "text_of",
+        'text = f"{QUANTIZED}{parameter._stable_hash_for_caching()}"',
+        "text = QUANTIZED",
         f"{QUANTIZED}test_equal_blocks_are_one_graph_and_a_copy_that_goes_another",
     ),
     Mutant(
@@ -442,8 +443,8 @@ COMPILING = (
     ),
     Mutant(
         "a weight in a graph loses what it was quantized from",
-        "runtime/quantized_parameters.py",
-        "QuantizedParameters.of",
+        "runtime/graph_parameters.py",
+        "text_of",
         "(parameter._view_of, parameter._gathering, parameter._source)",
         "(parameter._view_of, parameter._gathering)",
         f"{QUANTIZED}test_a_weight_that_keeps_its_source_is_refused_in_a_graph",
@@ -634,5 +635,65 @@ COMPILING = (
         "Parameter(like, requires_grad=parameter.requires_grad)",
         "Parameter(like)",
         "test_compiled.py::test_the_copy_of_a_pipeline_that_graphs_run_has_the_facts_of_parameters_and_no_memory",
+    ),
+    Mutant(
+        "weights that lie in one memory are copied in a graph",
+        "runtime/graph_parameters.py",
+        "JoinedPart.tensor",
+        "if memory is None",
+        "if True",
+        f"{JOINED}weights_that_lie_in_one_memory_are_a_view_of_it",
+    ),
+    Mutant(
+        "weights that were moved apart are read where they lay",
+        "runtime/joined_weights.py",
+        "memory_of",
+        "part.data_ptr() != end or",
+        "",
+        f"{JOINED}weights_that_move_between_calls_count",
+        select="up and none",
+    ),
+    Mutant(
+        "a joined weight that backward reads is copied for it",
+        RUNNER,
+        "Runner._forward",
+        'known["parameter"] = joined',
+        "pass",
+        f"{JOINED}compiled_steps_have_the_bits_of_eager_ones_and_copy_no_weight",
+        select="none",
+    ),
+    Mutant(
+        "the copy of weights that are apart is a call of a recorded backward",
+        RUNNER,
+        "Runner._recorded_backward",
+        "with outside_fake_mode():",
+        "with contextlib.nullcontext():",
+        f"{JOINED}passes_over_joined_weights_are_recorded_wherever_these_lie",
+        select="current",
+    ),
+    Mutant(
+        "biases of two dtypes are given to an operation apart",
+        "runtime/graph_parameters.py",
+        "tensors_of_joined",
+        "t.dtype == dtype and",
+        "",
+        f"{JOINED}biases_of_two_dtypes_are_joined_by_the_graph",
+    ),
+    Mutant(
+        "a weight that is frozen freezes those that it is joined with",
+        TRACED,
+        "_traced_pipeline",
+        "True in [t.requires_grad for t in tensors]",
+        "tensors[0].requires_grad",
+        f"{JOINED}frozen_weights_have_no_gradient",
+    ),
+    Mutant(
+        "a joined weight that backward reads is not made again",
+        RUNNER,
+        "Runner._backward",
+        "reads_parameters = holds_parameters or known.reads_joined",
+        "reads_parameters = holds_parameters",
+        f"{JOINED}compiled_steps_have_the_bits_of_eager_ones_and_copy_no_weight",
+        select="none",
     ),
 )

@@ -150,7 +150,7 @@ CONVERTING = (
     ),
     Mutant(
         "weights in two dtypes are joined in one",
-        "conversion/joined.py",
+        "runtime/joined_weights.py",
         "join",
         "or (part.dtype, part.device, part.shape[1:]) "
         "!= (first.dtype, first.device, first.shape[1:])",
@@ -266,7 +266,7 @@ CONVERTING = (
     ),
     Mutant(
         "parameters leave the memory that processes share",
-        "conversion/joined.py",
+        "runtime/joined_weights.py",
         "join",
         "or part.is_shared()",
         "",

@@ -60,9 +60,7 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     if len(parts) == 1:
         return parts[0]
-    memory = None
-    if not torch.compiler.is_compiling():
-        memory = _like_joined(parts) if parts[0].is_meta else memory_of(parts)
+    memory = _like_joined(parts) if parts[0].is_meta else memory_of(parts)
     if memory is None:
         return torch.cat(list(parts))
     whole: torch.Tensor = _Joined.apply(memory, *parts)  # type: ignore[no-untyped-call]
