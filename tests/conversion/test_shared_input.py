@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fuser
 from fuser import recipe as recipes
-from fuser.conversion.joined import memory_of
 from fuser.conversion.modules import child_of
 from fuser.conversion.shared_input import SharedProduct, shared_inputs
+from fuser.runtime.joined_weights import memory_of
 
 HIDDEN, WIDE, ROWS = 128, 256, 32
 QKV = ("q_proj", "k_proj", "v_proj")
