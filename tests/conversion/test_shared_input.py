@@ -140,8 +140,8 @@ def _input(*, requires_grad: bool = False) -> torch.Tensor:
 
 def _step(module: nn.Module, *others: torch.Tensor) -> list[torch.Tensor]:
     """The outputs of a module, and the gradients of its input and its parameters."""
-    dtype = next(module.parameters()).dtype
-    x = _input().to(dtype).requires_grad_()
+    first = next(module.parameters())
+    x = _input().to(first.device, first.dtype).requires_grad_()
     module.zero_grad()
     outputs = module(x * 1, *others)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

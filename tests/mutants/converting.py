@@ -47,7 +47,7 @@ CONVERTING = (
     Mutant(
         "outputs of a shared product are views of one tensor",
         SHARED,
-        "SharedProduct.output_of",
+        "_Parts.forward",
         "part.contiguous() for part",
         "part for part",
         "test_shared_input.py::test_outputs_are_contiguous_and_may_be_written",
