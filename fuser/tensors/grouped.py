@@ -82,7 +82,8 @@ def one_copy(tensor: QuantizedTensor, usage: str) -> QuantizedTensor:
 def _for_tiles(numbers: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
     """A number ``[1]`` of each member, once for each of its ``counts`` tiles."""
     if len(set(counts)) == 1:  # in two launches, however many members there are
-        return torch.cat(list(numbers)).unsqueeze(1).expand(-1, counts[0]).flatten()
+        of_tiles = torch.cat(list(numbers)).unsqueeze(1).expand(-1, counts[0])
+        return of_tiles.contiguous().view(-1)  # flatten() of one member is a view of one number
     return torch.cat([one.expand(count) for one, count in zip(numbers, counts, strict=True)])
 
 

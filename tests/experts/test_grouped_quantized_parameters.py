@@ -84,7 +84,7 @@ def test_a_step_has_the_bits_of_weights_that_are_quantized_at_each_call(
     assert_equal(run(quantized, recipe), run(plain, recipe), without)
 
 
-@pytest.mark.parametrize("rows", [(256,) * 3, (128,) * 3, (384, 128, 200)], ids=str)
+@pytest.mark.parametrize("rows", [(256,) * 3, (128,) * 3, (384, 128, 200), (256,)], ids=str)
 @pytest.mark.parametrize("name", ["current", "nvfp4"])
 def test_each_tile_of_joined_weights_has_the_number_of_its_weight(
     name: str, rows: tuple[int, ...]
@@ -99,6 +99,7 @@ def test_each_tile_of_joined_weights_has_the_number_of_its_weight(
     ]
     found = joined(weights, "rowwise")
     assert getattr(found, number).tolist() == expected
+    assert getattr(found, number).is_contiguous(), "a number for each tile, to be written to"
     values = torch.split(found.dequantize(), [-(-n // GROUP_TILE) * GROUP_TILE for n in rows])
     for weight, n, own in zip(weights, rows, values, strict=True):
         assert torch.equal(own[:n], weight.dequantize())
