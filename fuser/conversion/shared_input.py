@@ -70,7 +70,8 @@ class SharedProduct:
         if name == self.names[0]:
             whole = self._product(owner, x)
             rows = [child_of(owner, each).weight.shape[0] for each in self.names]
-            outputs = dict(zip(self.names, _Parts.apply(whole, rows), strict=True))
+            parts = _Parts.apply(whole, rows)  # type: ignore[no-untyped-call]
+            outputs = dict(zip(self.names, parts, strict=True))
             self._known = (x, conditions, outputs)
         known = self._known
         if known is None or known[0] is not x or known[1] != conditions:
@@ -82,7 +83,7 @@ class _Parts(torch.autograd.Function):
     """Columns of a tensor as tensors of their own: a forward may view an output in any shape."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, whole: torch.Tensor, columns: list[int]) -> tuple[torch.Tensor, ...]:
         return tuple([part.contiguous() for part in torch.split(whole, columns, dim=-1)])
 
     @staticmethod

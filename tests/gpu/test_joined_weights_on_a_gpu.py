@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fuser
 from fuser import recipe as recipes
+from fuser.conversion.modules import child_of
 from fuser.runtime.joined_weights import memory_of
 
 WIDTH, HIDDEN = 256, 512
@@ -38,7 +39,7 @@ class FeedForward(nn.Module):
 
 
 def memory(module: nn.Module, names: tuple[str, ...]) -> torch.Tensor | None:
-    return memory_of([module.get_submodule(name).weight for name in names])
+    return memory_of([child_of(module, name).weight for name in names])
 
 
 def test_weights_on_a_gpu_are_moved_into_one_memory_and_keep_their_values() -> None:
