@@ -485,8 +485,8 @@ COMPILING = (
         "the budget of a pipeline counts for nothing in a graph",
         TRACED,
         "_traced_pipeline",
-        "limit_here() if own is None else own.limit[:]",
-        "limit_here()",
+        "limit_here(own, x, pipeline.many_rows)",
+        "limit_here(None, x, pipeline.many_rows)",
         "test_rebuilt.py::test_a_compiled_call_keeps_the_bytes_of_an_eager_one",
     ),
     Mutant(

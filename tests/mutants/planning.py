@@ -1088,7 +1088,7 @@ REBUILT = (
         "a graph of torch.compile has the budget of another call",
         "runtime/traced.py",
         "_traced_pipeline",
-        "limit_here() if own is None else own.limit[:],",
+        "limit_here(own, x, pipeline.many_rows),",
         "(1, True),",
         "test_rebuilt.py::test_a_graph_of_torch_compile_belongs_to_its_budget",
     ),
