@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import Quantize
-from fuser.errors import EmulationWarning, InputError, InputTypeError
+from fuser.errors import EmulationWarning, FuserWarning, InputError, InputTypeError
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.dtypes import allow_float64
@@ -217,6 +217,8 @@ def _with_overrides(
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=EmulationWarning)
+        # Every evaluation here is the first call of copies, whose scales no step has set.
+        warnings.filterwarnings("ignore", "An op runs in evaluation", FuserWarning)
         yield
 
 

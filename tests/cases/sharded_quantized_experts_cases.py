@@ -357,7 +357,9 @@ def train_gathered(layers: Any, reference: Any, recipe: Any) -> list[tuple[str, 
     """
     sharded(fuser.distributed.gather_quantized(layers, recipe))
     models = (layers, reference)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in models]
+    # The fused op of unsharded experts sums gradients of biases tile by tile. With a small eps a
+    # step of AdamW is as large for a gradient that is little more than what the sum rounds.
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-3) for m in models]
     for step in range(3):
         with gathers() as found:
             losses = [loss_of(m, inputs_of(m, step), recipe) for m in models]
@@ -368,8 +370,10 @@ def train_gathered(layers: Any, reference: Any, recipe: Any) -> list[tuple[str, 
             optimizer.step()
             optimizer.zero_grad()
         for parameter, own in zip(layers.parameters(), reference.parameters(), strict=True):
-            assert type(parameter.full_tensor()) is torch.Tensor
-            torch.testing.assert_close(parameter.full_tensor(), own, rtol=1e-5, atol=1e-6)
+            gathered = parameter.full_tensor()
+            assert type(gathered) is torch.Tensor
+            torch.testing.assert_close(gathered, own, rtol=1e-5, atol=1e-6)
+            own.data.copy_(gathered)  # a last bit would be one of the next loss
     return found
 
 

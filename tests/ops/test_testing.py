@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from said import holds, said
 
 import fuser
+from fuser.precision import delayed_scaling
 from fuser.testing import allow_float64, check
 
 PLAIN = (None,)
@@ -90,6 +92,13 @@ def failure(*args: Any, **kwargs: Any) -> str:
 def test_a_right_op_passes_under_every_recipe(x: torch.Tensor) -> None:
     check(Square(), x)
     check(Gain(12), x, reference=lambda x, gain: x * gain)
+
+
+def test_a_check_warns_of_nothing(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delayed_scaling, "_has_warned", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(fuser.Sequential(Square(), fuser.Linear(12, 8)), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -9,6 +9,7 @@ import expert_parallel_cases as experts
 import expert_parallel_models as models
 import pytest
 import torch
+from other_sums import assert_equal_sums
 from ranks import results_of
 
 
@@ -33,7 +34,11 @@ def assert_equal(of_ranks: list[Any]) -> None:
         assert len(each["found"]) == len(each["expected"]) > 0
         for place, (a, b) in enumerate(zip(each["found"], each["expected"], strict=True)):
             assert (a.dtype, a.shape) == (b.dtype, b.shape), (rank, place)
-            assert torch.equal(a, b), (rank, place)
+            if a.dim() == 2 and a.shape[1] <= models.CHOICES:
+                # Gradients of probabilities: each is a sum of a row, of as many as the rank has.
+                assert_equal_sums(a, b, f"rank {rank}, {place}")
+            else:
+                assert torch.equal(a, b), (rank, place)
 
 
 @pytest.mark.parametrize("name", experts.CASES)
