@@ -250,7 +250,8 @@ class _Search:
         self._seen: set[torch.nn.Module] = set()
         self._known: dict[object, Unit | str | None] = {}
         self._chains: dict[torch.nn.Module, Unit] = {}
-        # Linears that are converted alone, and whether they are quantized.
+        # Linears that are converted alone, and whether they are quantized, until one forward that
+        # calls them has been read.
         self._alone: dict[torch.nn.Module, tuple[LinearPart, bool]] = {}
         self._norms_of_kinds: dict[object, Part | None] = {}
 
@@ -381,26 +382,26 @@ class _Search:
         if not is_as_written or not self._accepts(path, module):
             return None
         alike: dict[object, list[tuple[str, LinearPart]]] = {}
-        for number, names in enumerate(shared_inputs(module)):
+        children = module._modules.items()
+        linears = [n for n, c in children if c in self._alone or isinstance(c, torch.nn.Linear)]
+        for number, names in enumerate(shared_inputs(module, linears)):
             for name in names:
                 linear = child_of(module, name)
-                part, is_quantized = self._alone.get(linear, (None, False))
+                part, is_quantized = self._alone.pop(linear, (None, False))
                 if part is not None and not part.is_transposed:
                     kind = (number, part.shape[1], part.has_bias, linear.weight.dtype, is_quantized)
                     alike.setdefault(kind, []).append((name, part))
         chosen = max(alike.values(), key=len, default=[])
         if len(chosen) < 2:
             return None
-        linears = [child_of(module, name) for name, _ in chosen]
+        present = [child_of(module, name) for name, _ in chosen]
         outputs, (_, first) = tuple(part.shape[0] for _, part in chosen), chosen[0]
         shape = sum(outputs), first.shape[1]
         names = tuple(name for name, _ in chosen)
         product = LinearPart(names, shape, first.has_bias, outputs=outputs)
-        replaced = tuple(zip(names, map(original_class, linears), strict=True))
+        replaced = tuple(zip(names, map(original_class, present), strict=True))
         step = Step(Chain((product,), replaced), (Ref(0),))
         shared = Unit((("input", REQUIRED),), (step,), Ref(1), shares_input=True)
-        for linear in linears:
-            del self._alone[linear]  # one product alone has it
         return shared if isinstance(_runnable(module, shared), Unit) else None
 
     def _unit(self, module: torch.nn.Module, path: str) -> Unit | str | None:

@@ -10,8 +10,9 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeGuard
 
 import torch
 
@@ -40,7 +41,7 @@ class SharedProduct:
         self._owner: torch.nn.Module | None = None
         # The input, the conditions of its product, and the outputs that nobody has taken yet. One
         # tuple, so that another thread reads all of it or nothing.
-        self._known: tuple[torch.Tensor, tuple[object, ...], dict[str, torch.Tensor]] | None = None
+        self._known: tuple[torch.Tensor, tuple[object, ...], dict[str, Any]] | None = None
 
     def during(
         self,
@@ -50,12 +51,11 @@ class SharedProduct:
         keywords: dict[str, Any],
     ) -> Any:
         """The owner's own forward, in which the linears share products."""
-        before = self._owner
         self._owner = owner
         try:
             return forward(owner, *args, **keywords)
-        finally:
-            self._owner = before
+        finally:  # also of a call in another thread, whose linears go on alone
+            self._owner = None
             self._known = None
 
     def output_of(
@@ -66,17 +66,22 @@ class SharedProduct:
         if owner is None or len(args) != 1 or keywords or not isinstance(args[0], torch.Tensor):
             return None
         (x,) = args
+        if not torch.compiler.is_compiling() and x.is_inference():
+            return None  # nobody could see that it was written to since
         conditions = _conditions(x)
         if name == self.names[0]:
             whole = self._product(owner, x)
             rows = [child_of(owner, each).weight.shape[0] for each in self.names]
             parts = _Parts.apply(whole, rows)  # type: ignore[no-untyped-call]
-            outputs = dict(zip(self.names, parts, strict=True))
+            linears = [child_of(owner, each) for each in self.names]
+            pairs = zip(parts, map(_versions, linears), strict=True)
+            outputs = dict(zip(self.names, pairs, strict=True))
             self._known = (x, conditions, outputs)
         known = self._known
         if known is None or known[0] is not x or known[1] != conditions:
             return None
-        return known[2].pop(name, None)
+        output, versions = known[2].pop(name, (None, ()))
+        return output if versions == _versions(child_of(owner, name)) else None
 
 
 class _Parts(torch.autograd.Function):
@@ -84,7 +89,8 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, columns: list[int]) -> tuple[torch.Tensor, ...]:
-        return tuple([part.contiguous() for part in torch.split(whole, columns, dim=-1)])
+        parts = torch.split(whole, columns, dim=-1)
+        return tuple([part.clone(memory_format=torch.contiguous_format) for part in parts])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -105,22 +111,28 @@ def _conditions(x: torch.Tensor) -> tuple[object, ...]:
     """What a product of ``x`` depends on besides weights."""
     if torch.compiler.is_compiling():
         return (torch.is_grad_enabled(),)
-    version = None if x.is_inference() else x._version
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return *modes, autocast_dtype(x.device.type), current_recipe(), version
+    return *modes, autocast_dtype(x.device.type), current_recipe(), x._version
 
 
-def shared_inputs(module: torch.nn.Module) -> list[tuple[str, ...]]:
-    """The names of children that a module's forward calls with one variable, in order.
+def _versions(linear: Any) -> tuple[int, ...]:
+    """The numbers of writes to the parameters of a linear, except in a graph and in inference."""
+    if torch.compiler.is_compiling():
+        return ()
+    return tuple([p._version for p in linear.parameters() if not p.is_inference()])
+
+
+def shared_inputs(module: torch.nn.Module, linears: Iterable[str]) -> list[tuple[str, ...]]:
+    """The names of children, of ``linears``, that a forward calls with one variable, in order.
 
     Read in its source: calls such as ``self.q_proj(hidden_states)`` that every call of the forward
-    makes once, with no other value of the variable between them.
+    makes once, where no statement between them could change the values of the variable's tensor.
     """
-    return _read(forward_of(module))
+    return _read(forward_of(module), frozenset(linears))
 
 
 @functools.lru_cache(maxsize=64)
-def _read(forward: Callable[..., Any]) -> list[tuple[str, ...]]:
+def _read(forward: Callable[..., Any], linears: frozenset[str]) -> list[tuple[str, ...]]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
@@ -128,54 +140,99 @@ def _read(forward: Callable[..., Any]) -> list[tuple[str, ...]]:
     function = tree.body[0]
     if not isinstance(function, ast.FunctionDef) or not function.args.args:
         return []
-    owner = function.args.args[0].arg
-    times: dict[str, int] = {}
-    for name, _ in _calls(ast.walk(function), owner):
-        times[name] = times.get(name, 0) + 1
-    by_variable: dict[str, list[str]] = {}
+    source = _Source(function.args.args[0].arg, linears)
+    calls = [call for node in ast.walk(function) if (call := source.call(node))]
+    times = Counter(name for name, _ in calls)
+    aliases: dict[str, set[str]] = {}
+    open_groups: dict[str, list[str]] = {}
+    groups: list[list[str]] = []
     for statement in function.body:
-        nodes = list(_always_run(statement))
-        for name, variable in _calls(nodes, owner):
-            if variable and times[name] == 1:
-                by_variable.setdefault(variable, []).append(name)
-        for variable in _written(ast.walk(statement)) & by_variable.keys():
-            by_variable[f"{variable} before {statement.lineno}"] = by_variable.pop(variable)
-    return [tuple(names) for names in by_variable.values() if len(names) > 1]
+        members = source.members(statement)
+        read, stored = source.values_read(statement), _stored(statement)
+        if members is None:  # it may write to any tensor, or end the forward
+            members = []
+            open_groups.clear()
+        for variable in list(open_groups):
+            if variable in read or not read.isdisjoint(aliases.get(variable, ())):
+                del open_groups[variable]  # by what reads it, it may have other values
+        for name, variable in members:
+            if variable not in read and times[name] == 1:
+                if variable not in open_groups:
+                    groups.append(open_groups.setdefault(variable, []))
+                open_groups[variable].append(name)
+        for variable in stored:
+            open_groups.pop(variable, None)
+        for variable in read | aliases.keys():
+            names = aliases.setdefault(variable, set())
+            if variable in read or not names.isdisjoint(read):
+                names |= stored
+    return [tuple(names) for names in groups if len(names) > 1]
 
 
-def _calls(nodes: Iterator[ast.AST] | list[ast.AST], owner: str) -> Iterator[tuple[str, str]]:
-    """Each call of an attribute of ``owner``: its name, and the variable that is its argument."""
-    for node in nodes:
+_SIMPLE = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return)
+_UNSURE = (
+    *(ast.IfExp, ast.BoolOp, ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
+_WRITING = {"out", "inplace"}
+_OF_SHAPES = ("shape", "dtype", "device", "ndim", "size", "dim", "numel")
+
+
+class _Source:
+    """Statements of a forward, whose first argument and whose linears have these names."""
+
+    def __init__(self, owner: str, linears: frozenset[str]) -> None:
+        self._owner, self._linears = owner, linears
+
+    def members(self, statement: ast.stmt) -> list[tuple[str, str]] | None:
+        """The calls of linears with a variable, all of which run with the statement.
+
+        None if a part of it may not run, or is seen to write to a tensor.
+        """
+        members = []
+        if not isinstance(statement, _SIMPLE):
+            return None
+        for node in ast.walk(statement):
+            if isinstance(node, _UNSURE):
+                return None
+            if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
+                return None
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if name.endswith("_") or {k.arg for k in node.keywords} & _WRITING:
+                    return None
+                if (call := self.call(node)) and call[1]:
+                    members.append(call)
+        return members
+
+    def call(self, node: Any) -> tuple[str, str] | None:
+        """The linear that is called, and the variable that is its only argument."""
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        if isinstance(node.func.value, ast.Name) and node.func.value.id == owner:
-            alone = node.args[0] if len(node.args) == 1 and not node.keywords else None
-            yield node.func.attr, alone.id if isinstance(alone, ast.Name) else ""
+            return None
+        is_own = _is_name(node.func.value, ast.Load) and node.func.value.id == self._owner
+        if not is_own or node.func.attr not in self._linears:
+            return None
+        alone = node.args[0] if len(node.args) == 1 and not node.keywords else None
+        return node.func.attr, alone.id if _is_name(alone, ast.Load) else ""
+
+    def values_read(self, statement: ast.stmt) -> set[str]:
+        """The variables that it reads, but for sizes and what linears are called with."""
+        skipped = set()
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and (call := self.call(node)) and call[1]:
+                skipped.add(id(node.args[0]))
+            if isinstance(node, ast.Attribute) and node.attr in _OF_SHAPES:
+                skipped.add(id(node.value))
+        names = [node for node in ast.walk(statement) if _is_name(node, ast.Load)]
+        return {node.id for node in names if id(node) not in skipped} - {self._owner}
 
 
-_SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
-_CONDITIONAL = (ast.IfExp, ast.BoolOp, ast.Lambda)
-_REPEATED = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+def _stored(statement: ast.stmt) -> set[str]:
+    """The variables that a statement gives a value, and the functions that it defines."""
+    nodes = list(ast.walk(statement))
+    functions = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    return functions | {n.id for n in nodes if _is_name(n, ast.Store)}
 
 
-def _always_run(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a statement, in the order of the text, that run once whenever it is reached."""
-    if isinstance(node, ast.stmt) and not isinstance(node, _SIMPLE):
-        return
-    if isinstance(node, (*_CONDITIONAL, *_REPEATED)):
-        return
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from _always_run(child)
-
-
-def _written(nodes: Iterator[ast.AST]) -> set[str]:
-    """The variables that get another value, or whose tensor a method writes to."""
-    written = set()
-    for node in nodes:
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            written.add(node.id)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            is_in_place = node.attr.endswith("_") and not node.attr.endswith("__")
-            written |= {node.value.id} if is_in_place else set()
-    return written
+def _is_name(node: Any, context: type[ast.expr_context]) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, context)

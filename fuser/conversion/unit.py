@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from fuser import fused_ops
 from fuser.basic_ops import GroupedLinear
+from fuser.basic_ops.shared_memory import Versions
 from fuser.conversion.chains import Chains, FoundChain
 from fuser.conversion.held_objects import Read
 from fuser.conversion.known_modules import KnownModules
@@ -523,11 +524,24 @@ class Pipeline:
             try:
                 for (held, name), value in zip(self._slots, values, strict=True):
                     held[name] = value
-                return call(*args)
+                return _checked(call(*args), parameters)
             finally:
                 # A joined weight would otherwise live, with its graph, until the next call.
                 for (held, name), value in zip(self._slots, before, strict=True):
                     held[name] = value
+
+
+def _checked(result: CallResult, parameters: Sequence[tuple[torch.Tensor, ...]]) -> CallResult:
+    """The output of a pipeline, whose backward refuses joined weights that were written to since.
+
+    They are read as one tensor, of which torch does not know that it is theirs.
+    """
+    several = [tensor for tensors in parameters if len(tensors) > 1 for tensor in tensors]
+    node = result.grad_fn if isinstance(result, torch.Tensor) else None
+    if node is not None and several and not any(tensor.is_inference() for tensor in several):
+        versions = Versions(several, "A converted module")
+        node.register_prehook(lambda grads: versions.check())
+    return result
 
 
 def unit_of(
