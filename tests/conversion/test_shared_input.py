@@ -85,6 +85,15 @@ class Changed(Projections):
         return queries, keys, self.v_proj(hidden)
 
 
+class Replaced(Projections):
+    """The variable has another tensor before the last projection."""
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        queries, keys = self.q_proj(hidden), self.k_proj(hidden)
+        hidden = torch.zeros(2, ROWS, HIDDEN)
+        return queries, keys, self.v_proj(hidden)
+
+
 class InPlace(Projections):
     """The variable has other values before the last projection."""
 
@@ -281,6 +290,7 @@ def test_one_scale_of_three_weights_quantizes_a_small_one_more_coarsely() -> Non
         (Cached, []),
         (Sometimes, []),
         (Changed, [QKV[:2]]),
+        (Replaced, [QKV[:2]]),
         (InPlace, [QKV[:2]]),
         (Twice, [QKV[:2]]),
         (Handing, [QKV[1:]]),

@@ -85,9 +85,14 @@ def test_an_input_that_is_written_to_is_read_again_in_every_mode(
 
 def test_a_weight_that_is_written_to_between_projections_is_read_again() -> None:
     class Growing(Projections):
-        def between(self, x: torch.Tensor) -> None:
+        def grow(self) -> None:
             with torch.no_grad():
                 self.k_proj.weight.mul_(2)
+
+        def forward(self, hidden: torch.Tensor) -> Any:
+            queries = self.q_proj(hidden)
+            self.grow()
+            return queries, self.k_proj(hidden), self.v_proj(hidden)
 
     plain, model = _pair(Growing)
     for one, other in zip(model(_input()), plain(_input()), strict=True):
