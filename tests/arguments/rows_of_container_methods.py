@@ -246,7 +246,8 @@ def _a_plan_under_autocast_of_torch(given: dict[str, Any]) -> None:
         no_kernels=None,
         **given,
     )
-    (y,) = run.call(X, tuple(pipeline.basic_ops[0].parameters()), (), None, None)[:1]
+    unknown = None, None  # the layout of the parameters, and their buffers
+    (y,) = run.call(X, tuple(pipeline.basic_ops[0].parameters()), (), None, unknown)[:1]
     assert y.dtype is BF16
 
 
