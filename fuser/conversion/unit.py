@@ -539,7 +539,7 @@ def _checked(result: CallResult, parameters: Sequence[tuple[torch.Tensor, ...]])
     several = [tensor for tensors in parameters if len(tensors) > 1 for tensor in tensors]
     node = result.grad_fn if isinstance(result, torch.Tensor) else None
     if node is not None and several and not any(tensor.is_inference() for tensor in several):
-        versions = Versions(several, "A converted module")
+        versions = Versions(several, "a converted module")
         node.register_prehook(lambda grads: versions.check())
     return result
 
