@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_sums import IS_TRIED
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -266,9 +267,10 @@ def test_scales_by_rows_or_blocks_give_the_outputs_of_three_products(
     alone = _converted(module, **options)
     x = _input().to(dtype)
     for one, other in zip(together.inner(x), alone.inner(x), strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-5
-        )
+        if IS_TRIED:  # sums in an order of their own
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-3)
+        else:
+            assert torch.equal(one, other)
 
 
 def test_one_scale_of_three_weights_quantizes_a_small_one_more_coarsely() -> None:
@@ -560,8 +562,9 @@ def test_threads_share_within_their_own_calls() -> None:
     def call(i: int) -> None:
         with torch.no_grad():
             for _ in range(20):
-                if not all(map(torch.equal, module(inputs[i]), expected[i])):
-                    failures.append(i)
+                for one, other in zip(module(inputs[i]), expected[i], strict=True):
+                    if not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
+                        failures.append(i)
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
     for thread in threads:
