@@ -127,9 +127,12 @@ def _may_move(parameter: Parameter, place: int, count: int) -> bool:
     is_slice = held == count * parameter.nbytes and offset == place * parameter.numel()
     if not (is_alone or is_slice) or parameter.is_inference():
         return False
-    # On a GPU torch calls every tensor shared.
-    is_on_cpu = parameter.device.type == "cpu"
-    return not (is_on_cpu and parameter.is_shared())  # type: ignore[no-untyped-call]
+    return not is_seen_by_others(parameter)
+
+
+def is_seen_by_others(tensor: torch.Tensor) -> bool:
+    """Whether other processes may read a tensor; on a GPU torch calls every tensor shared."""
+    return tensor.is_cpu and tensor.is_shared()  # type: ignore[no-untyped-call]
 
 
 def _have_own_memory(parts: Sequence[Parameter]) -> bool:

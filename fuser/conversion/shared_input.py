@@ -39,8 +39,8 @@ class SharedProduct:
         self.names = tuple(names)
         self._product = product
         self._owner: torch.nn.Module | None = None
-        # The input, the conditions of its product, and the outputs that nobody has taken yet. One
-        # tuple, so that another thread reads all of it or nothing.
+        # The input, the conditions of its product, and the outputs that are left. One tuple:
+        # another thread reads all of it or nothing.
         self._known: tuple[torch.Tensor, tuple[object, ...], dict[str, Any]] | None = None
 
     def during(
@@ -67,13 +67,12 @@ class SharedProduct:
             return None
         (x,) = args
         if not torch.compiler.is_compiling() and x.is_inference():
-            return None  # nobody could see that it was written to since
+            return None  # a write to it would go unseen, for it counts none
         conditions = _conditions(x)
         if name == self.names[0]:
-            whole = self._product(owner, x)
-            rows = [child_of(owner, each).weight.shape[0] for each in self.names]
-            parts = _Parts.apply(whole, rows)  # type: ignore[no-untyped-call]
             linears = [child_of(owner, each) for each in self.names]
+            whole, columns = self._product(owner, x), [each.weight.shape[0] for each in linears]
+            parts = _Parts.apply(whole, columns)  # type: ignore[no-untyped-call]
             pairs = zip(parts, map(_versions, linears), strict=True)
             outputs = dict(zip(self.names, pairs, strict=True))
             self._known = (x, conditions, outputs)
@@ -103,7 +102,8 @@ def _beside(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(parts), dim=-1)
 
 
-# inductor would write these with what computes them, in a kernel that takes five times as long.
+# inductor writes a concatenation in the kernel that computes its parts: 0.37 ms for the gradients
+# of queries, keys and values of Llama-3-8B on an H200 (docs/dev/facts.md), whose bytes take 0.05.
 _side_by_side = define("side_by_side(Tensor[] parts) -> Tensor", _beside, _beside)
 
 

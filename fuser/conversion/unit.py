@@ -536,9 +536,11 @@ def _checked(result: CallResult, parameters: Sequence[tuple[torch.Tensor, ...]])
 
     They are read as one tensor, of which torch does not know that it is theirs.
     """
-    several = [tensor for tensors in parameters if len(tensors) > 1 for tensor in tensors]
     node = result.grad_fn if isinstance(result, torch.Tensor) else None
-    if node is not None and several and not any(tensor.is_inference() for tensor in several):
+    if node is None:
+        return result
+    several = [tensor for tensors in parameters if len(tensors) > 1 for tensor in tensors]
+    if several and not any(tensor.is_inference() for tensor in several):
         versions = Versions(several, "a converted module")
         node.register_prehook(lambda grads: versions.check())
     return result

@@ -384,7 +384,8 @@ class Runner:
     def _recorded_backward(self, params: Tensors, whole: Tensors, *args: Any) -> Any:
         """The plan's own code, which a backward that is not recorded yet runs."""
         if not whole:
-            with outside_fake_mode():  # how parameters are made is no part of a recording
+            # A recording has the parameters, and not the calls that make them.
+            with outside_fake_mode():
                 whole = self._parameters(params)
         with self._conditions(whole), recomputing_under(AutocastState(self._noted.recipe)):
             backward = self.plan.in_ranges[1]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from fuser.basic_ops.shared_memory import is_seen_by_others
 from fuser.torch_private import is_fake, storage_uses
 
 DEVICES = ("cpu", "cuda")
@@ -76,11 +77,6 @@ def _like_joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return torch.empty(rows, *first.shape[1:], dtype=first.dtype, device=first.device)
 
 
-def _is_seen_by_others(part: torch.Tensor) -> bool:
-    """Whether other processes may read a tensor; on a GPU torch calls every tensor shared."""
-    return part.is_cpu and part.is_shared()  # type: ignore[no-untyped-call]
-
-
 def join(parts: Sequence[torch.nn.Parameter]) -> None:
     """Move parameters into one memory. They stay the same objects, with the same values.
 
@@ -95,7 +91,7 @@ def join(parts: Sequence[torch.nn.Parameter]) -> None:
     if any(
         type(part) is not torch.nn.Parameter
         or part.device.type not in DEVICES
-        or _is_seen_by_others(part)
+        or is_seen_by_others(part)
         or (part.dtype, part.device, part.shape[1:]) != (first.dtype, first.device, first.shape[1:])
         or part.untyped_storage().nbytes() != part.nbytes
         or part.nbytes == 0

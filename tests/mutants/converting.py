@@ -300,7 +300,7 @@ CONVERTING = (
         "parameters leave the memory that processes share",
         "runtime/joined_weights.py",
         "join",
-        "or _is_seen_by_others(part)",
+        "or is_seen_by_others(part)",
         "",
         "test_convert.py::test_weights_that_processes_share_stay_where_they_are",
     ),
