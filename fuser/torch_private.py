@@ -439,6 +439,15 @@ def is_always_at_least(size: int | torch.SymInt, least: int | torch.SymInt) -> b
     return statically_known_true(size >= least)
 
 
+def symbols_of(tensor: torch.Tensor) -> set[object]:
+    """The symbols in the sizes and strides of a fake tensor."""
+    symbols: set[object] = set()
+    for size in (*tensor.size(), *tensor.stride()):
+        if isinstance(size, torch.SymInt):
+            symbols |= size.node.expr.free_symbols
+    return symbols
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """A number for the storage of a tensor, real or fake, as long as it lives."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]

@@ -51,11 +51,14 @@ from fuser.torch_private import (
     outside_fake_mode,
     size_hint,
     storage_of,
+    symbols_of,
     without_autocast,
 )
 
 MOST_LAYOUTS = 256
 MOST_SIZES = 4096
+TRACED = "_fuser_traced"
+"""The attribute of a trace, torch's mode of fake tensors, with the results of passes in it."""
 
 
 class _Pass(NamedTuple):
@@ -114,9 +117,6 @@ class Runner:
         self._layouts: dict[tuple[int, ...], tuple[Any, Any, ParameterLayout | None]] = {}
         # Those of recorded forwards, which are the same for each repetition.
         self._recorded_passes: dict[RecordedForward, _Pass] = {}
-        # Apart for each trace, whose fake tensors contexts may refer to; without symbolic sizes.
-        self._traced: weakref.WeakKeyDictionary[object, dict[object, _Traced]]
-        self._traced = weakref.WeakKeyDictionary()
         # Apart for fake tensors: a backward may be traced after a forward has run.
         self._known_passes: dict[bool, dict[object, _Pass]] = {False: {}, True: {}}
 
@@ -174,7 +174,7 @@ class Runner:
         traced, key = self._traced_with(given.x), _layouts_of(given.inputs)
         if key not in traced:
             results = self._forward(given, is_fake=True)
-            traced.update(_traced_results(key, results, self._noted))
+            traced.update(_traced_results(key, given.inputs, results, self._noted))
             return results
         self._noted.note_saved(traced[key].saved, is_fake=True)
         return traced[key].again()
@@ -182,7 +182,12 @@ class Runner:
     def _traced_with(self, tensor: torch.Tensor | None) -> dict[object, _Traced]:
         """The results in the trace to which a fake tensor belongs."""
         mode = getattr(tensor, "fake_mode", None)
-        return {} if mode is None else self._traced.setdefault(mode, {})
+        if mode is None:
+            return {}
+        # The trace holds them: symbols refer to it, and so would not let go of it.
+        of_runners = mode.__dict__.setdefault(TRACED, weakref.WeakKeyDictionary())
+        results: dict[object, _Traced] = of_runners.setdefault(self, {})
+        return results
 
     def _forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
         x, _, extras, seeds, _ = given
@@ -277,11 +282,12 @@ class Runner:
         if not is_fake:
             return self._backward(given, is_fake=False)
         traced = self._traced_with(given.grads[0])
-        layouts = _layouts_of((*given.grads, *given.params))
-        key = None if layouts is None else (_key(given.sizes), *layouts)
+        tensors = (*given.grads, *given.params)
+        key = (_key(given.sizes), *_layouts_of(tensors))
         if key not in traced:
             results = self._backward(given, is_fake=True)
-            traced.update(_traced_results(key, results, self._noted))
+            every = (*tensors, *given.saved)
+            traced.update(_traced_results(key, every, results, self._noted))
             return results
         return traced[key].again()
 
@@ -468,20 +474,21 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _layouts_of(tensors: Sequence[torch.Tensor | None]) -> tuple[object, ...] | None:
-    """Everything but the values of tensors, and which are in one storage; None if a size is
-    symbolic."""
-    found = [(t.size(), t.stride(), t.dtype, t.device) for t in tensors if t is not None]
-    sizes = [size for shape, stride, *_ in found for size in (*shape, *stride)]
-    if any(type(size) is not int for size in sizes):
-        return None
+def _layouts_of(tensors: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
+    """Everything but the values of tensors, and which are in one storage."""
     storages = [None if t is None else storage_of(t) for t in tensors]
+    found = [
+        (_key(t.size()), _key(t.stride()), t.dtype, t.device) for t in tensors if t is not None
+    ]
     return (tuple(map(storages.index, storages)), *found)
 
 
-def _traced_results(key: object, results: Tensors, noted: Noted) -> dict[object, _Traced]:
-    """To keep for ``key``: nothing if that has symbolic sizes."""
-    if key is None or any(tensor.storage_offset() for tensor in results):
+def _traced_results(
+    key: object, given: Sequence[torch.Tensor | None], results: Tensors, noted: Noted
+) -> dict[object, _Traced]:
+    """To keep for ``key``: nothing if a result has a size of its own, which each call makes."""
+    known = {symbol for tensor in given if tensor is not None for symbol in symbols_of(tensor)}
+    if any(tensor.storage_offset() or symbols_of(tensor) - known for tensor in results):
         return {}
     like = [(t.size(), t.stride(), t.dtype, t.device) for t in results]
     return {key: _Traced(like, noted.saved)}

@@ -120,7 +120,7 @@ def nothing_remains_in_memory_after_a_step(name: str) -> None:
     layers, recipe = sharded(model(name)), RECIPES[name]()
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
     counts = []
-    for step in range(4):
+    for step in range(6):
         loss_of(layers, inputs(layers, step).requires_grad_(), recipe).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -129,8 +129,9 @@ def nothing_remains_in_memory_after_a_step(name: str) -> None:
         assert len(buffers) == len(linears(layers)) * (4 if name == "mxfp8" else 3)
         assert not any(memory.untyped_storage().size() for memory in buffers), step
         counts.append(sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor)))
-    # What other cases have left may go in between; what a step leaves would add up.
-    assert counts[-1] <= counts[-2]
+    # A thread of gloo may hold a tensor for a moment; what each step leaves would add up.
+    steady = counts[1:]
+    assert steady[-1] - steady[0] < len(steady) - 1, counts
 
 
 def gathered_memory(layers: Any) -> list[torch.Tensor]:

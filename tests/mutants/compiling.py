@@ -384,18 +384,16 @@ COMPILING = (
         "results of a layout are taken for those of another",
         RUNNER,
         "_layouts_of",
-        "storages = [None if t is None else storage_of(t) for t in tensors]\n"
         "return (tuple(map(storages.index, storages)), *found)",
-        "storages = [None if t is None else storage_of(t) for t in tensors]\n"
-        "return (len(tensors),)",
+        "return (tuple(map(storages.index, storages)),)",
         "test_compiled_models.py::test_the_results_of_a_layout_are_not_those_of_another",
     ),
     Mutant(
         "equal blocks are traced again",
         RUNNER,
         "Runner._traced_with",
-        "return {} if mode is None else self._traced.setdefault(mode, {})",
-        "return {}",
+        "results: dict[object, _Traced] = of_runners.setdefault(self, {})",
+        "results: dict[object, _Traced] = {}",
         "test_compiled_models.py::test_equal_blocks_of_a_graph_are_traced_as_often_as_one",
     ),
     Mutant(

@@ -113,9 +113,10 @@ def test_a_model_is_one_graph_and_has_the_loss_and_the_gradients_of_eager_steps(
 # -- compiling ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["fixed", "any number of rows"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_equal_blocks_of_a_graph_are_traced_as_often_as_one(
-    recipe: Any, monkeypatch: pytest.MonkeyPatch
+    recipe: Any, is_dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
     for name in ("_forward", "_backward"):
@@ -135,6 +136,8 @@ def test_equal_blocks_of_a_graph_are_traced_as_often_as_one(
         model = Blocks(blocks, width=80 + 16 * blocks)
         with under(recipe):
             x = torch.randn(8, 80 + 16 * blocks, requires_grad=True)
+            if is_dynamic:
+                torch._dynamo.mark_dynamic(x, 0)
             whole(model)(x).sum().backward()
         counts.append(len(calls))
     assert counts[0] == counts[1] <= 3
