@@ -8,8 +8,9 @@
 of calls, sentences, documents. If it fails, nothing else runs. ``plain`` has the tests that need
 torch alone; ``machines`` those that start processes: ranks, compilers, the emulator, scripts, the
 site and the archives. Both have as many workers as there are cores, so that none is idle while the
-other runs. Each line that a job prints has its name; the log of each is kept until the end, where
-the failures and the seconds of each stage are.
+other runs, and ``machines`` one more: its tests wait for what they start. Each line that a job
+prints has its name; the log of each is kept until the end, where the failures and the seconds of
+each stage are.
 """
 
 from __future__ import annotations
@@ -179,8 +180,9 @@ class Runner:
         ]
 
     def tests(self, name: str, places: Sequence[str]) -> Command:
-        """A command that runs tests, on as many workers as there are cores."""
-        words = [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "worksteal"]
+        """A command that runs tests, on as many workers as there are cores, or one more."""
+        workers = str((os.cpu_count() or 1) + 1) if name == "machines" else "auto"
+        words = [sys.executable, "-m", "pytest", "-n", workers, "--dist", "worksteal"]
         return self._command(name, [*words, *self.options, *places])
 
     def _command(self, name: str, words: Sequence[str]) -> Command:
