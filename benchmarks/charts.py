@@ -1,4 +1,4 @@
-"""Charts of the results of kernels.py and pipelines.py, as PNG or SVG.
+"""Charts of the results of kernels.py, pipelines.py and whole_models.py, as PNG or SVG.
 
 python benchmarks/charts.py out/kernels.csv -o out/kernels.png
 """
@@ -167,10 +167,43 @@ def draw_pipelines(path: Path, rows: Rows) -> None:
     finish(figure, panels, [row["library"] for row in rows], path)
 
 
+def draw_models(path: Path, rows: Rows) -> None:
+    """A panel for each model: tokens a second of each variant, and its memory."""
+    parts = groups(rows, "model")
+    heights = [0.5 + 2 * BAR * len(part) for part in parts]
+    figure = figure_of(FRAME + sum(heights))
+    panels = figure.subplots(len(parts), squeeze=False, height_ratios=heights)[:, 0]
+    libraries = [library_of(row["variant"]) for row in rows]
+    for panel, part in zip(panels, parts, strict=True):
+        most = max([float(row["tokens/s"]) for row in part if row["tokens/s"] != ""], default=1.0)
+        for place, row in enumerate(part):
+            if row["tokens/s"] == "":
+                panel.text(0.006 * most, place, "failed", va="center", color="#b00020", **SMALL)
+                continue
+            rate = float(row["tokens/s"])
+            panel.barh(place, rate, 0.8, color=COLORS[library_of(row["variant"])])
+            text = f"{rate / 1e3:.1f}k"
+            if row.get("GiB", "") != "":
+                text += f"   {float(row['GiB']):.0f} GiB"
+            panel.text(rate + 0.006 * most, place, text, va="center", **SMALL)
+        panel.set_yticks(range(len(part)), [row["variant"] for row in part], fontsize=8)
+        panel.set_ylim(len(part) - 0.4, -0.6)
+        panel.set_xlim(0, 1.15 * most)
+        panel.set_title(f"Llama, {part[0]['model']}", fontsize=9, loc="left")
+    panels[-1].set_xlabel("tokens/s of training; beside it the peak of memory", fontsize=9)
+    figure.suptitle(title(rows, "Whole models, 4 sequences of 2048 tokens a step"), fontsize=10)
+    finish(figure, panels, libraries, path)
+
+
+def library_of(variant: str) -> str:
+    """The library of a variant, which its name begins with."""
+    return next(name for name in sorted(COLORS, key=len, reverse=True) if variant.startswith(name))
+
+
 def main(argv: list[str] | None = None) -> None:
     """Draw one CSV file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("csv", type=Path, help="of kernels.py or pipelines.py")
+    parser.add_argument("csv", type=Path, help="of kernels.py, pipelines.py or whole_models.py")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="PNG/SVG")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows or blocks with this text")
     options = parser.parse_args(argv)
@@ -180,14 +213,22 @@ def main(argv: list[str] | None = None) -> None:
         rows = evidence.read(options.csv)
     except OSError as error:
         parser.error(f"{options.csv} cannot be read: {error.strerror}.")
-    rows = [row for row in rows if options.only in row.get("row", row.get("block", ""))]
+    rows = [
+        row
+        for row in rows
+        if options.only in row.get("row", row.get("block", row.get("model", "")))
+    ]
     if rows and "of copy" in rows[0]:
         draw_kernels(options.out, rows)
     elif rows and "floor ms" in rows[0]:
         draw_pipelines(options.out, rows)
+    elif rows and "model" in rows[0] and "tokens/s" in rows[0]:
+        draw_models(options.out, rows)
     else:
         which = f" with {options.only!r}" * bool(options.only)
-        parser.error(f"{options.csv} has no rows of kernels.py or pipelines.py{which}.")
+        parser.error(
+            f"{options.csv} has no rows of kernels.py, pipelines.py or whole_models.py{which}."
+        )
 
 
 if __name__ == "__main__":

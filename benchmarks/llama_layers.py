@@ -33,7 +33,6 @@ from fuser import recipe as recipes
 from fuser.demo import corpus, train_lm
 
 BF16 = torch.bfloat16
-HEAD = 128
 LAST = 20
 """The number of last steps whose mean loss is reported."""
 
@@ -49,6 +48,11 @@ class Sizes:
     groups: int = 8
     context: int = 2048
     batch: int = 4
+    head: int = 128
+    """Columns of one head of attention."""
+    vocabulary: int = train_lm.VOCABULARY
+    is_tied: bool = False
+    """Whether the last product reads the weight of the embedding."""
 
 
 SIZES = {"cuda": Sizes(), "cpu": Sizes(2, 256, 384, 2, 1, 64, 2)}
@@ -59,17 +63,17 @@ class PlainAttention(nn.Module):
 
     def __init__(self, sizes: Sizes, device: str) -> None:
         super().__init__()
-        self.heads, self.groups = sizes.heads, sizes.groups
+        self.head = sizes.head
         options: Any = {"bias": False, "device": device, "dtype": BF16}
-        self.q_proj = nn.Linear(sizes.width, sizes.heads * HEAD, **options)
-        self.k_proj = nn.Linear(sizes.width, sizes.groups * HEAD, **options)
-        self.v_proj = nn.Linear(sizes.width, sizes.groups * HEAD, **options)
-        self.o_proj = nn.Linear(sizes.heads * HEAD, sizes.width, **options)
+        self.q_proj = nn.Linear(sizes.width, sizes.heads * sizes.head, **options)
+        self.k_proj = nn.Linear(sizes.width, sizes.groups * sizes.head, **options)
+        self.v_proj = nn.Linear(sizes.width, sizes.groups * sizes.head, **options)
+        self.o_proj = nn.Linear(sizes.heads * sizes.head, sizes.width, **options)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        query = self.q_proj(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
-        key = self.k_proj(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
-        value = self.v_proj(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+        query = self.q_proj(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+        key = self.k_proj(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+        value = self.v_proj(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
         return self.o_proj(attention(query, key, value, cos, sin))  # type: ignore[no-any-return]
 
 
@@ -111,7 +115,7 @@ def attention(
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
-    """The mixed values of all heads, from ``[batch, heads, tokens, HEAD]``."""
+    """The mixed values of all heads, from ``[batch, heads, tokens, head]``."""
     query, key = train_lm.rotated(query, cos, sin), train_lm.rotated(key, cos, sin)
     mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return mixed.transpose(1, 2).flatten(-2)
@@ -146,15 +150,19 @@ class FusedLayer(nn.Module):
 
     def __init__(self, sizes: Sizes, device: str) -> None:
         super().__init__()
-        self.heads, self.groups = sizes.heads, sizes.groups
-        width = (sizes.heads + 2 * sizes.groups) * HEAD
+        self.heads, self.groups, self.head = sizes.heads, sizes.groups, sizes.head
+        width = (sizes.heads + 2 * sizes.groups) * sizes.head
         self.qkv, self.out, self.feed_forward = fused_parts(sizes, width, device)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        split = self.qkv(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+        split = self.qkv(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
         query, key, value = split.split((self.heads, self.groups, self.groups), 1)
         mixed = attention(query, key, value, cos, sin)
         return self.feed_forward(self.out(mixed, x))  # type: ignore[no-any-return]
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), targets)
 
 
 class Model(nn.Module):
@@ -165,13 +173,16 @@ class Model(nn.Module):
 
     def __init__(self, sizes: Sizes, device: str, *, is_fused: bool) -> None:
         super().__init__()
+        self.loss_of = cross_entropy
         options: Any = {"device": device, "dtype": BF16}
-        self.embedding = nn.Embedding(train_lm.VOCABULARY, sizes.width, **options)
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width, **options)
         layer = FusedLayer if is_fused else PlainLayer
         self.layers = nn.ModuleList(layer(sizes, device) for _ in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.width, eps=1e-5, **options)
-        self.head = nn.Linear(sizes.width, train_lm.VOCABULARY, bias=False, **options)
-        frequencies = 5e5 ** (-torch.arange(0, HEAD, 2, device=device) / HEAD)
+        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False, **options)
+        if sizes.is_tied:
+            self.head.weight = self.embedding.weight
+        frequencies = 5e5 ** (-torch.arange(0, sizes.head, 2, device=device) / sizes.head)
         angles = torch.outer(torch.arange(sizes.context, device=device), frequencies)
         self.register_buffer("cos", angles.cos().to(BF16), persistent=False)
         self.register_buffer("sin", angles.sin().to(BF16), persistent=False)
@@ -180,8 +191,7 @@ class Model(nn.Module):
         x = self.embedding(text)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
-        logits = self.head(self.norm(x)).flatten(0, 1).float()
-        return F.cross_entropy(logits, targets.flatten())
+        return self.loss_of(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
 def initialised(model: Model) -> Model:
@@ -238,8 +248,8 @@ def fused(sizes: Sizes, device: str) -> nn.Module:
     return model
 
 
-Make = Callable[[Sizes, str], nn.Module]
-VARIANTS: dict[str, tuple[Make, Callable[[], Any]]] = {
+Variant = tuple[Callable[[Sizes, str], nn.Module], Callable[[], Any]]
+VARIANTS: dict[str, Variant] = {
     "torch eager": (plain, lambda: None),
     "torch.compile": (compiled, lambda: None),
     "torchao float8 compiled": (torchao(None), lambda: None),
@@ -258,9 +268,9 @@ VARIANTS: dict[str, tuple[Make, Callable[[], Any]]] = {
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def training(name: str, sizes: Sizes, device: str) -> Step:
+def training(variant: Variant, sizes: Sizes, device: str) -> Step:
     """A step of a new model, which returns the loss."""
-    make, recipe = VARIANTS[name]
+    make, recipe = variant
     model = make(sizes, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     given = recipe()
@@ -276,10 +286,10 @@ def training(name: str, sizes: Sizes, device: str) -> Step:
     return step
 
 
-def on_one_batch(name: str, sizes: Sizes, device: str) -> Call:
+def on_one_batch(variant: Variant, sizes: Sizes, device: str) -> Call:
     """A step on the same batch at each call."""
-    step = training(name, sizes, device)
-    text = torch.randint(train_lm.VOCABULARY, (sizes.batch, sizes.context + 1), device=device)
+    step = training(variant, sizes, device)
+    text = torch.randint(sizes.vocabulary, (sizes.batch, sizes.context + 1), device=device)
 
     def call() -> None:
         step(text[:, :-1], text[:, 1:])
@@ -287,13 +297,13 @@ def on_one_batch(name: str, sizes: Sizes, device: str) -> Call:
     return call
 
 
-def losses(name: str, sizes: Sizes, device: str, count: int) -> dict[str, Any]:
+def losses(variant: Variant, sizes: Sizes, device: str, count: int) -> dict[str, Any]:
     """The mean loss of the first and of the last steps of a training."""
     text = corpus.library_corpus(sizes.context)
     assert text is not None
     generator = torch.Generator().manual_seed(1)
     try:
-        step = training(name, sizes, device)
+        step = training(variant, sizes, device)
         found = []
         for _ in range(count):
             last = len(text.training) - sizes.context - 1
@@ -330,7 +340,7 @@ def main(argv: list[str] | None = None) -> None:
         for row in progress(records, "losses"):
             gc.collect()
             torch._dynamo.reset()
-            row |= losses(row["variant"], sizes, device, given.losses)
+            row |= losses(VARIANTS[row["variant"]], sizes, device, given.losses)
         say("\n".join(f"{r['variant']:<30} loss {r['loss']} {r['failure']}" for r in records))
     Sink(given.out, where).write(records)
 
@@ -339,7 +349,7 @@ def steps_of(chosen: Sequence[str], sizes: Sizes, device: str, rounds: int) -> l
     """A record of the steps of each variant."""
 
     def maker(name: str) -> Callable[[], Call]:
-        return lambda: on_one_batch(name, sizes, device)
+        return lambda: on_one_batch(VARIANTS[name], sizes, device)
 
     makers = {name: maker(name) for name in chosen}
     return measured_steps(makers, sizes.batch * sizes.context, device, rounds)
