@@ -88,7 +88,7 @@ VARIANTS: dict[str, Variant] = {
     "torch eager": variant(),
     "torch.compile": variant(compiled),
     "torchao float8, compiled": variant(torchao, compiled),
-    "fuser, compiled": variant(converted, compiled),
+    "fuser bf16, compiled": variant(converted, compiled),
     "fuser current, launched": variant(converted, recipe=CURRENT),
     "fuser current, compiled": variant(converted, compiled, recipe=CURRENT),
     "fuser delayed, compiled": variant(converted, compiled, recipe=DELAYED),
