@@ -979,6 +979,14 @@ REBUILT = (
         "test_many_rows.py::test_rows_are_counted_for_each_weight_of_groups",
     ),
     Mutant(
+        "experts hold the activation's input to the end of their backward",
+        "fused_ops/grouped_mlp.py",
+        "GroupedMLP.step_backward",
+        "ctx.saved_tensors = ctxs[2].saved_tensors = None",
+        "ctxs[2].saved_tensors = None",
+        "test_step_memory.py::test_experts_hold_at_their_last_product_what_it_reads_and_the_gradients",
+    ),
+    Mutant(
         "quantizing the weights of groups again takes no time",
         "plan/cost.py",
         "CostModel._quantizing_groups",
