@@ -34,14 +34,20 @@ def block() -> fuser.Sequential:
     )
 
 
-def plan_of_experts(groups: int, rows: int, recipe: Any = CURRENT) -> fuser.FusionPlan:
-    like: Any = {"device": "meta", "dtype": torch.bfloat16}
-    options: Any = {"bias": False, "single_grouped_weight": True, **like}
-    model = fuser.Sequential(
+def experts(groups: int, device: str) -> fuser.Sequential:
+    torch.manual_seed(0)
+    options: Any = {"bias": False, "device": device, "dtype": torch.bfloat16}
+    options["single_grouped_weight"] = True
+    return fuser.Sequential(
         fuser.GroupedLinear(groups, H, 2 * F, **options),
         fuser.ScaledSwiGLU(),
         fuser.GroupedLinear(groups, F, H, **options),
     )
+
+
+def plan_of_experts(groups: int, rows: int, recipe: Any = CURRENT) -> fuser.FusionPlan:
+    like: Any = {"device": "meta", "dtype": torch.bfloat16}
+    model = experts(groups, "meta")
     sizes = torch.full((groups,), rows // groups, device="meta")
     x, scales = torch.empty(rows, H, **like, requires_grad=True), torch.empty(rows, **like)
     with fuser.autocast(enabled=recipe is not None, recipe=recipe):
@@ -152,6 +158,25 @@ def test_experts_of_many_rows_keep_no_more_than_in_bf16(recipe: Any) -> None:
     of_tokens = [plan_of_experts(4, rows, each).kept_bytes_per_token for each in (recipe, None)]
     assert of_tokens[0] <= of_tokens[1]
     assert sum(kept.nbytes for kept in plan_of_experts(4, rows, recipe).kept) == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_gradients_of_many_rows_of_experts_are_those_with_copies(recipe: Any) -> None:
+    groups = 2
+    rows, results = groups * MANY_ROWS_OF_A_GROUP, []
+    sizes = torch.tensor([rows // 4, rows - rows // 4])
+    for limit in (None, True):
+        model, x = experts(groups, "cpu"), leaf(rows).detach().bfloat16().requires_grad_()
+        scales = torch.ones(rows, dtype=torch.bfloat16, requires_grad=True)
+        with fuser.activation_memory_budget(1, keep_weight_copies=limit):
+            for _ in range(3):
+                with fuser.autocast(recipe=recipe):
+                    y = model(x, sizes, scales, sizes)
+                y.float().square().sum().backward()
+        (pipeline,) = [segment.pipeline for segment in model._current_segments().parts]
+        assert [are_kept(plan) for plan in pipeline.plans] == [[limit is True] * 2]
+        results.append([y, x.grad, scales.grad, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *results))
 
 
 def test_a_plan_says_what_it_costs_to_quantize_weights_again() -> None:
