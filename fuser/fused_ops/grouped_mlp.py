@@ -212,7 +212,9 @@ class GroupedMLP(FusedOperation):
             return None, (*none, *down_grads), extras
         dz, dscales, sums = self._activation_backward(ctx, dh, up)
         held = [dz]
-        del dh, dz
+        # Nothing reads z and the second weights again, and wgrad of the first is the peak.
+        ctx.saved_tensors = ctxs[2].saved_tensors = None
+        del dh, dz, down
         dx, up_grads, up_extras = up.backward(held, leading, sums=sums)
         if dx is not None:
             dx = write_grad_input(dx.view(*leading, up.linear.in_features), up.ctx)

@@ -16,7 +16,7 @@ from fuser.plan.graph import OpGraph
 from fuser.plan.plan import Step
 from fuser.recipe import Float8CurrentScaling
 from fuser.report.text import format_bytes
-from fuser.specs import Product, QuantSpec
+from fuser.specs import OpKey, Product, QuantSpec
 
 # Shapes are not part of a plan's key, so all plans use one token count. It is
 # large enough that memory traffic dominates launches, as in training.
@@ -152,7 +152,7 @@ class CostModel:
             if key.recipe is not None and "(emulated)" in kernels:
                 converting += self._dequantizing(product, side, is_run, dtype.itemsize)
             if key.recipe is not None and product.groups and "quantize" in kernels:
-                converting += self._quantizing_groups(product, side, dtype.itemsize)
+                converting += self._quantizing_groups(product, side, dtype.itemsize, op)
         beside = max(traffic - moved, 0.0)
         if len(window) - len(rest) > 1:
             of_rest = [graph.window_bytes(i, i + 1, side) for i in rest]
@@ -199,15 +199,19 @@ class CostModel:
             if runs
         )
 
-    def _quantizing_groups(self, product: Product, side: str, itemsize: int) -> float:
+    def _quantizing_groups(self, product: Product, side: str, itemsize: int, op: OpKey) -> float:
         """Seconds in which a grouped linear quantizes its operands, which no graph counts.
 
-        Values are read, once more for an amax, and both copies written.
+        Values are read, once more for an amax, and both copies written. Of weights whose copy is
+        not kept, forward writes one, and backward the other, without another amax.
         """
         inputs, weights, outputs = self._operands(product)
         elements = inputs + weights if side == "forward" else outputs
         reads = 2 if isinstance(self.graph.key.recipe, Float8CurrentScaling) else 1
-        return elements * (reads * itemsize + 2 * QUANTIZED) / self.device.bandwidth
+        moved = elements * (reads * itemsize + 2 * QUANTIZED)
+        if not op.keeps_weight:
+            moved += weights * (-QUANTIZED if side == "forward" else itemsize + QUANTIZED)
+        return moved / self.device.bandwidth
 
     def _operands(self, product: Product) -> tuple[float, float, float]:
         """Elements of input, weight and output for the tokens of the model."""

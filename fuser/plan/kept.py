@@ -89,4 +89,5 @@ def _weights(graph: OpGraph, ops: Iterable[int]) -> Iterator[Kept]:
         if op_key.keeps_weight:
             yield Kept((i,), "weight", 0.0, nbytes, reason=why_weight(graph, i))
         else:
-            yield Kept((i,), "weight", 0.0)
+            moved = nbytes + sum(spec.nbytes for spec in specs)
+            yield Kept((i,), "weight", 0.0, moved_again=moved)

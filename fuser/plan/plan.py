@@ -96,6 +96,7 @@ class Kept:
     or, for a quantized copy of a weight, ``nbytes``, or else ``rebuilt_by`` these ops in backward,
     or from the parameter. It has no bytes if an earlier entry is the same memory. ``reason`` is why
     it is kept; ``rounded_to`` the format of an activation's input that is kept rounded.
+    ``moved_again`` are the bytes that backward reads and writes to quantize a weight again.
     """
 
     ops: tuple[int, ...]
@@ -105,6 +106,7 @@ class Kept:
     rebuilt_by: tuple[int, ...] = ()
     reason: str = ""
     rounded_to: str = ""
+    moved_again: int = 0
 
     @property
     def is_rebuilt(self) -> bool:
@@ -396,7 +398,8 @@ class FusionPlan(Drawn):
         texts: dict[int, list[str]] = {}
         for kept in self.kept:
             if kept.name == "weight" and kept.is_rebuilt:
-                text = "weight quantized again"
+                moves = f", which moves {format_bytes(kept.moved_again)}" * bool(kept.moved_again)
+                text = f"weight quantized again{moves}"
             elif kept.is_rebuilt:
                 text = f"{kept.name} computed again by {span(kept.rebuilt_by)}"
             else:

@@ -38,7 +38,8 @@ class activation_memory_budget(MemoryBudget):
         Whether the columnwise copies of quantized weights, a byte a parameter in FP8, are kept;
         else backward quantizes the parameters again, with the same bytes. On an H200 this took
         about 1% of a block's step with 8192 tokens, and 10% with 512, so by default calls with
-        fewer than 4096 rows for a weight keep them.
+        fewer than 4096 rows keep them, and those of experts with fewer than 1024 for each. The
+        plan has the bytes and the modelled time.
     lossy_activation_inputs
         True changes gradients: activations keep their inputs in E4M3, with a float32 scale for 128
         elements of a row, in place of 2 or 4 bytes an element. Backward computes from the rounded

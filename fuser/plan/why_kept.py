@@ -6,11 +6,10 @@ from fuser.op import BasicOperation
 from fuser.plan.graph import OpGraph
 from fuser.plan.plan import PIPELINE_INPUT
 from fuser.plan.registered import RegisteredFusions
-from fuser.plan.saved_inputs import MANY_ROWS, is_own, rebuilding
+from fuser.plan.saved_inputs import is_own, many_rows, rebuilding
 
 PRODUCT = "output of a product"
 EVERYTHING = "everything is kept: activation_memory_budget(None), or a checkpoint"
-WEIGHT_COPIES = f"fewer than {MANY_ROWS} rows, keep_weight_copies=True, or a checkpoint"
 OTHER_BYTES = "quantized again, it could have other bytes"
 OWN = "saved by the op itself"
 TOKENS = "in place of the copies of its rows"
@@ -37,7 +36,9 @@ def why_weight(graph: OpGraph, reader: int) -> str:
     if not graph.ops[reader].quantizes_weight_again(graph.key.window(reader, reader + 1)):
         return OTHER_BYTES
     reason = _why_everything(graph)
-    return WEIGHT_COPIES if reason == EVERYTHING else reason
+    if reason != EVERYTHING:
+        return reason
+    return f"fewer than {many_rows(graph.ops)} rows, keep_weight_copies=True, or a checkpoint"
 
 
 def _why_everything(graph: OpGraph) -> str:

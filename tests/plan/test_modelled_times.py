@@ -221,6 +221,7 @@ def test_an_input_without_a_gradient_saves_the_other_product_of_backward() -> No
     assert [step.flops_per_token for step in plan.backward] == [2 * flops, flops]
 
 
+@pytest.mark.usefixtures("weight_copies")
 @pytest.mark.parametrize("groups", [1, 2, 8])
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["none", "current"])
 def test_a_grouped_linear_has_the_rate_of_groups(groups: int, recipe: Recipe | None) -> None:
@@ -418,22 +419,27 @@ def test_what_leaves_a_pipeline_quantized_has_the_bytes_of_its_format() -> None:
     ) + [True]
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
 @pytest.mark.parametrize(("recipe", "reads"), [("current", 2), ("delayed", 1)])
 def test_a_grouped_linear_quantizes_its_operands_forward_and_its_gradient_backward(
-    recipe: str, reads: int
+    recipe: str, reads: int, is_kept: bool
 ) -> None:
     groups, rows, inputs, outputs = 4, 8192, 4096, 2048
     options: Any = {"device": META, "dtype": torch.bfloat16, "single_grouped_weight": True}
     model = fuser.Sequential(fuser.GroupedLinear(groups, inputs, outputs, bias=False, **options))
     x = torch.empty(rows, inputs, dtype=torch.bfloat16, device=META, requires_grad=True)
     splits = torch.empty(groups, dtype=torch.int32, device=META)
-    with fuser.autocast(recipe=RECIPES[recipe]):
+    budget = fuser.activation_memory_budget(1, keep_weight_copies=is_kept)
+    with budget, fuser.autocast(recipe=RECIPES[recipe]):
         plan = model.plan(x, splits, device="h200")
-    for (step,), elements in (
-        (plan.forward, rows * inputs + groups * inputs * outputs),
-        (plan.backward, rows * outputs),
+    weights = groups * inputs * outputs
+    # Of weights that are quantized again forward writes one copy, and backward reads the values.
+    for (step,), elements, more in (
+        (plan.forward, rows * inputs + weights, -weights),
+        (plan.backward, rows * outputs, (2 + 1) * weights),
     ):
-        seconds = elements * (2 * reads + 2) / H200.bandwidth
+        moved = elements * (2 * reads + 2) + more * (not is_kept)
+        seconds = moved / H200.bandwidth
         seconds += len(step.kernel.split(", ")) * H200.launch
         assert beside(step) == pytest.approx(seconds * 1e6, rel=1e-4)
 

@@ -576,9 +576,9 @@ def test_a_printed_plan_says_what_is_kept_and_what_is_computed_again() -> None:
         """
 kept for backward: 1.3 kB a token
   1  RMSNorm      input 256 B (the pipeline's input), statistics 4 B (saved by the op itself)
-  2  BasicLinear  input computed again by 1, weight quantized again
+  2  BasicLinear  input computed again by 1, weight quantized again, which moves 196.6 kB
   3  SwiGLU       input 1.0 kB (output of a product)
-  4  BasicLinear  input computed again by 3, weight quantized again
+  4  BasicLinear  input computed again by 3, weight quantized again, which moves 98.3 kB
 """
         in text
     )

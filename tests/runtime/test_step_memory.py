@@ -40,6 +40,12 @@ class _Idle(Recorder):
     def refusal(self) -> str | None:
         return None
 
+    def has_wgmma(self, device: torch.device) -> bool:
+        return True
+
+    def tensor_map(self, matrix: torch.Tensor, box_rows: int) -> tuple[Any, ...]:
+        return (0,) * 16
+
 
 def scaled_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """The output of torch's quantized product, empty."""
@@ -145,6 +151,37 @@ def test_an_input_in_fp8_is_not_held_beside_its_values(
     exact = peak(block(), H, recipe)
     with fuser.activation_memory_budget(1, lossy_activation_inputs=True):
         assert peak(block(), H, recipe) <= exact
+
+
+class _Experts(torch.nn.Module):
+    """Experts of as many rows each."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        like: dict[str, Any] = {"bias": False, "dtype": torch.bfloat16}
+        like["single_grouped_weight"] = True
+        self.ops = fuser.Sequential(
+            fuser.GroupedLinear(count, H, 2 * F, **like),
+            fuser.ScaledSwiGLU(),
+            fuser.GroupedLinear(count, F, H, **like),
+        )
+        self.sizes = torch.full((count,), T // count)
+        self.scales = torch.ones(T, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.ops(x, self.sizes, self.scales, self.sizes)
+        return y
+
+
+@pytest.mark.usefixtures("idle")
+def test_experts_hold_at_their_last_product_what_it_reads_and_the_gradients() -> None:
+    count = 8  # so many that their gradients are most of it
+    rows = T + 128 * (count - 1)  # padded for any sizes of the groups
+    results = BF16 * (3 * count * F * H + 2 * T * H)  # weights' gradients, y and dx
+    operands = rows * (2 * F + H)  # a copy of dz and one of the input
+    with fuser.activation_memory_budget(1, keep_weight_copies=False):
+        found = peak(_Experts(count), H, Float8CurrentScaling())
+    assert 1 <= found / (results + operands) < 1 + FEW
 
 
 class _Residuals(torch.nn.Module):
