@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import itertools
 import operator
@@ -26,8 +27,10 @@ import evidence
 import host_overhead
 import kernel_cases
 import kernels
+import model_steps
 import pipelines
 import timing
+import whole_models
 
 ON_CPU = ["--device", "cpu", "--no-compile", "--rounds", "1"]
 SMALL = ["--tokens", "128", "--hidden", "128", "--intermediate", "128"]
@@ -345,6 +348,33 @@ def test_charts_of_pipelines_have_a_panel_for_each_block_and_pass(
     assert drawn.count("<!-- fuser 128-block -->") == 4
 
 
+def test_whole_models_have_a_panel_each_and_a_variant_that_fails_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"vocabulary": 256, "layers": 1, "width": 64, "hidden": 96, "context": 16}
+    monkeypatch.setattr(whole_models, "SMALL", {**whole_models.SMALL, **sizes})
+    monkeypatch.setattr(model_steps, "WARM_UP", 1)
+    broken = whole_models.variant(lambda model: 1 / 0)
+    monkeypatch.setitem(whole_models.VARIANTS, "torchao float8, compiled", broken)
+    out, chart = tmp_path / "models.csv", tmp_path / "models.svg"
+    variants = ["torch eager", "torchao float8, compiled", "fuser current, launched"]
+    options = ["--device", "cpu", "--rounds", "1", "--losses", "2", "--variants", *variants]
+    whole_models.main([*options, "--out", str(out), "--chart", str(chart)])
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["model"] for row in rows] == ["1B"] * 3 + ["8B"] * 3
+    for eager, failed, ours in (rows[:3], rows[3:]):
+        assert "division by zero" in failed["failure"]
+        assert float(ours["loss"]) == pytest.approx(float(eager["loss"]), abs=0.05)
+        rate = float(ours["tokens/s"]) / float(eager["tokens/s"])
+        assert float(ours["/ eager"]) == pytest.approx(rate, abs=2e-3)
+    drawn = chart.read_text()
+    assert drawn.count("<!-- failed -->") == 2
+    assert all(f"<!-- Llama, {model} -->" in drawn for model in ("1B", "8B"))
+    charts.main([str(out), "-o", str(chart), "--only", "8B"])
+    assert "<!-- Llama, 1B -->" not in chart.read_text()
+
+
 def test_a_csv_of_something_else_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,7 +382,7 @@ def test_a_csv_of_something_else_is_refused(
     path.write_text("a,b\n1,2\n")
     with pytest.raises(SystemExit):
         charts.main([str(path), "-o", str(tmp_path / "other.png")])
-    assert "has no rows of kernels.py or pipelines.py" in capsys.readouterr().err
+    assert "has no rows of kernels.py, pipelines.py or whole_models.py" in capsys.readouterr().err
 
 
 def test_a_csv_that_is_not_there_is_a_sentence(
