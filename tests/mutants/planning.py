@@ -699,6 +699,14 @@ PLANNER = (
         "torch.empty(tensor.shape, device=device)",
         "test_model_plan.py::test_a_model_is_planned_in_its_dtype",
     ),
+    Mutant(
+        "a number that is rounded up to 1000 keeps its unit",
+        "report/text.py",
+        "_scaled",
+        "if round(value, digits) < 1000:",
+        "if value < 1000:",
+        "test_plan.py::test_a_number_that_is_rounded_up_has_the_unit_of_its_text_and_no_exponent",
+    ),
 )
 
 PLAN_KEYS = (
