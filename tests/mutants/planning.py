@@ -684,6 +684,14 @@ PLANNER = (
         "test_executor.py::test_a_backward_runs_in_the_dtypes_of_its_forward_whatever_autocast_is_around_it",
     ),
     Mutant(
+        "a backward of a forward in one autocast runs under another that is around it",
+        "runtime/executor.py",
+        "_PipelineFunction.backward",
+        "is_any_autocast_enabled() and autocast_dtype(key.device) is not key.autocast_dtype",
+        "is_any_autocast_enabled() and key.autocast_dtype is None",
+        "test_executor.py::test_a_backward_runs_in_the_dtypes_of_its_forward_whatever_autocast_is_around_it",
+    ),
+    Mutant(
         "an op in the middle may return no gradient",
         "runtime/codegen.py",
         "PlanCodegen._add_backward_call",
