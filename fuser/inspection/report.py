@@ -13,7 +13,7 @@ import torch
 
 from fuser.functional.grouped import PaddedGroups
 from fuser.inspection.measure import Sums, copies_of, measured, together
-from fuser.report.text import columns, listed
+from fuser.report.text import columns, format_share, listed
 from fuser.tensors import QuantizedTensor
 
 ROLES = ("input", "weight", "grad_output")
@@ -402,7 +402,7 @@ def _in_json(name: str, value: Any) -> Any:
 def _percent(share: float | None) -> str:
     if share is None:
         return "-"
-    return "0" if not share else f"{100 * share:.2g}%"
+    return format_share(share) if share else "0"
 
 
 def _decibels(ratio: float | None) -> str:

@@ -17,7 +17,7 @@ from fuser.report.picture import (
     printable,
     text_width,
 )
-from fuser.report.text import listed
+from fuser.report.text import format_share, listed
 
 # Lengths are points, y grows downwards.
 MARGIN = 24.0
@@ -85,7 +85,7 @@ def _bar(row: Item, left: float, y: float, top: int) -> list[Text | Box | Line]:
     width = SCALE * min(max(ratio, 0.0) / top, 1.0) if is_number else 0.0
     said = f"{ratio:.1f}" if is_number else {None: "not known"}.get(ratio, str(ratio))
     lost = [
-        f"{100 * row[key]:.2g}% {name}"
+        f"{format_share(row[key])} {name}"
         for key, name in (("underflow", "to zero"), ("saturation", "saturated"))
         if row[key]
     ]

@@ -25,6 +25,12 @@ def format_flops(count: float) -> str:
     return _scaled(count, ("", "k", "M", "G", "T")).strip() if count else "-"
 
 
+def format_share(share: float) -> str:
+    """A share as text of two digits, such as ``0.12%``; ``100%`` from 99.5% on."""
+    percent = 100 * share
+    return f"{percent:.2g}%" if percent < 99.5 else f"{percent:.0f}%"
+
+
 def _scaled(value: float, units: tuple[str, ...], digits: int = 0) -> str:
     text = f"{value:.{digits}f} {units[0]}"
     for unit in units[1:]:

@@ -63,7 +63,9 @@ def _covering(cells: Sequence[Sequence[Cell]], together: int, taken: Sequence[in
     """Rows in which all that one row has of ``together`` values occurs; first those of ``taken``.
 
     Each further row has the most such combinations that no row has yet; of several rows the one
-    whose values were taken least often, then the first.
+    whose values were taken least often, then the one with the fewest repeated values, then the
+    first. Of two columns of the same dtypes, say, the rows of equal ones would else be the sample,
+    and those show least.
     """
     of_rows = [list(itertools.combinations(row, min(together, len(row)))) for row in cells]
     holders: dict[tuple[Cell, ...], list[int]] = {}
@@ -71,6 +73,7 @@ def _covering(cells: Sequence[Sequence[Cell]], together: int, taken: Sequence[in
         for combination in combinations:
             holders.setdefault(combination, []).append(index)
     gains = [len(combinations) for combinations in of_rows]
+    repeats = list(map(_repeats, cells))
     found: list[int] = []
     used: Counter[Cell] = Counter()
 
@@ -86,5 +89,11 @@ def _covering(cells: Sequence[Sequence[Cell]], together: int, taken: Sequence[in
     while any(gains):
         best = max(gains)
         candidates = (i for i, gain in enumerate(gains) if gain == best)
-        take(min(candidates, key=lambda i: (sum(used[cell] for cell in cells[i]), i)))
+        take(min(candidates, key=lambda i: (sum(used[cell] for cell in cells[i]), repeats[i], i)))
     return found
+
+
+def _repeats(row: Sequence[Cell]) -> int:
+    """How many values of a row it has in another column too; flags do not count."""
+    values = [value for _, value in row if value is not None and not isinstance(value, bool)]
+    return len(values) - len(set(values))

@@ -222,24 +222,52 @@ def test_a_forward_that_writes_into_an_object_stays() -> None:
     assert model.held.calls == 1
 
 
-class Scaled(nn.Module):
-    """An activation with a tensor that is no buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.ones(())
+class MaskedNorm(nn.RMSNorm):
+    mask: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.silu(x) * self.scale
+        return F.rms_norm(x, x.shape[-1:], self.weight * self.mask, self.eps)
 
 
-def test_tensors_that_are_no_buffers_may_be_written_to() -> None:
-    model = nn.Sequential(nn.Linear(64, 96), Scaled(), nn.Linear(96, 64))
+class MaskedLinear(nn.Linear):
+    mask: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight * self.mask, self.bias)
+
+
+class MaskedSiLU(nn.SiLU):
+    mask: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x) * self.mask
+
+
+MASKED: list[Callable[[], nn.Module]] = [
+    lambda: MaskedNorm(64, eps=1e-5),
+    lambda: MaskedLinear(64, 96),
+    MaskedSiLU,
+]
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+@pytest.mark.parametrize("place", range(len(MASKED)), ids=["norm", "linear", "activation"])
+def test_a_tensor_of_ones_that_a_norm_a_linear_or_an_activation_reads_may_be_written_to(
+    place: int, is_buffer: bool
+) -> None:
+    model = nn.Sequential(nn.RMSNorm(64, eps=1e-5), nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 64))
+    masked: Any = MASKED[place]()
+    if is_buffer:
+        masked.register_buffer("mask", torch.ones(()))
+    else:
+        masked.mask = torch.ones(())
+    model[place] = masked
     plain: Any = copy.deepcopy(model)
-    fuser.convert(model, linears="all")
-    for one in (model, plain):
-        one[1].scale.fill_(2)
-    torch.testing.assert_close(model(data()), plain(data()), rtol=1e-5, atol=1e-5)
+    fuser.convert(model, linears="all", norms="all", keep=())
+    for value in (1.0, 2.0):
+        for one in (model, plain):
+            one[place].mask.fill_(value)
+        torch.testing.assert_close(model(data()), plain(data()), rtol=1e-5, atol=1e-5)
 
 
 # -- copies of modules that have changed ------------------------------------------------

@@ -206,6 +206,24 @@ CONVERTING = (
         "test_convert.py::test_what_has_parameters_like_a_norm_and_is_none_stays",
     ),
     Mutant(
+        "a linear or a norm with a buffer of ones is one without",
+        LEAVES,
+        "_own_parameters",
+        "if is_fuser(module) or module._modules or tensors_of(module):",
+        "if is_fuser(module) or module._modules:",
+        "test_held_objects.py::"
+        "test_a_tensor_of_ones_that_a_norm_a_linear_or_an_activation_reads_may_be_written_to",
+    ),
+    Mutant(
+        "an activation with a tensor of ones is one without",
+        "conversion/chains.py",
+        "Chains._base",
+        "or any(map(tensors_of, module.modules())):",
+        ":",
+        "test_held_objects.py::"
+        "test_a_tensor_of_ones_that_a_norm_a_linear_or_an_activation_reads_may_be_written_to",
+    ),
+    Mutant(
         "a sum with another input is never in a pipeline",
         "conversion/unit.py",
         "_is_wider_than_pipelines",

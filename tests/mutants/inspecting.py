@@ -109,4 +109,13 @@ INSPECTION = (
         "known[0][1]",
         "test_inspection.py::test_the_operand_that_loses_most_is_named",
     ),
+    Mutant(
+        "a share of nearly all values has an exponent",
+        "report/text.py",
+        "format_share",
+        "if percent < 99.5 else",
+        "if True else",
+        "test_inspection.py::"
+        "test_a_share_of_nearly_all_values_is_100_percent_in_the_table_and_in_the_picture",
+    ),
 )

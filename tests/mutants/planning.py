@@ -684,6 +684,14 @@ PLANNER = (
         "test_executor.py::test_a_backward_runs_in_the_dtypes_of_its_forward_whatever_autocast_is_around_it",
     ),
     Mutant(
+        "a backward of a forward in one autocast runs under another that is around it",
+        "runtime/executor.py",
+        "_PipelineFunction.backward",
+        "is_any_autocast_enabled() and autocast_dtype(key.device) is not key.autocast_dtype",
+        "is_any_autocast_enabled() and key.autocast_dtype is None",
+        "test_executor.py::test_a_backward_runs_in_the_dtypes_of_its_forward_whatever_autocast_is_around_it",
+    ),
+    Mutant(
         "an op in the middle may return no gradient",
         "runtime/codegen.py",
         "PlanCodegen._add_backward_call",
@@ -698,6 +706,14 @@ PLANNER = (
         "torch.empty(tensor.shape, dtype=tensor.dtype, device=device)",
         "torch.empty(tensor.shape, device=device)",
         "test_model_plan.py::test_a_model_is_planned_in_its_dtype",
+    ),
+    Mutant(
+        "a number that is rounded up to 1000 keeps its unit",
+        "report/text.py",
+        "_scaled",
+        "if round(value, digits) < 1000:",
+        "if value < 1000:",
+        "test_plan.py::test_a_number_that_is_rounded_up_has_the_unit_of_its_text_and_no_exponent",
     ),
 )
 

@@ -405,6 +405,14 @@ TE_PROGRAMS = (
         "test_te_losses_and_rows.py::test_rows_of_no_token_give_and_get_nothing",
     ),
     Mutant(
+        "decoupled gradients that are set to zeros become None",
+        OPTIMIZERS,
+        "_Fused.zero_grad",
+        "if set_to_none or gradient is None:",
+        "if True:",
+        "test_te_optimizers.py::test_gradients_that_are_set_to_zeros_stay_in_their_memory",
+    ),
+    Mutant(
         "a pickled optimizer reads other gradients",
         "te/pytorch/optimizers.py",
         "_Fused.__getstate__",

@@ -641,6 +641,15 @@ RECOMPUTATION = (
         "test_recomputation.py::"
         "test_outside_autocast_a_recomputation_is_plain_whatever_the_recipe_before",
     ),
+    Mutant(
+        "a checkpoint's recomputation without a recipe counts as one that was written by hand",
+        "precision/contexts.py",
+        "is_autocast_entered",
+        "return bool(_scopes.get()) or recomputed_state() is not None",
+        "return bool(_scopes.get())",
+        "test_recomputed_by_hand.py::"
+        "test_a_checkpoint_of_torch_has_its_own_conditions_after_forwards_under_others",
+    ),
 )
 
 STATE = (

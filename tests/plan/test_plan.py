@@ -22,6 +22,7 @@ from fuser.basic_ops.grouped_products import quantizes_groups_of
 from fuser.formats import GROUP_TILE, tile_count
 from fuser.op import FusedOperation
 from fuser.plan.plan import Baseline, Channel, Kept, ModuleCall, Node, Note, Refusal, merged
+from fuser.report.text import format_bytes, format_flops, format_share, format_time
 from fuser.specs import TensorSpec
 
 
@@ -380,6 +381,32 @@ def test_labels_of_tensors_have_the_formats_in_which_steps_write_them(recipe: st
         assert labels == [formats.get(gap, []) for gap in range(len(plan.ops) + 1)]
         assert formats
         assert any(len(step.ops) > 1 and step.emits for step in plan.steps(side))
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (format_bytes(999.4), "999 B"),
+        (format_bytes(999.6), "1.0 kB"),
+        (format_bytes(999_949), "999.9 kB"),
+        (format_bytes(999_951), "1.0 MB"),
+        (format_bytes(1e15), "1000.0 TB"),  # there is no larger unit
+        (format_time(999.94), "999.9 us"),
+        (format_time(999.96), "1.0 ms"),
+        (format_time(999_960), "1.0 s"),
+        (format_flops(999.4), "999"),
+        (format_flops(999.6), "1.0 k"),
+        (format_share(0.00123), "0.12%"),
+        (format_share(0.0996), "10%"),
+        (format_share(0.9949), "99%"),
+        (format_share(0.9951), "100%"),
+        (format_share(1.0), "100%"),
+    ],
+)
+def test_a_number_that_is_rounded_up_has_the_unit_of_its_text_and_no_exponent(
+    number: str, text: str
+) -> None:
+    assert number == text
 
 
 def test_text_keeps_large_numbers_short() -> None:

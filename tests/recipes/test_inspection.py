@@ -602,6 +602,20 @@ def test_a_report_is_json_a_table_and_a_picture(tmp_path: Path) -> None:
         report.draw(tmp_path / "report.gif")
 
 
+def test_a_share_of_nearly_all_values_is_100_percent_in_the_table_and_in_the_picture() -> None:
+    model = fuser.Sequential(fuser.BasicLinear(64, 64))
+    x = torch.full((32, 64), 1e-9)
+    x[0, 0] = 1.0
+    with fuser.inspect(model) as report:
+        step(model, x, None, recipes.Float8CurrentScaling())
+    row = next(row for row in report.rows() if row.tensor == "input")
+    assert row.underflow == 2047 / 2048
+    assert " 100% " in str(report)
+    items = lay_out_inspection(report.to_dict()).items
+    texts = [item.string for item in items if isinstance(item, Text)]
+    assert [text for text in texts if text.endswith(", 100% to zero")]
+
+
 def test_bars_are_as_long_as_ratios_and_texts_do_not_overlap() -> None:
     report = report_of(Two(), calls=1)
     picture = lay_out_inspection(report.to_dict())

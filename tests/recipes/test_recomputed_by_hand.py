@@ -17,6 +17,7 @@ from fuser import recipe as recipes
 from fuser.precision import recomputation
 
 CURRENT = recipes.Float8CurrentScaling()
+MXFP8 = recipes.MXFP8BlockScaling()
 SENTENCE = said("recomputation-pipeline-runs-backward", "RMSNorm, BasicLinear")
 
 
@@ -112,3 +113,30 @@ def test_a_checkpoint_of_torch_has_the_recipe_and_does_not_warn(use_reentrant: b
         with fuser.autocast(recipe=CURRENT):
             y = checkpoint(model, x, use_reentrant=use_reentrant)
         y.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    "conditions",
+    [contextlib.nullcontext(), fuser.autocast(enabled=False), fuser.autocast(recipe=MXFP8)],
+    ids=["no autocast", "off", "another recipe"],
+)
+def test_a_checkpoint_of_torch_has_its_own_conditions_after_forwards_under_others(
+    conditions: Any, use_reentrant: bool
+) -> None:
+    model, x = made(), torch.randn(32, 64)
+
+    def gradient(*, has_others: bool) -> torch.Tensor | None:
+        leaf = x.clone().requires_grad_()
+        with conditions:
+            y = checkpoint(model, leaf, use_reentrant=use_reentrant) if has_others else model(leaf)
+        if has_others:
+            with fuser.autocast(recipe=CURRENT):
+                model(x)
+        y.square().sum().backward()
+        return leaf.grad
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".* is emulated")
+        assert torch.equal(gradient(has_others=True), gradient(has_others=False))

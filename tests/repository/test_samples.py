@@ -27,6 +27,16 @@ def test_of_two_columns_each_value_occurs_as_often_as_others() -> None:
     assert sorted(second for _, second in taken) == list("xxyyzz")
 
 
+@pytest.mark.parametrize("columns", [["ab", "ab"], ["abc", "abc"], ["abc", "ab"], ["abcd", "cde"]])
+def test_of_two_columns_of_the_same_values_most_rows_have_two_that_differ(
+    columns: list[str],
+) -> None:
+    rows = list(itertools.product(*columns))
+    taken = [rows[i] for i in sample(rows)]
+    assert len(taken) == max(map(len, columns))
+    assert sum(first == second for first, second in taken) <= len(columns[0]) % 2
+
+
 def test_a_sample_has_no_more_rows_than_asked_for_and_each_value() -> None:
     rows = list(itertools.product("abcde", range(5), "uvwxy", (False, True)))
     assert len(sample(rows)) > 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import linecache
 import threading
 import time
@@ -517,11 +518,16 @@ def test_torch_autocast_runs_in_bf16_and_gives_fp32_gradients() -> None:
     assert_same(gradients(model(x, extra), leaves), expected)
 
 
-@pytest.mark.parametrize("inside", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("around", [None, torch.bfloat16, torch.float16], ids=str)
+# All of them: what counts is whether both are dtypes, and differ.
+@pytest.mark.parametrize(
+    "dtypes",
+    [*itertools.product([None, torch.bfloat16], [None, torch.bfloat16, torch.float16])],
+    ids=str,
+)
 def test_a_backward_runs_in_the_dtypes_of_its_forward_whatever_autocast_is_around_it(
-    inside: torch.dtype | None, around: torch.dtype | None
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
 ) -> None:
+    inside, around = dtypes
     model = mlp(64, 128)
     (x,) = inputs((32, 64))
     leaves, dy = [x, *model.parameters()], torch.randn(32, 64)

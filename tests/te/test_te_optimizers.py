@@ -185,6 +185,21 @@ def test_gradients_are_read_from_where_the_optimizer_is_told(stored: str) -> Non
     assert torch.equal(values_of(weight), before)
 
 
+@pytest.mark.parametrize("name", ["grad", "decoupled_grad"])
+def test_gradients_that_are_set_to_zeros_stay_in_their_memory(name: str) -> None:
+    weight, other = (torch.nn.Parameter(torch.ones(SHAPE)) for _ in range(2))
+    options = {"use_decoupled_grad": name == "decoupled_grad"}
+    optimizer = fused.FusedAdam([weight, other], 0.05, **options)
+    gradient = torch.ones(SHAPE)
+    setattr(weight, name, gradient)
+    optimizer.zero_grad(set_to_none=False)
+    assert getattr(weight, name) is gradient
+    assert not gradient.any()
+    assert getattr(other, name, None) is None
+    optimizer.zero_grad()
+    assert getattr(weight, name) is None
+
+
 def test_each_group_has_its_options_and_its_count_of_steps() -> None:
     """Of groups of mixed dtypes, with a parameter that gets no gradient at first."""
     stored = ("bf16", "fp32", "fp16", "mxfp8")

@@ -145,7 +145,11 @@ class _Fused(torch.optim.Optimizer):
         if self.use_decoupled_grad:
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    parameter.decoupled_grad = None
+                    gradient: torch.Tensor | None = getattr(parameter, "decoupled_grad", None)
+                    if set_to_none or gradient is None:
+                        parameter.decoupled_grad = None
+                    else:
+                        gradient.detach().zero_()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; moments and master weights are in fp32, also of parameters in 16 bits.
