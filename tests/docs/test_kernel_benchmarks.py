@@ -348,13 +348,17 @@ def test_charts_of_pipelines_have_a_panel_for_each_block_and_pass(
     assert drawn.count("<!-- fuser 128-block -->") == 4
 
 
+def broken_change(model: torch.nn.Module) -> torch.nn.Module:
+    raise ZeroDivisionError("division by zero")
+
+
 def test_whole_models_have_a_panel_each_and_a_variant_that_fails_stops_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"vocabulary": 256, "layers": 1, "width": 64, "hidden": 96, "context": 16}
     monkeypatch.setattr(whole_models, "SMALL", {**whole_models.SMALL, **sizes})
     monkeypatch.setattr(model_steps, "WARM_UP", 1)
-    broken = whole_models.variant(lambda model: 1 / 0)
+    broken = whole_models.variant(broken_change)
     monkeypatch.setitem(whole_models.VARIANTS, "torchao float8, compiled", broken)
     out, chart = tmp_path / "models.csv", tmp_path / "models.svg"
     variants = ["torch eager", "torchao float8, compiled", "fuser current, launched"]
