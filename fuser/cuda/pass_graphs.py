@@ -74,14 +74,23 @@ class _Side:
 
     def __init__(self, device: int) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device = device
+        self._nbytes = 0
         self._pool: Any = None
         self._graphs: weakref.WeakSet[_Replay] = weakref.WeakSet()
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the pool."""
+        return self._nbytes if len(self._graphs) else 0
 
     def capture(self, run: Callable[[], None]) -> _Replay:
         """A graph of what ``run`` launches."""
         living = [*self._graphs]
         if not living:
             self._pool = torch.cuda.graph_pool_handle()
+            self._nbytes = 0
+        reserved = _reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         with _no_collection(), torch.cuda.stream(self.stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -92,18 +101,31 @@ class _Side:
                     graph.capture_end()
                 raise
             graph.capture_end()
-        replay = _Replay(graph)
+        replay = _Replay(graph, max(_reserved(self._device) - reserved, 0))
+        self._nbytes += replay.nbytes
         self._graphs.add(replay)
         return replay
 
 
+def _reserved(device: int) -> int:
+    """The bytes that torch has taken from a GPU; a capture takes more, and none that are free."""
+    try:
+        return torch.cuda.memory_reserved(device)
+    except RuntimeError:  # an allocator of the user, which counts nothing
+        return 0
+
+
 class _Replay:
-    """Replays a graph, which is not destroyed in a capture: CUDA would end that one."""
+    """Replays a graph, which is not destroyed in a capture: CUDA would end that one.
+
+    ``nbytes`` is what its capture added to the pool.
+    """
 
     dead: ClassVar[list[torch.cuda.CUDAGraph]] = []
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, nbytes: int) -> None:
         self._graph = graph
+        self.nbytes = nbytes
         self.replay = graph.replay
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -118,6 +140,11 @@ class Capturer:
         self._sides: dict[tuple[int, int], _Side] = {}
         # torch has one capture of memory at a time; who comes meanwhile plays.
         self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the graphs of the process hold."""
+        return sum([side.nbytes for side in [*self._sides.values()]])
 
     def device_of(self, index: int | None) -> int | None:
         """The index of the GPU whose launches are captured; None without one."""
@@ -170,6 +197,11 @@ class _Graph:
         self.last_use = last_use
 
 
+def graphs_of_process() -> tuple[int, int]:
+    """The number of graphs that exist, and the bytes that they hold."""
+    return len(_Graph.of_process), capturer.nbytes
+
+
 class PassGraphs:
     """The graphs of a sequence, by the addresses of its tensors.
 
@@ -184,6 +216,8 @@ class PassGraphs:
         self.refusal: str | None = None
         """Why it is never captured; None if it may be."""
         self.calls = self.hits = 0
+        self.nbytes = 0
+        """The memory that its captures added to what the graphs of a stream share."""
         self._graphs: dict[Hashable, _Graph] = {}
         self._seen: dict[Hashable, int] = {}
         """The last calls with the latest addresses that have no graph."""
@@ -250,6 +284,7 @@ class PassGraphs:
         if oldest is not None:
             self._graphs.pop(oldest[0], None)
         self._graphs[key] = graph = _Graph(captured, call)
+        self.nbytes += captured.nbytes
         return graph
 
     def _miss(self, call: int) -> None:

@@ -22,6 +22,7 @@ from fuser.cuda.arguments import PLAIN, Slot, Struct, encode, end_of, filled
 from fuser.cuda.launch import Kernel, Launch, begin, prepared
 from fuser.cuda.pass_graphs import FEWEST_CALLS, PassGraphs
 from fuser.formats import ceil_div
+from fuser.report.text import format_bytes
 from fuser.source import SourceCode
 from fuser.torch_private import (
     TorchDispatchMode,
@@ -201,7 +202,8 @@ class LaunchSequence:
             if graphs.hits:
                 return (
                     f"a CUDA graph in {graphs.hits} of {graphs.calls} repetitions, found by the "
-                    f"addresses of tensors; {graphs.count} in all"
+                    f"addresses of tensors; {graphs.count} in all, which added "
+                    f"{format_bytes(graphs.nbytes)} to the memory that graphs share"
                 )
             refusal = f"no addresses have come back in {graphs.calls} repetitions"
         return f"{'launched call by call' if self.is_written else 'recorded'}: {refusal}"

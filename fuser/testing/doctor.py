@@ -27,7 +27,7 @@ import fuser.cuda
 from fuser.basic_ops import BasicLinear, GroupedLinear
 from fuser.cuda import module
 from fuser.cuda.module import Installation, Obstacle, installation, obstacle
-from fuser.cuda.pass_graphs import Switch
+from fuser.cuda.pass_graphs import Switch, graphs_of_process
 from fuser.cuda.probe import probe
 from fuser.errors import EmulationWarning, FuserError, KernelUnavailable
 from fuser.op import BasicOperation
@@ -35,7 +35,7 @@ from fuser.precision.availability import USAGES, runs_natively
 from fuser.precision.contexts import autocast, default_recipe
 from fuser.precision.quantizer_for import role_format
 from fuser.recipe import NAMES, recipe_named
-from fuser.report.text import columns
+from fuser.report.text import columns, format_bytes
 from fuser.runtime.pipeline import OperationFuser
 from fuser.version import __version__
 
@@ -211,6 +211,7 @@ class Diagnosis:
     ``probe`` is the result of one kernel, None if kernels are not available.
     ``compile_failure`` names a kernel that did not compile, None if all did.
     ``optional`` has the version of each optional package, None if it is missing.
+    ``graphs`` are the number of the process's CUDA graphs of passes, and the bytes that they hold.
     """
 
     versions: tuple[tuple[str, str], ...]
@@ -221,6 +222,7 @@ class Diagnosis:
     optional: tuple[tuple[str, str | None], ...]
     has_nvidia_driver: bool
     compile_failure: Obstacle | None = None
+    graphs: tuple[int, int] = (0, 0)
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -283,6 +285,7 @@ class Diagnosis:
                 "are_available": self.obstacle is None and not self.faults,
                 "reason": None if self.obstacle is None else self.obstacle.reason,
                 "probe": None if self.probe is None else dataclasses.asdict(self.probe),
+                "graphs": dict(zip(("count", "bytes"), self.graphs, strict=True)),
             },
             "recipes": {
                 device.name: {
@@ -340,6 +343,12 @@ class Diagnosis:
                 else "Passes that repeat are launched call by call: fuser.graph_passes(False) or "
                 "FUSER_GRAPH_PASSES=0 has turned their CUDA graphs off."
             )
+            count, nbytes = self.graphs
+            if count:
+                lines += _wrapped(
+                    f"Graphs of passes in this process: {count}, whose temporaries have "
+                    f"{format_bytes(nbytes)}; model.plan(x) says which passes are graphs."
+                )
         return tuple(lines)
 
     def _recipe_lines(self) -> tuple[str, ...]:
@@ -421,6 +430,7 @@ def diagnose() -> Diagnosis:
         optional=tuple((name, _version_of(name)) for name, _, _ in OPTIONAL_PACKAGES),
         has_nvidia_driver=shutil.which("nvidia-smi") is not None,
         compile_failure=find_compile_failure() if hindrance is None else None,
+        graphs=graphs_of_process(),
     )
 
 

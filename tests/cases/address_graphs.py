@@ -37,6 +37,7 @@ def at_its_address(tensor: torch.Tensor) -> torch.Tensor:
 
 class Replay(NamedTuple):
     replay: Callable[[], None]
+    nbytes: int
 
 
 class CpuCapturer:
@@ -44,6 +45,9 @@ class CpuCapturer:
 
     def __init__(self) -> None:
         self.captures = 0
+        self.nbytes = 0
+        self.added = 1000
+        """The bytes that a capture adds to the memory of graphs."""
         self.setting: Hashable = None
         """Stands for the stream and torch's settings."""
         self.error: Exception | None = None
@@ -59,8 +63,9 @@ class CpuCapturer:
         if self.error is not None:
             raise self.error
         self.captures += 1
+        self.nbytes += self.added
         held = list(map(at_its_address, tensors))
-        return Replay(lambda: body([*held]))
+        return Replay(lambda: body([*held]), self.added)
 
 
 class Memory:

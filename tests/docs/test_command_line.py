@@ -17,6 +17,7 @@ from unittest import mock
 import models as models_of_tests
 import pytest
 import torch
+from address_graphs import on_cpu_graphs
 from fresh import python
 
 import fuser
@@ -600,6 +601,22 @@ def test_the_doctor_says_whether_passes_are_graphs(
     assert said in " ".join(str(HEALTHY).split())
     without_gpu = dataclasses.replace(HEALTHY, obstacle=Obstacle("no GPU."))
     assert "Passes that repeat" not in str(without_gpu)
+    assert "Graphs of passes in" not in str(HEALTHY)
+
+
+def test_the_doctor_of_a_process_says_what_memory_its_graphs_hold() -> None:
+    graph = pass_graphs.PassGraphs(0)
+    with on_cpu_graphs() as capturer:
+        before, _ = doctor.diagnose().graphs
+        capturer.added = 2_100_000
+        for address in (1, 1, 2, 2):
+            graph.run(list.clear, (address,), [])
+        graphs = doctor.diagnose().graphs
+    assert (graph.count, graphs) == (2, (before + 2, 4_200_000))
+    report = dataclasses.replace(HEALTHY, graphs=(2, 4_200_000))
+    sentence = "Graphs of passes in this process: 2, whose temporaries have 4.2 MB; model.plan(x)"
+    assert sentence in " ".join(str(report).split())
+    assert report.to_dict()["kernels"]["graphs"] == {"count": 2, "bytes": 4_200_000}
 
 
 def test_the_doctor_compiles_a_kernel_of_every_source(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import itertools
 import os
 import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -219,7 +222,8 @@ def test_a_plan_says_which_passes_are_graphs(
         steps.run(number)
     texts = [
         (side, f"a CUDA graph in {one.hits} of {one.calls} repetitions, found by the addresses of "
-         f"tensors; {one.count} in all")
+         f"tensors; {one.count} in all, which added {one.count}.0 kB to the memory that graphs "
+         "share")
         for side, one in zip(("forward", "backward"), graphs, strict=True)
     ]  # fmt: skip
     assert min(one.hits for one in graphs) > 0
@@ -254,8 +258,16 @@ def test_a_plan_says_why_passes_are_no_graphs(
     class Own(fuser.RMSNorm):
         """Code of a user."""
 
-    reason = "step by step: Own runs code that is not fuser's, or reads sizes on the host"
+    reason = "step by step: Own runs code that is not fuser's"
     assert said(fuser.Sequential(Own(shape[-1], dtype=BF16)), shape) == [(None, reason)]
+    experts = fuser.GroupedLinear(2, 64, 64, bias=False, dtype=BF16, delay_wgrad_compute=True)
+    x, sizes = torch.empty(8, 64, dtype=BF16, device="meta"), torch.tensor([4, 4])
+    plan = fuser.Sequential(experts).plan(x, sizes)
+    reason = "step by step: GroupedLinear leaves weight gradients to backward_dw"
+    assert [note.text for note in plan.replays] == [reason]
+    monkeypatch.setattr(fuser.RMSNorm, "is_recordable", False)  # as of a dispatch between ranks
+    reason = "step by step: RMSNorm reads a number of rows on the host"
+    assert said(fuser.Sequential(fuser.RMSNorm(shape[-1], dtype=BF16)), shape) == [(None, reason)]
     custom = fuser.recipe.CustomRecipe(qfactory=lambda _: Float8CurrentScalingQuantizer())
     assert said(make(), shape, custom) == [(None, "step by step: the recipe is custom")]
 
@@ -289,6 +301,50 @@ def test_a_stream_or_a_setting_of_products_has_graphs_of_its_own(
     for i in range(STEPS):
         steps.run(i)
     assert capturer.captures == 2 * captures
+
+
+def test_graphs_of_a_stream_hold_what_their_captures_took_from_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reserved = [100]
+
+    def memory_reserved(device: int) -> int:
+        assert device == 3
+        return reserved[0]
+
+    fakes = {
+        "CUDAGraph": mock.Mock,
+        "Stream": mock.Mock,
+        "graph_pool_handle": object,
+        "is_current_stream_capturing": bool,
+        "memory_reserved": memory_reserved,
+        "stream": lambda _: contextlib.nullcontext(),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(pass_graphs, "cuda_stream", lambda device: 7)
+    capturer = pass_graphs.Capturer()
+
+    def taking(nbytes: int) -> Any:
+        def body(tensors: list[torch.Tensor]) -> None:
+            reserved[0] += nbytes
+
+        return capturer.capture(3, body, [])
+
+    assert capturer.nbytes == 0
+    graphs = [taking(50), taking(0), taking(-20)]
+    assert [graph.nbytes for graph in graphs] == [50, 0, 0]
+    assert capturer.nbytes == 50
+    del graphs[0]
+    assert capturer.nbytes == 50, "another graph has the memory too"
+    graphs.clear()
+    gc.collect()
+    assert capturer.nbytes == 0
+    graphs.append(taking(8))
+    assert capturer.nbytes == 8
+    monkeypatch.setattr(torch.cuda, "memory_reserved", mock.Mock(side_effect=RuntimeError))
+    graphs.append(taking(8))
+    assert (graphs[-1].nbytes, capturer.nbytes) == (0, 8)
 
 
 def test_graphs_are_off_where_a_user_says_so(capturer: CpuCapturer) -> None:
