@@ -81,14 +81,15 @@ Forward = Callable[..., tuple[Any, ...]]
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
-def is_recordable(ops: Iterable[FusibleOperation]) -> bool:
-    """Whether the steps of a plan are this library's own code, which the layouts determine."""
-    return all(
-        type(op).__module__.partition(".")[0] == "fuser"
-        and not op.has_own_methods()
-        and getattr(op, "is_recordable", True)
-        for op in ops
-    )
+def refusal_of(op: FusibleOperation) -> str | None:
+    """Why the steps of an op are not recorded; None if they are fuser's, and layouts decide all."""
+    if type(op).__module__.partition(".")[0] != "fuser" or op.has_own_methods():
+        return f"{type(op).__name__} runs code that is not fuser's"
+    if getattr(op, "is_recordable", True):
+        return None
+    if getattr(op, "delay_wgrad_compute", False):
+        return f"{type(op).__name__} leaves weight gradients to backward_dw"
+    return f"{type(op).__name__} reads a number of rows on the host"
 
 
 def _refusal(recipe: Recipe | None, ops: Iterable[FusibleOperation]) -> str | None:
@@ -96,8 +97,8 @@ def _refusal(recipe: Recipe | None, ops: Iterable[FusibleOperation]) -> str | No
     if recipe is not None and recipe.custom():
         return "the recipe is custom"
     for op in ops:
-        if not is_recordable((op,)):
-            return f"{type(op).__name__} runs code that is not fuser's, or reads sizes on the host"
+        if (refusal := refusal_of(op)) is not None:
+            return refusal
     if isinstance(recipe, DelayedScaling) and recipe.keeps_columns("input"):
         return "columns of inputs that are kept share their memory"
     return None

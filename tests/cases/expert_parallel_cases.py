@@ -39,7 +39,7 @@ from fuser import recipe as recipes
 from fuser.basic_ops import grouped_products, moe
 from fuser.basic_ops.grouped_products import quantizes_groups_of
 from fuser.runtime import graphs
-from fuser.runtime.recorded import is_recordable
+from fuser.runtime.recorded import refusal_of
 
 
 def steps_of(recipe: recipes.Recipe) -> int:
@@ -303,7 +303,7 @@ def plans(rank: int) -> dict[str, Any]:
         found[name] = str(plan)
         found[f"{name} kernels"] = [s.kernel for s in (*plan.forward, *plan.backward)]
         found[f"{name} link"] = [s.link_bytes_per_token for s in (*plan.forward, *plan.backward)]
-        found[f"{name} recorded"] = [is_recordable((op,)) for op in model]
+        found[f"{name} recorded"] = [refusal_of(op) is None for op in model]
         with pytest.raises((fuser.StateError, fuser.InputError)) as error:
             graphs._check_module(0, model, ())
         found[f"{name} captured"] = str(error.value)

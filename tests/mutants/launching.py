@@ -183,6 +183,14 @@ PASS_GRAPHS = (
         "test_pass_graphs.py::test_a_linear_below_autograd_leaves_a_graph_as_its_product",
     ),
     Mutant(
+        "the graphs of a stream hold what the last capture took",
+        "cuda/pass_graphs.py",
+        "_Side.capture",
+        "self._nbytes += replay.nbytes",
+        "self._nbytes = replay.nbytes",
+        "test_pass_graphs.py::test_graphs_of_a_stream_hold_what_their_captures_took_from_the_gpu",
+    ),
+    Mutant(
         "a process has as many graphs as it has addresses",
         "cuda/pass_graphs.py",
         "PassGraphs._captured",

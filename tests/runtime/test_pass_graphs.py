@@ -222,7 +222,8 @@ def test_a_plan_says_which_passes_are_graphs(
         steps.run(number)
     texts = [
         (side, f"a CUDA graph in {one.hits} of {one.calls} repetitions, found by the addresses of "
-         f"tensors; {one.count} in all, which added {one.count}.0 kB to the memory that graphs share")
+         f"tensors; {one.count} in all, which added {one.count}.0 kB to the memory that graphs "
+         "share")
         for side, one in zip(("forward", "backward"), graphs, strict=True)
     ]  # fmt: skip
     assert min(one.hits for one in graphs) > 0
@@ -257,8 +258,16 @@ def test_a_plan_says_why_passes_are_no_graphs(
     class Own(fuser.RMSNorm):
         """Code of a user."""
 
-    reason = "step by step: Own runs code that is not fuser's, or reads sizes on the host"
+    reason = "step by step: Own runs code that is not fuser's"
     assert said(fuser.Sequential(Own(shape[-1], dtype=BF16)), shape) == [(None, reason)]
+    experts = fuser.GroupedLinear(2, 64, 64, bias=False, dtype=BF16, delay_wgrad_compute=True)
+    x, sizes = torch.empty(8, 64, dtype=BF16, device="meta"), torch.tensor([4, 4])
+    plan = fuser.Sequential(experts).plan(x, sizes)
+    reason = "step by step: GroupedLinear leaves weight gradients to backward_dw"
+    assert [note.text for note in plan.replays] == [reason]
+    monkeypatch.setattr(fuser.RMSNorm, "is_recordable", False)  # as of a dispatch between ranks
+    reason = "step by step: RMSNorm reads a number of rows on the host"
+    assert said(fuser.Sequential(fuser.RMSNorm(shape[-1], dtype=BF16)), shape) == [(None, reason)]
     custom = fuser.recipe.CustomRecipe(qfactory=lambda _: Float8CurrentScalingQuantizer())
     assert said(make(), shape, custom) == [(None, "step by step: the recipe is custom")]
 
