@@ -349,7 +349,8 @@ def plans(rank: int) -> Any:
         found["link"] = plan.forward[0].link_bytes_per_token
     row = fuser.Linear(HIDDEN, HIDDEN, tensor_parallel_mode="row")
     ops = (*model, *row.basic_ops)
-    found |= {"recordable": not any(map(refusal_of, ops)), "groups": [len(op.process_groups) for op in ops]}
+    found["recordable"] = not any(map(refusal_of, ops))
+    found["groups"] = [len(op.process_groups) for op in ops]
     fusions = (*fuser.FUSIONS, _Fusion)
     fused = fuser.Sequential(column(), fuser.ConstantScale(2.0), fusions=fusions)
     found["user"] = str(fused.plan(x))
