@@ -106,6 +106,13 @@ def files_of(stage: str) -> list[str]:
     return [path for path in files() if stage_of(path) == stage]
 
 
+def cores() -> int:
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 @dataclass
 class Command:
     """A program that runs beside others; its lines are printed as they come, with its name."""
@@ -181,7 +188,7 @@ class Runner:
 
     def tests(self, name: str, places: Sequence[str]) -> Command:
         """A command that runs tests, on as many workers as there are cores, or one more."""
-        workers = str((os.cpu_count() or 1) + 1) if name == "machines" else "auto"
+        workers = str(cores() + 1) if name == "machines" else "auto"
         words = [sys.executable, "-m", "pytest", "-n", workers, "--dist", "worksteal"]
         return self._command(name, [*words, *self.options, *places])
 

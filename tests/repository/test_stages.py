@@ -79,6 +79,16 @@ def test_files_that_start_processes_are_in_the_stage_of_machines(path: str, stag
     assert stages.stage_of(path) == stage
 
 
+def test_the_job_whose_tests_wait_has_a_worker_more_than_this_process_may_use_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages.os, "sched_getaffinity", lambda process: {4, 9, 11}, raising=False)
+    runner = stages.Runner(tmp_path, [])
+    for name, workers in (("plain", "auto"), ("machines", "4")):
+        words = list(runner.tests(name, ["tests/plan"]).words)
+        assert words[words.index("-n") + 1] == workers
+
+
 def test_a_run_that_succeeds_has_all_stages_and_sums_their_tests(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
