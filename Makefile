@@ -15,7 +15,10 @@ TORCH_SPEC := $(if $(filter nightly,$(TORCH)),"torch>=2.11.dev0",$(addprefix tor
 ifeq ($(TORCH)$(TORCH_INDEX),nightly)
 $(error TORCH=nightly needs TORCH_INDEX=, the index of nightly builds that torch's page of installation names)
 endif
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(addprefix --extra-index-url ,$(TORCH_INDEX))
+# Of the modules that pip would compile one after another, half a minute, most are never imported;
+# Python keeps what it compiles as it imports.
+PIP_INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check $(addprefix --extra-index-url ,$(TORCH_INDEX))
+unexport PYTHONDONTWRITEBYTECODE
 
 # make test FOLDERS="tests/plan tests/ops"; without it all folders
 FOLDERS ?=

@@ -7,10 +7,10 @@
 ``first`` has what fails for most changes that fail: linters, types, rules of the repository, counts
 of calls, sentences, documents. If it fails, nothing else runs. ``plain`` has the tests that need
 torch alone; ``machines`` those that start processes: ranks, compilers, the emulator, scripts, the
-site and the archives. Both have as many workers as there are cores, so that none is idle while the
-other runs, and ``machines`` one more: its tests wait for what they start. Each line that a job
-prints has its name; the log of each is kept until the end, where the failures and the seconds of
-each stage are.
+site and the archives. Side by side, ``machines``, which takes longer and whose tests wait for what
+they start, has as many workers as there are cores, at least two, and ``plain`` half as many: with
+five workers on two cores a test took a quarter more of a core. Each line that a job prints has its
+name; the log of each is kept until the end, where the failures and the seconds of each stage are.
 """
 
 from __future__ import annotations
@@ -113,6 +113,11 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def workers_side_by_side() -> dict[str, str]:
+    """The numbers of workers of the two jobs that share the cores."""
+    return {"plain": str(max(1, cores() // 2)), "machines": str(max(2, cores()))}
+
+
 @dataclass
 class Command:
     """A program that runs beside others; its lines are printed as they come, with its name."""
@@ -186,9 +191,8 @@ class Runner:
             for words in LINTERS
         ]
 
-    def tests(self, name: str, places: Sequence[str]) -> Command:
-        """A command that runs tests, on as many workers as there are cores, or one more."""
-        workers = str(cores() + 1) if name == "machines" else "auto"
+    def tests(self, name: str, places: Sequence[str], workers: str = "auto") -> Command:
+        """A command that runs tests; by default on as many workers as there are cores."""
         words = [sys.executable, "-m", "pytest", "-n", workers, "--dist", "worksteal"]
         return self._command(name, [*words, *self.options, *places])
 
@@ -197,6 +201,9 @@ class Runner:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         # Some hundred processes would compile each module that they import, and each test file.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        # Clones on one machine share what mypy knows: it compares files by their contents.
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        environment.setdefault("MYPY_CACHE_DIR", str(Path(base, "fuser-mypy")))
         return Command(name, words, environment, log)
 
     def side_by_side(self, commands: Sequence[Command]) -> bool:
@@ -268,7 +275,10 @@ def run(runner: Runner, stage: str | None, folders: Sequence[str]) -> int:
             print("\nThe first stage failed: the other tests did not run.")
             return runner.summary()
     jobs = [name for name in STAGES[1:] if stage in (None, name)]
-    runner.side_by_side([runner.tests(name, files_of(name)) for name in jobs])
+    workers = workers_side_by_side() if len(jobs) > 1 else {}
+    runner.side_by_side(
+        [runner.tests(name, files_of(name), workers.get(name, "auto")) for name in jobs]
+    )
     return runner.summary()
 
 

@@ -289,6 +289,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(run, "PRELOADED", ("pytest",))
     monkeypatch.setattr(run, "OF_PLUGINS", ())
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    # Not the thousands of kernels that the emulator has compiled on this machine.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return root
 
 

@@ -27,11 +27,13 @@ class Given(Runner):
     def __init__(self, logs: Path, programs: dict[str, str]) -> None:
         super().__init__(logs, ())
         self.programs = programs
+        self.workers: dict[str, str] = {}
 
     def linters(self) -> list[Command]:
-        return [self.tests("lint", ())]
+        return [self.tests("lint", (), "1")]
 
-    def tests(self, name: str, places: object) -> Command:
+    def tests(self, name: str, places: object, workers: str = "auto") -> Command:
+        self.workers[name] = workers
         words = [sys.executable, "-c", self.programs.get(name, GOOD)]
         return Command(name, words, dict(os.environ), self.logs / f"{name}.log")
 
@@ -79,14 +81,37 @@ def test_files_that_start_processes_are_in_the_stage_of_machines(path: str, stag
     assert stages.stage_of(path) == stage
 
 
-def test_the_job_whose_tests_wait_has_a_worker_more_than_this_process_may_use_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("used", "workers"), [({4}, ("1", "2")), ({4, 9}, ("1", "2")), (set(range(7)), ("3", "7"))]
+)
+def test_jobs_side_by_side_have_workers_for_the_cores_that_this_process_may_use(
+    used: set[int], workers: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages.os, "sched_getaffinity", lambda process: {4, 9, 11}, raising=False)
-    runner = stages.Runner(tmp_path, [])
-    for name, workers in (("plain", "auto"), ("machines", "4")):
-        words = list(runner.tests(name, ["tests/plan"]).words)
-        assert words[words.index("-n") + 1] == workers
+    monkeypatch.setattr(stages.os, "sched_getaffinity", lambda process: used, raising=False)
+    runner = Given(tmp_path, {})
+    assert stages.run(runner, None, ()) == 0
+    assert runner.workers == dict(
+        zip(("plain", "machines"), workers, strict=True), first="auto", lint="1"
+    )
+    assert stages.run(runner, "plain", ()) == 0
+    assert runner.workers["plain"] == "auto"  # alone
+
+
+def test_a_command_of_tests_has_the_workers_that_it_is_given(tmp_path: Path) -> None:
+    runner = Runner(tmp_path, ["--full"])
+    for given, words in (((), ["-n", "auto"]), (("3",), ["-n", "3"])):
+        command = runner.tests("plain", ["tests/plan"], *given)
+        assert list(command.words[1:5]) == ["-m", "pytest", *words]
+        assert list(command.words[-2:]) == ["--full", "tests/plan"]
+
+
+def test_clones_share_what_mypy_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MYPY_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine"))
+    for command in Runner(tmp_path, ()).linters():
+        assert command.environment["MYPY_CACHE_DIR"] == str(tmp_path / "machine" / "fuser-mypy")
+    monkeypatch.setenv("MYPY_CACHE_DIR", "another")
+    assert Runner(tmp_path, ()).linters()[0].environment["MYPY_CACHE_DIR"] == "another"
 
 
 def test_a_run_that_succeeds_has_all_stages_and_sums_their_tests(
