@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import linecache
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 _numbers = itertools.count()
+_living: Counter[str] = Counter()
+"""How many functions there are of each file's name."""
 
 
 class SourceCode:
@@ -56,16 +61,31 @@ def compiled(source: str, stem: str, globals_: dict[str, Any]) -> dict[str, Call
     """The functions that ``source`` defines, by name; their only globals are ``globals_``.
 
     Tracebacks show their lines under the name ``<fuser stem n>``, as long as
-    the functions live.
+    the functions live. Equal sources have one name: equal blocks are compiled once.
     """
-    filename = f"<fuser {stem} {next(_numbers)}>"
+    code = _code(source, stem)
+    filename = code.co_filename
     given = set(globals_)
-    exec(compile(source, filename, "exec"), globals_)
+    exec(code, globals_)
     # Popped, because a function in its own globals is a reference cycle.
     functions = {
         name: globals_.pop(name) for name in set(globals_) - given if name != "__builtins__"
     }
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     for function in functions.values():
-        weakref.finalize(function, linecache.cache.pop, filename, None)
+        _living[filename] += 1
+        weakref.finalize(function, _forget, filename)
     return functions
+
+
+@functools.lru_cache(maxsize=256)
+def _code(source: str, stem: str) -> CodeType:
+    return compile(source, f"<fuser {stem} {next(_numbers)}>", "exec")
+
+
+def _forget(filename: str) -> None:
+    """One function of a file has gone; with the last of them tracebacks lose its lines."""
+    _living[filename] -= 1
+    if _living[filename] <= 0:
+        del _living[filename]
+        linecache.cache.pop(filename, None)

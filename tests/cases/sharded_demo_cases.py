@@ -123,19 +123,34 @@ def train(flags: dict[str, Any], options: Any, dies_at: int | None = None) -> An
     return train_lm.train("fuser", model, corpus(), options, Silent(dies_at), ranks=ranks)
 
 
+@functools.cache
+def gradients_alone(alone: Any) -> dict[str, torch.Tensor]:
+    """Of one process, whose options several modes share."""
+    return gradients(*made(flags_of(alone), alone), alone)
+
+
+@functools.cache
+def run_alone(alone: Any) -> Any:
+    return train(flags_of(alone), alone)
+
+
+def flags_of(options: Any) -> dict[str, Any]:
+    """What :func:`script_of` asks of flags."""
+    return EXPERTS if hasattr(options, "experts") else {}
+
+
 def agrees_with_one_process(flags: dict[str, Any]) -> None:
     options, alone = options_of(flags), options_alone(flags)
     is_exact = options.recipe == "none"
-    found, expected = (gradients(*made(flags, o), o) for o in (options, alone))
+    found, expected = gradients(*made(flags, options), options), gradients_alone(alone)
     assert found.keys() == expected.keys()
     unquantized = expected
     if not is_exact:
-        options_unquantized = replace(alone, recipe="none")
-        unquantized = gradients(*made(flags, options_unquantized), options_unquantized)
+        unquantized = gradients_alone(replace(alone, recipe="none"))
     for name, value in unquantized.items():
         error, usual = (relative_error(of[name], value) for of in (found, expected))
         assert error < EXACT + NEARLY * usual, (name, error, usual)
-    run, reference = train(flags, options), train(flags, alone)
+    run, reference = train(flags, options), run_alone(alone)
     limit = LOSS if is_exact else LOSS_QUANTIZED
     assert run.losses == pytest.approx(reference.losses, abs=limit)
     assert list(run.validation) == list(reference.validation)

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fuser
 from fuser.op import BasicOperation, FusedOperation, OperationContext
+from fuser.source import SourceCode
 from fuser.specs import TensorSpec
 
 aten = torch.ops.aten
@@ -1443,6 +1444,24 @@ def test_a_traceback_shows_the_source_of_the_plan_that_ran() -> None:
         }
         source = linecache.getlines(code.co_filename)
         assert sum("# GELU" in line for line in source) == 2 * count
+
+
+def test_equal_sources_are_compiled_once_and_shown_until_the_last_function_goes() -> None:
+    def made(value: int) -> Any:
+        src = SourceCode(value=value)
+        with src.block("def twice():"):
+            src.add("return 2 * value")
+        return src.functions("example")["twice"]
+
+    one, other = made(1), made(2)
+    assert (one(), other()) == (2, 4)
+    assert one.__code__ is other.__code__
+    filename = one.__code__.co_filename
+    del one
+    assert "return 2 * value" in "".join(linecache.getlines(filename))
+    del other
+    assert not linecache.getlines(filename)
+    assert made(3)() == 6
 
 
 def test_a_dropped_plan_frees_its_generated_source() -> None:
