@@ -147,15 +147,15 @@ def test_a_table_a_csv_and_a_chart_come_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "memory_cpu.csv"
-    names = ["current", "nvfp4"]
-    memory.main([*TINY, "--recipes", *names, "--out", str(out)])
+    recipes = ["current", "nvfp4"]
+    memory.main([*TINY, "--recipes", *recipes, "--out", str(out)])
     printed = capsys.readouterr().out
     assert "every allocation and free of torch's CPU allocator" in printed
     assert "at most 0.66 of what bf16 holds until backward if everything is kept: " in printed
     assert "with quantized parameters the peak is below that of bf16: " in printed
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == len(list(memory.cases(names))) > 10
+    assert len(rows) == len(list(memory.cases(recipes))) > 10
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     for row in rows:
         names = f"{row['recipe']:<8}{row['override']:<16}{row['parameters']}"
