@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -32,6 +32,7 @@ from fuser.torch_private import (
     is_composite,
     is_profiler_enabled,
     scaled_mm,
+    schema_of,
 )
 from fuser.wrapper_tensor import WrapperTensor
 
@@ -181,6 +182,12 @@ class LaunchSequence:
     def made_from(self) -> int:
         """The place of the first tensor that the actions make."""
         return self.count + len(self.constants)
+
+    def returns(self, result: Any) -> None:
+        """Set the result, with slots in place of tensors; it may show what was not recorded."""
+        self.result = result
+        if reads_unwritten(self.actions, result):
+            self.refusal = self.refusal or "it reads memory that neither torch nor fuser wrote"
 
     @property
     def is_complete(self) -> bool:
@@ -442,7 +449,7 @@ class LaunchSequence:
                     first.append(action)
                 elif leaving.intersection(p for p in action.places if p is not None) <= known:
                     others.append(action)  # it returns an argument
-                elif action.function not in _OUT or action.made is None:
+                elif action.made is None:
                     return actions, f"what {action.function} returns leaves it"
                 else:
                     (place,) = action.places
@@ -655,7 +662,7 @@ def _call(src: SourceCode, number: int, action: TorchCall, stem: str = "call") -
         # ``_op`` is the call without Python's wrapper around it.
         found = _FUNCTIONS.get(function, function._op)
         if "out" in kwargs:
-            found = _OUT.get(function, found)
+            found = out_of(function) or found
         if function is torch.ops.fuser.multiply.default:
             found = cublaslt.Repeated()
         callee = src.bind(f"{stem}_{number}", found)
@@ -747,6 +754,29 @@ def _with_views_at_once(actions: Sequence[Action], returned: set[int]) -> list[A
         if number not in gone:
             found.append(action)
     return found
+
+
+def reads_unwritten(actions: Iterable[Action], result: Any) -> bool:
+    """Whether memory is read, or leaves in ``result``, that no action has written.
+
+    Then something else has, such as a kernel that a user's op launches by other means.
+    """
+    unwritten: set[int] = set()
+    bases: dict[int, int] = {}
+    for action in actions:
+        if type(action) is Allocation and not action.is_zeroed and action.layout.nbytes:
+            bases[action.place] = action.place
+            unwritten.add(action.place)
+            continue
+        touched = {bases[place] for place in _touched(action) if place in bases} & unwritten
+        if type(action) is TorchCall and touched:
+            if action.function.is_view:
+                bases |= {place: min(touched) for place in action.places if place is not None}
+                continue
+            if not schema_of(action.function).is_mutable:
+                return True
+        unwritten -= touched
+    return any(bases.get(place) in unwritten for place in _places(result))
 
 
 def _read_as_tensors(action: Action) -> set[int]:
@@ -994,7 +1024,7 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _REORDERING and made is not args[0] and made.data_ptr() == args[0].data_ptr():
             view = _dense(made)
         own = None
-        if func in _OUT and _fills_its_memory(made):
+        if not func.is_view and out_of(func) is not None and _fills_its_memory(made):
             own = _dense(made)
         self.sequence.actions.append(
             TorchCall(func, *given, tuple(places), isinstance(made, (tuple, list)), view, own)
@@ -1134,7 +1164,7 @@ _FUNCTIONS = {
     _aten.mul.Tensor: torch.mul,
     _aten.sum.dim_IntList: torch.sum,
 }
-# The same with their result in memory that is given: calls whose result may leave a CUDA graph.
+# The same with their result in memory that is given, and others by their fastest names.
 _OUT: dict[Any, Callable[..., Any]] = {
     _aten.mm.default: torch.mm,
     _aten.addmm.default: torch.addmm,
@@ -1147,5 +1177,27 @@ _OUT: dict[Any, Callable[..., Any]] = {
     _aten.clone.default: torch.clone,
     _aten._to_copy.default: _aten._to_copy.default,
 }
+
+
+@cache
+def out_of(function: Any) -> Callable[..., Any] | None:
+    """What writes the result of an operation into ``out``; None if there is no such form.
+
+    The result of a call may leave a CUDA graph if there is one.
+    """
+    if function in _OUT:
+        return _OUT[function]
+    given = [(each.name, str(each.type)) for each in schema_of(function).arguments]
+    packet = function.overloadpacket
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        arguments = schema_of(overload).arguments
+        outs = [each.name for each in arguments if each.is_out]
+        others = [(each.name, str(each.type)) for each in arguments if not each.is_out]
+        if outs == ["out"] and others == given:
+            written: Callable[..., Any] = overload
+            return written
+    return None
+
+
 _COPIES = frozenset((_aten.clone.default, _aten._to_copy.default))
 _SEEDED = torch.Tag.nondeterministic_seeded

@@ -72,7 +72,11 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     can_round_input: bool = False
     """Whether the op can save its main input in FP8, if the plan says so."""
     is_recordable: bool = True
-    """Whether the op's passes do nothing that a recording would not repeat, such as queueing."""
+    """Whether the op's passes do nothing that a recording would not repeat, such as queueing.
+
+    A class of a user says so by setting it: then dtypes, shapes, strides and attributes of the op
+    decide what its passes call, values do not, and they have no effect but their results. A
+    pipeline with the op is then recorded, and on a GPU replayed as a CUDA graph."""
     accumulates_into_main_grad: bool = False
     """Whether backward adds gradients of the op's first parameters to their ``main_grad``."""
     main_grad_count: int = 1

@@ -82,14 +82,24 @@ Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 def refusal_of(op: FusibleOperation) -> str | None:
-    """Why the steps of an op are not recorded; None if they are fuser's, and layouts decide all."""
-    if type(op).__module__.partition(".")[0] != "fuser" or op.has_own_methods():
-        return f"{type(op).__name__} runs code that is not fuser's"
+    """Why the steps of an op are not recorded; None if layouts decide all that they do.
+
+    Fuser's own say it. Those of a user do if a class of the user's sets ``is_recordable``.
+    """
+    name = type(op).__name__
+    if op.has_own_methods():
+        return f"{name} has a method of its own, which was set on the object"
+    of_user = [cls for cls in type(op).__mro__ if cls.__module__.partition(".")[0] != "fuser"]
+    is_external = of_user[0] is type(op)
+    if is_external and not any("is_recordable" in vars(cls) for cls in of_user):
+        return f"{name} runs code that is not fuser's, and does not say that is_recordable is True"
     if getattr(op, "is_recordable", True):
         return None
     if getattr(op, "delay_wgrad_compute", False):
-        return f"{type(op).__name__} leaves weight gradients to backward_dw"
-    return f"{type(op).__name__} reads a number of rows on the host"
+        return f"{name} leaves weight gradients to backward_dw"
+    if is_external:
+        return f"{name} says that is_recordable is {op.is_recordable}"
+    return f"{name} reads a number of rows on the host"
 
 
 def _refusal(recipe: Recipe | None, ops: Iterable[FusibleOperation]) -> str | None:
@@ -601,7 +611,7 @@ class RecordedForward:
                 parts = [_recorded_as(tensor, buffers, sequence) for tensor in as_list(made.made)]
                 is_list = isinstance(made.made, list)
                 recording.keeps.append(_Keeps(place, made.how, parts, is_list))
-        sequence.result = slotted((*kept, buffers) if recording.keeps else kept)
+        sequence.returns(slotted((*kept, buffers) if recording.keeps else kept))
         self.refusal = sequence.refusal
         if self.refusal is not None:
             return results
@@ -775,7 +785,7 @@ class RecordedForward:
             owns_inputs=True,
             pieces=pieces,
         )
-        sequence.result = slotted(result)
+        sequence.returns(slotted(result))
         sequence.drop_names()
         sequence.last_use = call
         self._backwards[layout] = sequence

@@ -9,6 +9,7 @@ import models
 import oracles
 import pytest
 import torch
+from recordable_op import Square, with_square
 from said import holds, said
 from torch.autograd import forward_ad
 
@@ -292,3 +293,33 @@ def test_parameters_are_made_on_the_gpu_by_default() -> None:
     assert not fuser.Linear(8, 8, device="cpu").weight.is_cuda
     deferred = fuser.Linear(8, 8, device="meta")
     assert deferred(torch.randn(2, 8, device="cuda")).is_cuda
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_users_op_that_says_so_is_in_the_graphs_of_its_pipeline(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = oracles.random_tensor((64, 32), torch.bfloat16, 1).to("cuda").requires_grad_()
+
+    def steps() -> tuple[fuser.Sequential, list[Any]]:
+        torch.manual_seed(1)
+        model, found = with_square("cuda"), []
+        for _ in range(8):
+            with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+                y = model(x)
+            y.backward(torch.ones_like(y))
+            tensors = (y, x.grad, *(p.grad for p in model.parameters()))
+            found.append([t.detach().double().flatten().tolist() for t in tensors])
+            del y, tensors
+            x.grad = None
+            model.zero_grad(set_to_none=True)
+        return model, found
+
+    model, found = steps()
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        texts = [note.text for note in model.plan(x).replays]
+    assert any(text.startswith("a CUDA graph in") for text in texts), texts
+    monkeypatch.setattr(Square, "is_recordable", False)
+    _, expected = steps()
+    assert found == expected

@@ -86,7 +86,7 @@ class Repeated:
         if self.sequence is None:
             run = functools.partial(self.function, *tensors)
             self.sequence, result, slotted = sequence.record(tensors, run)
-            self.sequence.result = slotted(result)
+            self.sequence.returns(slotted(result))
             return result
         if self.sequence.is_complete:
             return self.sequence.play(tensors)

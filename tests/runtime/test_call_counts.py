@@ -344,7 +344,7 @@ def experts(count: int) -> torch.nn.Module:
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     is_wgrad = b.dim() == 2
-    return a.new_empty(offs.shape[0], a.shape[0], b.shape[1]) if is_wgrad else a @ b[0]
+    return a.new_zeros(offs.shape[0], a.shape[0], b.shape[1]) if is_wgrad else a @ b[0]
 
 
 def every_call(call: Callable[[], Any]) -> int:

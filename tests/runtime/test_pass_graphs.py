@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from address_graphs import CpuCapturer, on_cpu_graphs
 from fresh import python
 from pipeline_kernels import on_kernels
+from recordable_op import Square, with_square
 from test_recorded import BF16, BLOCKS, MODELS, PAIRS, RECIPES, under
 
 import fuser
@@ -258,7 +259,11 @@ def test_a_plan_says_why_passes_are_no_graphs(
     class Own(fuser.RMSNorm):
         """Code of a user."""
 
-    reason = "step by step: Own runs code that is not fuser's"
+    reason = "step by step: Own runs code that is not fuser's, and does not say that is_recordable "
+    reason += "is True"
+    assert said(fuser.Sequential(Own(shape[-1], dtype=BF16)), shape) == [(None, reason)]
+    Own.is_recordable = False
+    reason = "step by step: Own says that is_recordable is False"
     assert said(fuser.Sequential(Own(shape[-1], dtype=BF16)), shape) == [(None, reason)]
     experts = fuser.GroupedLinear(2, 64, 64, bias=False, dtype=BF16, delay_wgrad_compute=True)
     x, sizes = torch.empty(8, 64, dtype=BF16, device="meta"), torch.tensor([4, 4])
@@ -270,6 +275,83 @@ def test_a_plan_says_why_passes_are_no_graphs(
     assert said(fuser.Sequential(fuser.RMSNorm(shape[-1], dtype=BF16)), shape) == [(None, reason)]
     custom = fuser.recipe.CustomRecipe(qfactory=lambda _: Float8CurrentScalingQuantizer())
     assert said(make(), shape, custom) == [(None, "step by step: the recipe is custom")]
+
+
+@pytest.mark.parametrize("recipe_name", RECIPES)
+def test_a_pipeline_with_a_users_op_that_says_so_is_replayed(
+    recipe_name: str, capturer: CpuCapturer, graphs: list[PassGraphs]
+) -> None:
+    recipe, shape = RECIPES[recipe_name], (64, 32)
+
+    def run() -> list[Any]:
+        steps = Steps(with_square(), shape, recipe)
+        found = []
+        for number in range(STEPS):
+            if number == STEPS - 1:
+                steps.model[3].scale.data.fill_(0.5)
+            found.append(steps.run(number))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Square, "is_recordable", False)
+        expected = run()
+    assert not capturer.captures
+    assert run() == expected
+    assert capturer.captures >= 2
+    assert sum(each.hits for each in graphs) >= len(graphs) * STEPS // 3
+
+
+def test_what_a_users_op_does_unseen_is_not_repeated() -> None:
+    """Values that are read on the host, tensors from elsewhere, writes of a foreign kernel."""
+
+    def reads_value(x: torch.Tensor) -> torch.Tensor:
+        return x * x.float().abs().max().item()
+
+    elsewhere = torch.full((32,), 2.0, dtype=BF16)
+
+    def written_by_others(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        y.numpy(force=True) if x.dtype is not BF16 else y.view(torch.int16).numpy().fill(16256)
+        return y
+
+    def read_after(x: torch.Tensor) -> torch.Tensor:
+        return written_by_others(x) + x
+
+    functions = {
+        reads_value: "aten._local_scalar_dense.default reads values",
+        elsewhere.mul: "it reads or returns a tensor that is neither an input nor its own",
+        written_by_others: "it reads memory that neither torch nor fuser wrote",
+        read_after: "it reads memory that neither torch nor fuser wrote",
+    }
+    for function, reason in functions.items():
+
+        class Own(fuser.BasicOperation):
+            is_recordable = True
+
+            def op_forward(self, ctx: Any, input_: Any, **_: Any) -> Any:
+                return function(input_)  # noqa: B023
+
+        model = fuser.Sequential(fuser.GELU(), Own())
+        with torch.no_grad():
+            for _ in range(4):
+                x = torch.randn(8, 32, dtype=BF16)
+                assert torch.equal(model(x), function(fuser.GELU()(x)))
+        (note,) = model.plan(x).replays
+        assert note.text == f"step by step: {reason}"
+
+
+def test_a_form_with_out_has_the_arguments_of_its_operation() -> None:
+    aten = torch.ops.aten
+    found = {
+        aten.sum.default: aten.sum.out,
+        aten.sum.dim_IntList: torch.sum,
+        aten.sigmoid.default: aten.sigmoid.out,
+        aten.mul.Scalar: aten.mul.Scalar_out,
+        aten.where.self: aten.where.self_out,
+        aten.native_layer_norm.default: None,  # of three results
+        aten.randint.default: None,
+    }
+    assert {function: sequence.out_of(function) for function in found} == found
 
 
 def test_a_pass_whose_capture_fails_is_played_and_says_why(
