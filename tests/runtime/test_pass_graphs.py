@@ -301,6 +301,38 @@ def test_a_pipeline_with_a_users_op_that_says_so_is_replayed(
     assert sum(each.hits for each in graphs) >= len(graphs) * STEPS // 3
 
 
+class SquareBias(fuser.FusedOperation):
+    """A user's fusion: Square and a bias in one pass."""
+
+    window = (Square, fuser.Bias)
+    side = "forward"
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Any, **_: Any) -> Any:
+        square, bias = self.basic_ops
+        basic_op_ctxs[0].save_for_backward(input_, square.scale)
+        return torch.addcmul(bias.bias, input_, input_), [(), ()]
+
+
+def test_a_users_fusion_says_so_too(capturer: CpuCapturer, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, fusions = (64, 32), (*fuser.FUSIONS, SquareBias)
+
+    def run() -> tuple[list[Any], set[str]]:
+        torch.manual_seed(0)
+        ops = (fuser.Linear(32, 32, dtype=BF16), Square(), fuser.Bias(32, dtype=BF16))
+        model = fuser.Sequential(*ops, fuser.Linear(32, 32, dtype=BF16), fusions=fusions)
+        steps = Steps(model, shape, None)
+        found = [steps.run(number) for number in range(STEPS)]
+        assert "SquareBias" in {step.fusion for step in model.plan(steps.x).forward}
+        return found, {text for _, text in said(model, shape)}
+
+    expected, texts = run()
+    assert texts == {"step by step: a fusion is not fuser's, or it is cut"}
+    monkeypatch.setattr(SquareBias, "is_recordable", True, raising=False)
+    found, texts = run()
+    assert found == expected
+    assert all(text.startswith("a CUDA graph in") for text in texts), texts
+
+
 def test_what_a_users_op_does_unseen_is_not_repeated() -> None:
     """Values that are read on the host, tensors from elsewhere, writes of a foreign kernel."""
 
