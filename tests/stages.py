@@ -9,8 +9,9 @@ of calls, sentences, documents. If it fails, nothing else runs. ``plain`` has th
 torch alone; ``machines`` those that start processes: ranks, compilers, the emulator, scripts, the
 site and the archives. Side by side, ``machines``, which takes longer and whose tests wait for what
 they start, has as many workers as there are cores, at least two, and ``plain`` half as many: with
-five workers on two cores a test took a quarter more of a core. Each line that a job prints has its
-name; the log of each is kept until the end, where the failures and the seconds of each stage are.
+five workers on two cores ``machines`` took an eighth more CPU than with three. Each line that a job
+prints has its name; the log of each is kept until the end, where the failures and the seconds of
+each stage are.
 """
 
 from __future__ import annotations
