@@ -322,9 +322,14 @@ def measured(case: str, run: Run, rounds: int, device: str) -> list[dict[str, An
 
 def described(result: Result) -> dict[str, Any]:
     if isinstance(result, Timing):
-        times = {"ms": result.median, "ms 20%": result.p20, "ms 80%": result.p80}
+        times = {
+            "ms": result.median,
+            "ms 20%": result.p20,
+            "ms 80%": result.p80,
+            "host ms": result.host,
+        }
         return {name: f"{1e3 * t:.4g}" for name, t in times.items()} | {"failure": ""}
-    return {"ms": "", "ms 20%": "", "ms 80%": "", "failure": result.reason}
+    return {"ms": "", "ms 20%": "", "ms 80%": "", "host ms": "", "failure": result.reason}
 
 
 def megabytes(count: int | None) -> str:

@@ -333,7 +333,8 @@ class LaunchSequence:
         is_driver = type(launch.backend) is launch.LaunchBackend
         code: _DriverCode | _BackendCode = _BackendCode()
         place: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        tensors = [tensor for tensor in (*inputs, *self.constants) if tensor is not None]
+        # Inputs are process groups, too.
+        tensors = [one for one in (*inputs, *self.constants) if isinstance(one, torch.Tensor)]
         result = self.result
         if is_packed:
             result, actions = self._packed_result, self._into_pieces(actions, tensors[0].device)
