@@ -23,8 +23,10 @@ MOST_LAYOUTS = 64
 Parameters = Sequence[torch.Tensor]
 
 # What a quantized tensor may refer to besides its buffers: a recording would not get it.
-_REFERENCES = ("_view_of", "_source", "_sharding", "_gathering", "_observation")
+_REFERENCES = ("_view_of", "_source", "_sharding", "_observation")
 _IS_NONE = (None,) * len(_REFERENCES)
+# Of a gathered one: ops ask which copies are in memory, and give the shard a quantizer.
+_OF_GATHERED = ("_gathering.held", "_gathering.recipe", "_gathering.quantizer")
 
 
 class QuantizedFacts(NamedTuple):
@@ -32,7 +34,7 @@ class QuantizedFacts(NamedTuple):
 
     kind: type[QuantizedTensor]
     names: tuple[str, ...]
-    """The buffers that it has."""
+    """The buffers that it has; of a gathered one those in memory."""
     others: tuple[str, ...]
     """The attributes that are not buffers of it: quantizer, references, and missing buffers."""
     values: tuple[object, ...]
@@ -40,7 +42,10 @@ class QuantizedFacts(NamedTuple):
 
     @classmethod
     def of(cls, parameter: QuantizedTensor) -> QuantizedFacts | None:
-        """None if its class or its quantizer is a user's, or if it refers to other tensors."""
+        """None if its class or its quantizer is a user's, or if it refers to other tensors.
+
+        And if it is gathered, and nothing of it is in memory.
+        """
         kind = type(parameter)
         if not (_is_own(kind) and _has_own_parts(parameter._quantizer)):
             return None
@@ -48,8 +53,12 @@ class QuantizedFacts(NamedTuple):
             return None
         names = tuple(name for name, each in parameter.buffers().items() if each is not None)
         missing = (name for name in kind.buffer_names if name not in names)
-        others = ("_quantizer", "_is_read_only", *_REFERENCES, *missing)
-        return cls(kind, names, others, _getter(others)(parameter))
+        others = ("_quantizer", "_is_read_only", *_REFERENCES, "_gathering", *missing)
+        if parameter._gathering is not None:
+            others += _OF_GATHERED
+            held = parameter._gathering.held
+            names = tuple(name for name in names if name in held)
+        return cls(kind, names, others, _getter(others)(parameter)) if names else None
 
 
 Quantized = Sequence[tuple[int, QuantizedFacts]]

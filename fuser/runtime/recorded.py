@@ -8,11 +8,12 @@ communicate.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -56,9 +57,10 @@ from fuser.runtime.known_parameters import (
     buffers_reader,
     tensor_guard,
 )
-from fuser.runtime.saved_tensors import Part, put_together, saved_as, tensor_of
+from fuser.runtime.saved_tensors import Part, saved_as, tensor_of
 from fuser.source import SourceCode
 from fuser.tensors import Float8Quantizer, QuantizedTensor
+from fuser.tensors.base import USAGES, note_backward_read
 from fuser.torch_private import (
     dispatch_modes,
     is_any_autocast_enabled,
@@ -406,9 +408,13 @@ class _Keeps(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """In place of a quantized parameter in a context: its number among those of the call."""
+    """In place of a quantized parameter in a context: its number among those of the call.
+
+    Or in place of a saved copy of a gathered one, which is in other memory by the backward.
+    """
 
     number: int
+    usage: str | None = None
 
 
 class _Read(NamedTuple):
@@ -418,7 +424,9 @@ class _Read(NamedTuple):
     """The inputs: ``.data`` may give them another layout."""
     buffers_of: BuffersOf | None
     """Reads the buffers of quantized parameters, which are after those that contexts hold and are
-    counted too; None if there are none."""
+    counted too; None if there are none, or if some are gathered."""
+    again: tuple[int, ...] = ()
+    """The numbers of quantized parameters if some are gathered, whose memory is another then."""
 
 
 class _Recording(NamedTuple):
@@ -430,7 +438,7 @@ class _Recording(NamedTuple):
     keeps: list[_Keeps]
     """The weights that it keeps for other microbatches."""
     contexts: Sequence[tuple[type[OperationContext], dict[str, Any]]] = ()
-    saved: Sequence[Part] = ()
+    saved: Sequence[Part | _Given] = ()
     """How to make each saved tensor from those that the forward saves."""
     kept: tuple[int, ...] = ()
     """Of those, the ones that are no piece of another; the last that the sequence returns has the
@@ -446,6 +454,8 @@ class _Recording(NamedTuple):
     """The ops whose contexts hold versions, with their owners, and what picks their tensors."""
     given: Sequence[int] = ()
     """The places of the quantized parameters that contexts hold."""
+    noted: Sequence[tuple[int, str]] = ()
+    """The copies of gathered parameters that its backward reads, with their places."""
 
     def packed(self, saved: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The saved tensors of the call that is recorded, as those of a repetition."""
@@ -514,6 +524,8 @@ class RecordedForward:
             return self._record(tensors, keywords, groups, lambda: forward(*args))
         if known.used:
             note_uses(known.used)
+        for place, usage in known.noted:
+            note_backward_read(tensors[place], usage)
         inputs = (*tensors, *groups) if groups else tensors
         is_packed = (
             bool(known.sequence.pieces)
@@ -564,7 +576,8 @@ class RecordedForward:
     ) -> tuple[Any, ...]:
         """The results of ``forward``, as :meth:`run` returns them, which is recorded."""
         versions: dict[int, Versions] = {}
-        with noting_uses() as used:
+        quantized = {id(tensors[1 + at]): (1 + at, f) for at, f in self._parameters.quantized}
+        with noting_uses() as used, _noting_reads(tensors, quantized) as noted:
             sequence, results, slotted = record(
                 tensors,
                 forward,
@@ -575,7 +588,7 @@ class RecordedForward:
             )
         output, produced, *rest = results
         kept: tuple[Any, ...] = (output, produced)
-        recording = _Recording(sequence, list(dict.fromkeys(used)), [])
+        recording = _Recording(sequence, list(dict.fromkeys(used)), [], noted=noted)
         if type(output) is not torch.Tensor:
             sequence.refusal = f"the output is a {type(output).__name__}"
         if any(vars(tensor) for tensor in produced if tensor is not None):
@@ -585,7 +598,6 @@ class RecordedForward:
             values = [dict(context.__dict__) for context in contexts]
             versions = {i: v.pop("versions") for i, v in enumerate(values) if "versions" in v}
             held: list[torch.Tensor] = []
-            quantized = {id(tensors[1 + at]): (1 + at, f) for at, f in self._parameters.quantized}
             given: list[int] = []
             values = [
                 {name: _without(value, quantized, given) for name, value in each.items()}
@@ -593,7 +605,11 @@ class RecordedForward:
             ]
             recording = recording._replace(
                 contexts=list(zip(map(type, contexts), values, strict=True)),
-                saved=[_recorded_as(tensor, held, sequence, quantized) for tensor in to_save],
+                saved=[
+                    _copy_of_gathered(tensor, tensors, quantized, given)
+                    or _recorded_as(tensor, held, sequence, quantized)
+                    for tensor in to_save
+                ],
                 given=given,
                 ends=ends,
                 specs=specs,
@@ -654,8 +670,14 @@ class RecordedForward:
         later = [
             (n if n < first else first + kept.index(n - first), facts) for n, facts in read_back
         ]
-        whole, last = (buffers_reader(row) if row else None for row in (read_back, later))
-        read = _Read(inputs, whole), _Read(tuple(map(kept.index, inputs)), last)
+        is_gathered = any("_gathering.held" in facts.others for _, facts in read_back)
+
+        def read_of(inputs: tuple[int, ...], pairs: list[tuple[int, QuantizedFacts]]) -> _Read:
+            if is_gathered:
+                return _Read(inputs, None, tuple(number for number, _ in pairs))
+            return _Read(inputs, buffers_reader(pairs) if pairs else None)
+
+        read = read_of(inputs, read_back), read_of(tuple(map(kept.index, inputs)), later)
         return recording._replace(kept=kept, saved_count=len(held), read=read)
 
     # -- backward -------------------------------------------------------------
@@ -719,14 +741,17 @@ class RecordedForward:
         read = recording.read[is_packed]
         found = layout = None
         buffers: list[Any] | None = []
+        facts: Hashable = None
         if read.buffers_of is not None:  # None if one is quantized otherwise since the forward
             buffers = read.buffers_of([*given, *saved])
+        elif read.again:
+            buffers, facts = _read_again([([*given, *saved])[number] for number in read.again])
         if launch.recording.listener is None and not is_part and buffers is not None:
             tensors = [*grads, *[saved[i] for i in read.inputs]]
             layout = _reader_of(len(tensors))(tensors)
             if buffers and layout is not None:
                 of_buffers = self._layout_of(buffers)
-                layout = None if of_buffers is None else (layout, of_buffers)
+                layout = None if of_buffers is None else (layout, of_buffers, facts)
             del tensors
         if layout is not None:
             autocast = is_any_autocast_enabled() and autocast_dtype(dx.device.type)
@@ -768,7 +793,7 @@ class RecordedForward:
                 for tensor, piece in zip(apart, recording.sequence.pieces, strict=True)
             ]
             del apart
-        held = [put_together(recording.saved, whole)]
+        held = [tuple([_saved(each, whole, given) for each in recording.saved])]
         saved.clear()
         del whole
         args = (contexts, held, recording.ends, dx, grad_extras, recording.specs)
@@ -807,6 +832,84 @@ def _recorded_as(
     if isinstance(saved, int) and isinstance(tensor, QuantizedTensor) and not is_input:
         sequence.refusal = sequence.refusal or f"it saves {tensor}, which refers to another"
     return saved
+
+
+def _copy_of_gathered(
+    tensor: torch.Tensor | None,
+    tensors: Tensors,
+    quantized: Mapping[int, tuple[int, QuantizedFacts]],
+    given: list[int],
+) -> _Given | None:
+    """A saved copy of a gathered parameter, whose place is added to ``given``; else None."""
+    gathering = getattr(tensor, "_gathering", None)
+    if gathering is None or id(tensor) in quantized:
+        return None
+    assert isinstance(tensor, QuantizedTensor)
+    own = {name: buffer for name, buffer in tensor.buffers().items() if buffer is not None}
+    for place, _ in quantized.values():
+        parameter: Any = tensors[place]
+        if parameter._gathering is gathering and tensor._view_of is None:
+            for usage in USAGES:
+                alias = parameter.with_usage(usage) if parameter._has(usage) else None
+                if alias is not None and _are_same(alias.buffers(), own):
+                    if place not in given:
+                        given.append(place)
+                    return _Given(given.index(place), usage)
+    return None
+
+
+def _are_same(
+    buffers: Mapping[str, torch.Tensor | None], others: Mapping[str, torch.Tensor]
+) -> bool:
+    held = {name: id(buffer) for name, buffer in buffers.items() if buffer is not None}
+    return held == {name: id(buffer) for name, buffer in others.items()}
+
+
+def _saved(part: Part | _Given, held: Sequence[torch.Tensor], given: Sequence[Any]) -> Any:
+    """A saved tensor, from those of a call and the parameters that it was given."""
+    if isinstance(part, _Given):
+        return given[part.number].with_usage(part.usage)
+    return tensor_of(part, held)
+
+
+@contextlib.contextmanager
+def _noting_reads(
+    tensors: Tensors, quantized: Mapping[int, tuple[int, QuantizedFacts]]
+) -> Iterator[list[tuple[int, str]]]:
+    """Yield a list that gets the reads of gathered parameters that a forward notes inside."""
+    noted: list[tuple[int, str]] = []
+    gathered = [
+        (place, tensors[place]._gathering.backward_reads)  # type: ignore[union-attr]
+        for place, facts in quantized.values()
+        if "_gathering.held" in facts.others
+    ]
+    before = [set(reads) for _, reads in gathered]
+    for _, reads in gathered:
+        reads.clear()
+    try:
+        yield noted
+    finally:
+        for (place, reads), others in zip(gathered, before, strict=True):
+            noted += [(place, usage) for usage in sorted(reads)]
+            reads |= others
+
+
+def _read_again(
+    parameters: Sequence[QuantizedTensor],
+) -> tuple[list[torch.Tensor] | None, Hashable]:
+    """At the start of a backward: the buffers of quantized parameters, some gathered, and facts.
+
+    A gathered one first gets the copies that are read. None if it lacks one even so.
+    """
+    gatherings = [one._gathering for one in parameters if one._gathering is not None]
+    for gathering in gatherings:
+        if "columnwise" in gathering.backward_reads:
+            gathering.complete("columnwise")
+    facts = [QuantizedFacts.of(parameter) for parameter in parameters]
+    if None in facts or any(gathering.lacks_columns() for gathering in gatherings):
+        return None, None
+    named = zip(parameters, facts, strict=True)
+    return [getattr(one, name) for one, about in named for name in about.names], tuple(facts)  # type: ignore[union-attr]
 
 
 def _without(

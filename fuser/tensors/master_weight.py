@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -187,6 +188,11 @@ class MasterWeight(torch.Tensor):
         """The whole quantized weight, for ``fully_shard``."""
         shard, sent = metadata
         return shard.fsdp_post_all_gather(all_gather_outputs, sent, param_dtype, out=out)
+
+
+MasterWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    MasterWeight.fsdp_pre_all_gather
+)
 
 
 def _quantize(weight: MasterWeight, gathered: Gathered, *, is_backward: bool) -> None:

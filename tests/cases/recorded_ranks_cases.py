@@ -13,14 +13,19 @@ import oracles
 import pytest
 import torch
 import torch.distributed as dist
+from address_graphs import on_cpu_graphs
 from on_torch import use_torch, without_recordings
 from one_launch_experts import in_one_launch
-from ranks import RANKS, part
+from ranks import RANKS, device_type, part
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import fuser
 from fuser import recipe as recipes
 from fuser.communication import collectives
 from fuser.runtime import recorded
+from fuser.tensors import gathering
 
 BF16 = torch.bfloat16
 HIDDEN, TOKENS, STEPS = 128, 256, 8
@@ -110,8 +115,7 @@ def compared(
     for is_recorded in (True, False):
         own, own_recipe, each_step = copy.deepcopy(model), recipe(), []
         with contextlib.ExitStack() as stack:
-            if not is_recorded:
-                stack.enter_context(without_recordings())
+            stack.enter_context(on_cpu_graphs() if is_recorded else without_recordings())
             played = stack.enter_context(counted("replays"))
             collected = stack.enter_context(counted("collectives"))
             for number in range(STEPS):
@@ -253,6 +257,120 @@ def ranks_that_differ(rank: int) -> dict[str, Any]:
         return {"error": str(error.value)}
 
 
+def dense() -> fuser.Sequential:
+    return fuser.Sequential(
+        fuser.RMSNorm(HIDDEN, dtype=BF16),
+        fuser.Linear(HIDDEN, 2 * HIDDEN, bias=False, dtype=BF16),
+        fuser.SwiGLU(),
+        fuser.Linear(HIDDEN, HIDDEN, bias=False, dtype=BF16),
+    )
+
+
+def two_experts(**options: Any) -> fuser.Sequential:
+    return fuser.Sequential(
+        fuser.GroupedLinear(2, HIDDEN, 2 * HIDDEN, bias=False, dtype=BF16, **options),
+        fuser.ScaledSwiGLU(),
+        fuser.GroupedLinear(2, HIDDEN, HIDDEN, bias=False, dtype=BF16, **options),
+    )
+
+
+def sharded_block(recipe: Any, weights: str, how: str) -> Any:
+    torch.manual_seed(0)
+    with fuser.quantized_model_init(enabled=weights == "quantized", recipe=recipe):
+        block = dense()
+        if how == "two in flight":  # without a norm, whose gradient needs that of the linear
+            block = fuser.Sequential(*block[1:])
+        if how.startswith("experts"):
+            block = two_experts(single_grouped_weight=how == "experts in a stack")
+    if weights == "gathered":
+        fuser.distributed.gather_quantized(block, recipe)
+    mesh = init_device_mesh(device_type(), (RANKS,))
+    return fully_shard(block, mesh=mesh, reshard_after_forward=how != "stays gathered")
+
+
+def trained_shards(name: str, weights: str, how: str, rank: int, *, is_recorded: bool) -> Any:
+    """Outputs, gradients and shards of some steps; the copies that were gathered; the replays."""
+    recipe = RECIPES[name]()
+    block = sharded_block(recipe, weights, how)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.5)
+    x = part(oracles.random_tensor((TOKENS, HIDDEN), BF16, 1), rank, 0)
+    found: list[Any] = []
+    copies: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        use_torch(patch)
+        extras: tuple[Any, ...] = ()
+        if how.startswith("experts"):
+            in_one_launch(patch)
+            sizes = torch.tensor([TOKENS // 4, TOKENS // 4])
+            extras = (sizes, torch.ones(TOKENS // 2, dtype=BF16), sizes)
+        read = gathering._copies_read
+
+        def noted_copies(*given: Any) -> Any:
+            copies.append(read(*given))
+            return copies[-1]
+
+        patch.setattr(gathering, "_copies_read", noted_copies)
+        stack.enter_context(on_cpu_graphs() if is_recorded else without_recordings())
+        played = stack.enter_context(counted("replays"))
+        for number in range(STEPS):
+            leaf = (x + number).requires_grad_(how != "weights alone" or number % 2 == 0)
+            if how == "unsharded by hand" and number % 3 == 0:
+                block.unshard()
+            with fuser.autocast(recipe=recipe):
+                if how == "checkpoint":
+                    y = checkpoint(block, leaf, use_reentrant=False)
+                else:
+                    y = block(leaf, *extras)
+                if how == "two in flight":  # the backward of one reads less
+                    y = y + block(leaf.detach())
+            if how == "unsharded by hand" and number % 3 == 1:
+                block.unshard()
+            if how == "evaluation between":
+                with torch.no_grad(), fuser.autocast(recipe=recipe):
+                    found.append(block(leaf))
+            (y.float() ** 2).mean().backward()
+            grads = [p.grad.to_local().clone() for p in block.parameters()]
+            found += [y.detach(), *grads] + ([leaf.grad] if leaf.requires_grad else [])
+            if how == "bytes are loaded" and number == STEPS // 2:
+                state = {n: p.detach().clone() for n, p in block.state_dict().items()}
+                block.load_state_dict(state, assign=weights == "quantized")
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [p.to_local().detach().clone() for p in block.parameters()]
+    values = [t.dequantize() if hasattr(t, "dequantize") else t for t in found]
+    return values, copies, len(played)
+
+
+def of_shards(name: str, weights: str, how: str, rank: int) -> dict[str, Any]:
+    one, copies, plays = trained_shards(name, weights, how, rank, is_recorded=True)
+    other, own_copies, none = trained_shards(name, weights, how, rank, is_recorded=False)
+    assert none == 0
+    same = all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return {"same": same, "sent": copies == own_copies, "count": len(copies), "plays": plays}
+
+
+SHARDS = [
+    (name, weights, "plain")
+    for name in ("current", "delayed", "block", "mxfp8")
+    for weights in ("quantized", "gathered")
+    if (name, weights) != ("delayed", "gathered")  # refused
+]
+SHARDS += [
+    (name, weights, how)
+    for how in (
+        *("stays gathered", "checkpoint", "evaluation between", "weights alone"),
+        *("bytes are loaded", "unsharded by hand", "two in flight"),
+    )
+    for name, weights in (("current", "quantized"), ("block", "quantized"), ("block", "gathered"))
+]
+SHARDS += [
+    (name, weights, how)
+    for how in ("experts", "experts in a stack")
+    for name, weights in (("mxfp8", "quantized"), ("block", "quantized"), ("block", "gathered"))
+]
+
+
 def cases() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     for name, recipe in RECIPES.items():
@@ -265,5 +383,7 @@ def cases() -> dict[str, Callable[..., Any]]:
     found["experts without a capacity"] = functools.partial(of_experts, RECIPES["none"], None)
     for has_shards in (False, True):
         found[f"amax groups {has_shards}"] = functools.partial(two_amax_groups, has_shards)
+    for row in SHARDS:
+        found[f"shards [{', '.join(row)}]"] = functools.partial(of_shards, *row)
     found |= {"ops": of_ops, "differ": ranks_that_differ, "destroyed": destroyed}
     return found

@@ -5,6 +5,10 @@ from mutants.mutant import Mutant
 LINEARS = "test_tensor_parallel.py::test_two_ranks_compute_what_one_rank_computes"
 DTENSORS = "test_dtensor_parameters.py::test_on_two_ranks"
 BYTES = "test_tensor_parallel.py::test_gathered_operands_have_the_bytes_and_scales_of_one_rank"
+GATHERED = (
+    "test_recorded_ranks.py::"
+    "test_replays_of_gathered_weights_have_the_bits_and_copies_of_the_plans_own_code"
+)
 EXPERTS = "test_expert_parallel.py::test_experts_on_two_ranks_have_the_bits_of_one"
 
 PARALLEL = (
@@ -157,6 +161,61 @@ PARALLEL = (
         "call_each_time(_wait, self._work, self._kept)",
         "self._work.wait()",
         "test_recorded_ranks.py",
+    ),
+    Mutant(
+        "a replay does not say which copies of gathered weights its backward reads",
+        "runtime/recorded.py",
+        "RecordedForward.run",
+        "note_backward_read(tensors[place], usage)",
+        "pass",
+        GATHERED,
+        select="block and quantized and plain",
+    ),
+    Mutant(
+        "what a forward noted before of gathered weights is lost at its recording",
+        "runtime/recorded.py",
+        "_noting_reads",
+        "reads |= others",
+        "pass",
+        GATHERED,
+        select="block and quantized and two",
+    ),
+    Mutant(
+        "buffers without memory are taken for those of a gathered weight",
+        "tensors/gathering.py",
+        "Gathering.held",
+        "if self.holds((name,))",
+        "",
+        GATHERED,
+        select="current and quantized and plain",
+    ),
+    Mutant(
+        "which copies of a gathered weight are in memory is not a part of the layout",
+        "runtime/known_parameters.py",
+        "QuantizedFacts.of",
+        "others += _OF_GATHERED",
+        "others += _OF_GATHERED[1:]",
+        GATHERED,
+        select="unsharded and hand",
+    ),
+    Mutant(
+        "a replayed backward does not complete weights that stay gathered",
+        "runtime/recorded.py",
+        "_read_again",
+        'gathering.complete("columnwise")',
+        "pass",
+        GATHERED,
+        select="block and quantized and stays",
+    ),
+    Mutant(
+        "a process group is taken for a tensor of a graph",
+        "cuda/sequence.py",
+        "LaunchSequence._write",
+        "if isinstance(one, torch.Tensor)]",
+        "if one is not None]",
+        "test_recorded_ranks.py::"
+        "test_replays_of_a_parallel_mlp_have_the_bits_and_collectives_of_the_plans_own_code",
+        select="current and plain",
     ),
     Mutant(
         "an all-reduce counts the bytes of one direction",

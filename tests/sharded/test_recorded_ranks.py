@@ -10,6 +10,7 @@ from recorded_ranks_cases import cases
 
 NAMES = tuple(cases())
 OF_MLPS = [name for name in NAMES if name.startswith("mlp ")]
+OF_SHARDS = [name for name in NAMES if name.startswith("shards ")]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,14 @@ def test_replays_of_a_parallel_mlp_have_the_bits_and_collectives_of_the_plans_ow
 ) -> None:
     """Also where one rank replays and the other one records, or after the group has changed."""
     check(results, case, least=4 if case.endswith("plain]") else 1)
+
+
+@pytest.mark.parametrize("case", OF_SHARDS)
+def test_replays_of_gathered_weights_have_the_bits_and_copies_of_the_plans_own_code(
+    results: dict[str, list[Any]], case: str
+) -> None:
+    """Forwards and backwards are replayed: forwards alone would be six."""
+    check(results, case, least=7)
 
 
 @pytest.mark.parametrize("has_shards", [False, True])
