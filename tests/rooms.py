@@ -64,7 +64,8 @@ ROOMS = (
         "wing",
         (
             *("distributed/", "precision/amax_reduction", "runtime/local_parts"),
-            *_in("tensors", "gathering", "loading", "master_weight", "sharding"),
+            *_in("tensors", "gathering", "joined_gathering", "loading", "master_weight"),
+            "tensors/sharding",
             *_in("basic_ops", "collectives", "linear_parallel", "quantized_rows"),
             "modules/parallel",
         ),

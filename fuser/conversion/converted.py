@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -219,6 +220,28 @@ def ops_of_conversions(
         for pipeline in runner.pipelines.values():
             for name, op in pipeline.linears:
                 yield joint(path, name), op, is_spare
+
+
+def joined_linears(model: torch.nn.Module) -> list[list[tuple[str, Any]]]:
+    """The linears, with their paths, that quantized pipelines of converted modules read as one.
+
+    Or alone. Not those whose weights are ``[in, out]``, nor those that a module around them runs
+    otherwise.
+    """
+    read_as_one = []
+    seen: set[str] = set()
+    for path, module in model.named_modules():  # a module comes before those in it
+        runner = runner_of(module)
+        chains = [] if runner is None else runner.unit.chains
+        for part in itertools.chain.from_iterable(chain.parts for chain in chains):
+            if not isinstance(part, LinearPart) or runner is None:
+                continue
+            linears = {joint(path, name): child_of(module, name) for name in part.names}
+            is_first = seen.isdisjoint(linears) and None not in linears.values()
+            seen.update(linears)
+            if is_first and runner.unit.is_quantized and not part.is_transposed:
+                read_as_one.append([*linears.items()])
+    return read_as_one
 
 
 def unset_conversion(module: torch.nn.Module) -> None:

@@ -23,6 +23,11 @@ PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
+def is_gathered(weight: Any) -> bool:
+    """Whether ``fully_shard`` has gathered a weight quantized, as ``gather_quantized`` asks."""
+    return getattr(weight, "_gathering", None) is not None
+
+
 class KnownActivation(NamedTuple):
     """An activation, its op, and the op that multiplies it with a second half; None for none."""
 
@@ -151,8 +156,10 @@ class LinearPart(Part):
         outputs = self.outputs or (rows // count,) * count
         for name, linear, expected in zip(names, linears, outputs, strict=True):
             weight = linear._parameters.get("weight")
-            if type(weight) not in PLAIN_TENSORS:
+            if type(weight) not in PLAIN_TENSORS and not is_gathered(weight):
                 return f"the weight of {name} is a {type(weight).__name__}"
+            if is_gathered(weight) != is_gathered(first):
+                return f"the weights of {' and '.join(names)} are not all gathered quantized"
             if weight.dtype not in COMPUTE_DTYPES or weight.dtype is not first.dtype:
                 return f"the weight of {name} is {weight.dtype}"
             if (linear._parameters.get("bias") is not None) != self.has_bias:

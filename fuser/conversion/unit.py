@@ -30,7 +30,7 @@ from fuser.conversion.modules import (
     plain_attributes,
     prefixes,
 )
-from fuser.conversion.parts import Chain, LinearPart, ModulePart, Part
+from fuser.conversion.parts import Chain, LinearPart, ModulePart, Part, is_gathered
 from fuser.conversion.shared_input import SharedProduct
 from fuser.conversion.trace import MODE, OTHER_KEYWORDS, Untraceable, parameters_of, traced
 from fuser.doors import PASSES
@@ -45,6 +45,7 @@ from fuser.runtime.joined_weights import joined
 from fuser.runtime.segment import basic_ops_of
 from fuser.runtime.traced import traced_call
 from fuser.sequential import Sequential
+from fuser.tensors.joined_gathering import JoinedGathering
 from fuser.torch_private import forward_ad_level, has_global_hooks, is_functorch_active
 
 REQUIRED = "no default"
@@ -401,6 +402,8 @@ class Pipeline:
         every = [op for module in modules for op in basic_ops_of(module)]
         self._slots = [slot for op in every for slot in find_slots(op, type(op).__name__)]
         self._lock = threading.RLock()
+        self._gathered: dict[int, JoinedGathering] = {}
+        """Of parameters that are joined, by their numbers: what makes gathered ones one."""
         names = [part.name for part in chain.parts if isinstance(part, ModulePart)]
         self.own_modules = [(name, child_of(owner, name)) for name in names]
         own = {id(module) for _, module in self.own_modules}
@@ -506,10 +509,10 @@ class Pipeline:
             return self._called_with(parameters, self.sequential, *tensors)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
+        return {k: v for k, v in vars(self).items() if k not in ("_lock", "_gathered")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
+        self.__dict__.update(state, _lock=threading.RLock(), _gathered={})
 
     def _called_with(
         self,
@@ -518,32 +521,53 @@ class Pipeline:
         *args: Any,
     ) -> CallResult:
         """``call(*args)`` with ``parameters``, each of the tensors that it joins, in the ops."""
-        values = [p[0] if len(p) == 1 else joined(p) for p in parameters]
         with self._lock:  # two threads would give the ops two parameters
+            values = [p[0] if len(p) == 1 else self._joined(n, p) for n, p in enumerate(parameters)]
             before = [held[name] for held, name in self._slots]
             try:
                 for (held, name), value in zip(self._slots, values, strict=True):
                     held[name] = value
-                return _checked(call(*args), parameters)
+                return self._checked(call(*args), parameters)
             finally:
                 # A joined weight would otherwise live, with its graph, until the next call.
                 for (held, name), value in zip(self._slots, before, strict=True):
                     held[name] = value
+                for gathering in self._gathered.values():
+                    gathering.free_all()
 
+    def _joined(self, number: int, parts: Sequence[Any]) -> torch.Tensor:
+        """The tensors of parameter ``number`` as one; gathered ones until the end of the call."""
+        if not is_gathered(parts[0]):
+            return joined(parts)
+        known = self._gathered.get(number)
+        if known is None or not known.is_of(parts):
+            known = self._gathered[number] = JoinedGathering(parts)
+        return known.whole()
 
-def _checked(result: CallResult, parameters: Sequence[tuple[torch.Tensor, ...]]) -> CallResult:
-    """The output of a pipeline, whose backward refuses joined weights that were written to since.
+    def _checked(
+        self, result: CallResult, parameters: Sequence[tuple[torch.Tensor, ...]]
+    ) -> CallResult:
+        """The output of a call, whose backward refuses joined weights that were written to since.
 
-    They are read as one tensor, of which torch does not know that it is theirs.
-    """
-    node = result.grad_fn if isinstance(result, torch.Tensor) else None
-    if node is None:
+        They are read as one tensor, of which torch does not know that it is theirs. What makes
+        gathered ones one lets its memory go after the backward.
+        """
+        node = result.grad_fn if isinstance(result, torch.Tensor) else None
+        if node is None:
+            return result
+        several = [tensor for tensors in parameters if len(tensors) > 1 for tensor in tensors]
+        if any(map(is_gathered, several)):
+            gathered = list(self._gathered.values())
+
+            def let_go(*_: Any) -> None:
+                for one in gathered:
+                    one.free_all()
+
+            node.register_hook(let_go)
+        elif several and not any(tensor.is_inference() for tensor in several):
+            versions = Versions(several, "a converted module")
+            node.register_prehook(lambda grads: versions.check())
         return result
-    several = [tensor for tensors in parameters if len(tensors) > 1 for tensor in tensors]
-    if several and not any(tensor.is_inference() for tensor in several):
-        versions = Versions(several, "a converted module")
-        node.register_prehook(lambda grads: versions.check())
-    return result
 
 
 def unit_of(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+
 import torch
 
 from fuser.basic_ops import BasicLinear, GroupedLinear
 from fuser.communication import is_distributed
-from fuser.errors import InputError, InputTypeError
+from fuser.errors import FuserWarning, InputError, InputTypeError
 from fuser.formats import GROUP_TILE
 from fuser.op import HiddenOps, modules_and_ops
 from fuser.precision.contexts import ParameterInit, weight_quantizer
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, stack_quantizer
-from fuser.tensors.master_weight import MasterWeight
+from fuser.tensors.joined_gathering import can_join
+from fuser.tensors.master_weight import Joint, MasterWeight
 from fuser.tensors.sharding import check_is_of_one_format
 
 
@@ -32,7 +38,9 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
     module
         Its ``BasicLinear`` ops, also those of composites and of layers, get another ``weight``,
         which shares memory with the old one; so do ``GroupedLinear`` ops, of which each expert has
-        a weight.
+        a weight, and linears of :func:`fuser.convert`, except for those of experts and weights that
+        other modules have too. Converted linears that are one product have one scale, in formats
+        with one for a weight.
     recipe
         Its quantizer of weights is used. Not ``DelayedScaling``: its scales are an op's state.
 
@@ -77,10 +85,11 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
             weight = getattr(op, name)
             if id(weight) not in masters:
                 masters[id(weight)] = _master(weight, recipe, path, name)
+    owners += _converted(module, recipe, masters)
     if not masters:
         raise InputError(
-            f"gather_quantized got a {type(module).__name__} without a BasicLinear or "
-            "GroupedLinear."
+            f"gather_quantized got a {type(module).__name__} without a BasicLinear, GroupedLinear "
+            "or converted linear that it takes."
             " Call it with a module that has one."
         )
     for owner in owners:
@@ -89,7 +98,54 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
     return module
 
 
-def _master(weight: torch.nn.Parameter, recipe: Recipe, path: str, name: str) -> torch.nn.Parameter:
+def _converted(
+    module: torch.nn.Module, recipe: Recipe, masters: dict[int, torch.nn.Parameter]
+) -> list[torch.nn.Module]:
+    """Add the ``masters`` of converted linears by their weights; returns these linears.
+
+    Several with one product are taken if their bytes can be those of one weight.
+    """
+    conversions = sys.modules.get("fuser.conversion.converted")
+    if conversions is None:
+        return []
+    holders = Counter(id(p) for m in module.modules() for p in m._parameters.values())
+    taken: list[torch.nn.Module] = []
+    for linears in conversions.joined_linears(module):
+        weights = [linear._parameters.get("weight") for _, linear in linears]
+        if any(type(one) is not torch.nn.Parameter or holders[id(one)] > 1 for one in weights):
+            continue
+        paths = tuple(f"{path}.weight" for path, _ in linears)
+        quantizer = weight_quantizer(
+            ParameterInit(recipe, preserve_high_precision_init_val=False),
+            make_quantizer(recipe, "weight", name=linears[0][0]),
+        )
+        joint = None
+        if len(linears) > 1:
+            if not can_join(quantizer, [len(one) for one in weights]):
+                warnings.warn(
+                    f"gather_quantized leaves {', '.join(paths)} unquantized: fuser.convert made "
+                    f"one product of them, and they have {_numbers(weights)} rows: their bytes are "
+                    f"those of one weight for multiples of {GROUP_TILE} rows. Leave their module "
+                    "out with fuser.convert(..., filter=).",
+                    FuserWarning,
+                    stacklevel=3,
+                )
+                continue
+            joint = Joint(paths)
+        for (path, linear), weight in zip(linears, weights, strict=True):
+            masters[id(weight)] = _master(weight, recipe, path, "weight", joint)
+            taken.append(linear)
+    return taken
+
+
+def _numbers(weights: Sequence[torch.Tensor]) -> str:
+    *numbers, last = [str(len(weight)) for weight in weights]
+    return f"{', '.join(numbers)} and {last}"
+
+
+def _master(
+    weight: torch.nn.Parameter, recipe: Recipe, path: str, name: str, joint: Joint | None = None
+) -> torch.nn.Parameter:
     full_name = f"{path}.{name}"
     kind = "sharded" if is_distributed(weight) else ""
     if isinstance(weight, MasterWeight):
@@ -118,5 +174,5 @@ def _master(weight: torch.nn.Parameter, recipe: Recipe, path: str, name: str) ->
                 "GroupedLinear with single_grouped_weight=False."
             )
         quantizer = stacked
-    master = MasterWeight(weight.detach(), recipe, quantizer)
+    master = MasterWeight(weight.detach(), recipe, quantizer, joint)
     return torch.nn.Parameter(master, requires_grad=weight.requires_grad)

@@ -57,7 +57,7 @@ from fuser.runtime.known_parameters import (
     buffers_reader,
     tensor_guard,
 )
-from fuser.runtime.saved_tensors import Part, saved_as, tensor_of
+from fuser.runtime.saved_tensors import Gathered, Part, saved_as, tensor_of
 from fuser.source import SourceCode
 from fuser.tensors import Float8Quantizer, QuantizedTensor
 from fuser.tensors.base import USAGES, note_backward_read
@@ -829,7 +829,8 @@ def _recorded_as(
     """
     saved = saved_as(tensor, held)
     is_input = id(tensor) in quantized
-    if isinstance(saved, int) and isinstance(tensor, QuantizedTensor) and not is_input:
+    is_whole = isinstance(saved, int) and isinstance(tensor, QuantizedTensor)
+    if isinstance(saved, Gathered) or (is_whole and not is_input):
         sequence.refusal = sequence.refusal or f"it saves {tensor}, which refers to another"
     return saved
 
@@ -840,21 +841,25 @@ def _copy_of_gathered(
     quantized: Mapping[int, tuple[int, QuantizedFacts]],
     given: list[int],
 ) -> _Given | None:
-    """A saved copy of a gathered parameter, whose place is added to ``given``; else None."""
+    """A saved gathered parameter, or copy, whose place is added to ``given``; else None."""
     gathering = getattr(tensor, "_gathering", None)
-    if gathering is None or id(tensor) in quantized:
+    if gathering is None:
         return None
     assert isinstance(tensor, QuantizedTensor)
     own = {name: buffer for name, buffer in tensor.buffers().items() if buffer is not None}
     for place, _ in quantized.values():
         parameter: Any = tensors[place]
-        if parameter._gathering is gathering and tensor._view_of is None:
-            for usage in USAGES:
-                alias = parameter.with_usage(usage) if parameter._has(usage) else None
-                if alias is not None and _are_same(alias.buffers(), own):
-                    if place not in given:
-                        given.append(place)
-                    return _Given(given.index(place), usage)
+        if parameter._gathering is not gathering or tensor._view_of is not None:
+            continue
+        for usage in (None, *filter(parameter._has, USAGES)):
+            if usage is None:
+                is_it = parameter is tensor
+            else:
+                is_it = _are_same(parameter.with_usage(usage).buffers(), own)
+            if is_it:
+                if place not in given:
+                    given.append(place)
+                return _Given(given.index(place), usage)
     return None
 
 
@@ -868,7 +873,8 @@ def _are_same(
 def _saved(part: Part | _Given, held: Sequence[torch.Tensor], given: Sequence[Any]) -> Any:
     """A saved tensor, from those of a call and the parameters that it was given."""
     if isinstance(part, _Given):
-        return given[part.number].with_usage(part.usage)
+        parameter = given[part.number]
+        return parameter if part.usage is None else parameter.with_usage(part.usage)
     return tensor_of(part, held)
 
 
@@ -903,8 +909,8 @@ def _read_again(
     """
     gatherings = [one._gathering for one in parameters if one._gathering is not None]
     for gathering in gatherings:
-        if "columnwise" in gathering.backward_reads:
-            gathering.complete("columnwise")
+        for usage in gathering.backward_reads.intersection(USAGES):
+            gathering.complete(usage)
     facts = [QuantizedFacts.of(parameter) for parameter in parameters]
     if None in facts or any(gathering.lacks_columns() for gathering in gatherings):
         return None, None

@@ -30,7 +30,13 @@ class QuantizedPart(NamedTuple):
         return tensor
 
 
-Part: TypeAlias = "QuantizedPart | int | None"
+class Gathered(NamedTuple):
+    """A gathered parameter, or a copy of it. It has other memory in backward, and is not saved."""
+
+    tensor: QuantizedTensor
+
+
+Part: TypeAlias = "QuantizedPart | Gathered | int | None"
 """How to make a saved tensor from others: the place of one, or those of its buffers."""
 
 
@@ -58,6 +64,8 @@ def saved_as(tensor: torch.Tensor | None, held: list[torch.Tensor]) -> Part:
     """How to make a saved tensor from the tensors in ``held``, to which its own are added."""
     if tensor is None:
         return None
+    if isinstance(tensor, QuantizedTensor) and tensor._gathering is not None:
+        return Gathered(tensor)
     if not isinstance(tensor, QuantizedTensor) or not _is_buffers_alone(tensor):
         return _index(tensor, held)
     buffers = {n: _index(b, held) for n, b in tensor.buffers().items() if b is not None}
@@ -67,7 +75,7 @@ def saved_as(tensor: torch.Tensor | None, held: list[torch.Tensor]) -> Part:
 
 def _is_buffers_alone(tensor: QuantizedTensor) -> bool:
     """Whether a quantized tensor is neither a parameter nor refers to another tensor."""
-    references = (tensor._view_of, tensor._source, tensor._gathering)
+    references = (tensor._view_of, tensor._source)
     return not any(references) and not isinstance(tensor, Parameter)
 
 
@@ -75,7 +83,7 @@ def tensor_of(saved: Part, held: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """A saved tensor, over other buffers."""
     if saved is None or isinstance(saved, int):
         return None if saved is None else held[saved]
-    return saved.tensor(held)
+    return saved.tensor if isinstance(saved, Gathered) else saved.tensor(held)
 
 
 def _index(tensor: torch.Tensor, held: list[torch.Tensor]) -> int:

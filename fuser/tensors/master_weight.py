@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from fuser.errors import StateError
 from fuser.recipe import Recipe
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.gathering import calling_gatherer
+from fuser.tensors.joined_gathering import has_one_scale
 from fuser.tensors.quantizer import Quantizer
 from fuser.tensors.sharding import Gathered, shards_of_values
 from fuser.torch_private import (
@@ -31,18 +33,36 @@ aten = torch.ops.aten
 
 
 @dataclass(eq=False)
+class Joint:
+    """Weights that ops read as one, and so under one scale, if the format has one for a tensor.
+
+    ``names`` are those of the weights, for messages.
+    """
+
+    names: tuple[str, ...]
+
+    def text(self, recipe: Recipe) -> str:
+        """The begin of a sentence about them."""
+        return (
+            f"{', '.join(self.names)} are read as one weight under {recipe}, which has one scale "
+            "for it,"
+        )
+
+
+@dataclass(eq=False)
 class _State:
     """What all views of a master weight share: its quantizer, and what was gathered last."""
 
     recipe: Recipe
     quantizer: Quantizer
+    joint: Joint | None = None
     shard: QuantizedTensor | None = None
     is_new: bool = False  # the shard was quantized for the gathering that comes next
     backward_reads: set[str] = field(default_factory=set)
 
     def another(self) -> _State:
         """The state of another weight."""
-        return _State(self.recipe, self.quantizer)
+        return _State(self.recipe, self.quantizer, self.joint)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _State:
         return self.another()
@@ -64,6 +84,8 @@ class MasterWeight(torch.Tensor):
         The recipe of ``gather_quantized``, under which ops read the gathered weight.
     quantizer
         How the gathered weight is quantized, with the usages that it has.
+    joint
+        The weights with which it is read as one; None if it is read alone.
     """
 
     _plain: torch.Tensor
@@ -74,9 +96,13 @@ class MasterWeight(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[MasterWeight], values: torch.Tensor, recipe: Recipe, quantizer: Quantizer
+        cls: type[MasterWeight],
+        values: torch.Tensor,
+        recipe: Recipe,
+        quantizer: Quantizer,
+        joint: Joint | None = None,
     ) -> MasterWeight:
-        return cls._of(values, _State(recipe, quantizer))
+        return cls._of(values, _State(recipe, quantizer, joint))
 
     @classmethod
     def _of(cls, values: torch.Tensor, state: _State) -> MasterWeight:
@@ -211,6 +237,14 @@ def _quantize(weight: MasterWeight, gathered: Gathered, *, is_backward: bool) ->
             if isinstance(other := local_shard(param), MasterWeight)
             and (other._state.shard is None or not is_backward)
         ]
+    states = [one._state for one, _ in weights]
+    joints = [each.joint if has_one_scale(each.quantizer) else None for each in states]
+    for joint in joints:
+        if joint is not None and joints.count(joint) < len(joint.names):
+            raise StateError(
+                f"{joint.text(weight._state.recipe)} and were not gathered together: give them to "
+                "one fully_shard, without CPUOffloadPolicy, and write them after the backward."
+            )
     values = [one._plain.to(param.mp_policy.param_dtype or one.dtype) for one, param in weights]
     shards = shards_of_values(
         [
@@ -218,8 +252,14 @@ def _quantize(weight: MasterWeight, gathered: Gathered, *, is_backward: bool) ->
             for plain, (one, param) in zip(values, weights, strict=True)
         ],
         getattr(gathered.param.mesh_info, "shard_process_group", None),
+        joints,
     )
-    for shard, plain, (one, _) in zip(shards, values, weights, strict=True):
+    for shard, plain, (one, _), joint in zip(shards, values, weights, joints, strict=True):
+        if joint is not None and not shard._sharding.is_exact:
+            raise StateError(
+                f"{joint.text(weight._state.recipe)} and {shard._sharding.ranks} ranks cut blocks "
+                "of rows of a weight: take a recipe without such a scale, or other ranks."
+            )
         one._state.shard, one._state.is_new = shard, True
         shard._sharding.backward_reads = one._state.backward_reads
         if not shard._sharding.is_exact:  # the values are gathered, and quantized once

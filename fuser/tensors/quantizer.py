@@ -19,6 +19,7 @@ from fuser.functional.lazy import LazyTensor, materialize, matrix_of
 from fuser.recipe import Recipe
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.observation import keep_source, observing
+from fuser.torch_private import foreach_copy_
 from fuser.wrapper_tensor import WrapperTensor
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -298,11 +299,15 @@ class Quantizer:
 
 
 class Part(NamedTuple):
-    """Values to quantize, and the ranks that have rows of the tensor; None if this rank has all."""
+    """Values to quantize, and the ranks that have rows of the tensor; None if this rank has all.
+
+    Parts with one ``joint`` have one amax, the largest: their tensors are read as one.
+    """
 
     quantizer: Quantizer
     values: torch.Tensor
     group: Any = None
+    joint: Any = None
 
 
 def quantized_parts(parts: Sequence[Part]) -> Iterator[QuantizedTensor]:
@@ -314,17 +319,24 @@ def quantized_parts(parts: Sequence[Part]) -> Iterator[QuantizedTensor]:
     """
     quantizers: list[Quantizer] = []
     found: dict[tuple[Any, torch.device], list[torch.Tensor]] = {}
-    for quantizer, values, group in parts:
+    joint_amaxes: dict[Any, list[torch.Tensor]] = {}
+    for quantizer, values, group, joint in parts:
         amaxes = None
-        if group is not None:
+        if group is not None or joint is not None:
             plain = values._values() if isinstance(values, WrapperTensor) else values.detach()
             amaxes = quantizer.amaxes_of(quantizer._checked_rows(plain))
         if amaxes is not None:
-            found.setdefault((group, amaxes.device), []).append(amaxes)
+            if group is not None:
+                found.setdefault((group, amaxes.device), []).append(amaxes)
+            if joint is not None:
+                joint_amaxes.setdefault(joint, []).append(amaxes)
             quantizer = quantizer.with_amaxes(amaxes)
         quantizers.append(quantizer)
     for (group, _), together in found.items():
         reduce_amaxes(together, group)
+    for together in joint_amaxes.values():
+        largest = torch.stack(together).amax(0)
+        foreach_copy_(together, [largest] * len(together))
     for quantizer, part in zip(quantizers, parts, strict=True):
         yield quantizer(part.values)
 

@@ -124,14 +124,18 @@ def shard_of_values(
 
 
 def shards_of_values(
-    parameters: Sequence[tuple[torch.Tensor, Any, Sequence[int]]], group: Any
+    parameters: Sequence[tuple[torch.Tensor, Any, Sequence[int]]],
+    group: Any,
+    joints: Sequence[Any] = (),
 ) -> list[QuantizedTensor]:
     """This rank's shards of several parameters, given as arguments of :func:`shard_of_values`.
 
     One reduction for all amaxes; so all ranks of ``group`` give the parameters in the same order.
+    ``joints``: of each parameter, as of :class:`Part`.
     """
     shardings, writes = [], []
-    for values, quantizer, shape in parameters:
+    joints = joints or [None] * len(parameters)
+    for (values, quantizer, shape), joint in zip(parameters, joints, strict=True):
         whole = quantizer.tensor_class(
             {}, tuple(shape), values.dtype, torch.device("meta"), quantizer
         )
@@ -139,7 +143,7 @@ def shards_of_values(
         sharding = Sharding(group, values.shape[:-1].numel(), is_whole)
         own = quantizer.with_usage(**_usage_of_shard(whole, quantizer, sharding.ranks))
         shardings.append(sharding)
-        writes.append(sharding.write(own, values))
+        writes.append(sharding.write(own, values)._replace(joint=joint))
     shards = list(quantized_parts(writes))
     for shard, sharding, (_, quantizer, _) in zip(shards, shardings, parameters, strict=True):
         shard._quantizer, shard._sharding = quantizer, sharding

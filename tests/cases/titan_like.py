@@ -98,7 +98,7 @@ def titan() -> torch.nn.Module:
 
 def tokens(seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCABULARY, (2, 12), generator=generator)
+    return torch.randint(VOCABULARY, (2, 12), generator=generator, device="cpu")
 
 
 def counted(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -119,7 +119,7 @@ CONVERTING = (
     Mutant(
         "joined weights that were written to since are read in backward",
         UNIT,
-        "_checked",
+        "Pipeline._checked",
         "node.register_prehook(lambda grads: versions.check())",
         "pass",
         "test_shared_input_attacks.py::test_the_gradient_of_the_input_alone_is_never_that_of_weights_written_since",
@@ -478,12 +478,12 @@ CONVERTING = (
         "the class of the first weight stands for those of all",
         PARTS,
         "LinearPart.refusal",
-        "if type(weight) not in PLAIN_TENSORS:\n"
+        "if type(weight) not in PLAIN_TENSORS and not is_gathered(weight):\n"
         '    return f"the weight of {name} is a {type(weight).__name__}"\n'
-        "if weight.dtype not in COMPUTE_DTYPES or weight.dtype is not first.dtype:",
-        "if type(first) not in PLAIN_TENSORS:\n"
+        "if is_gathered(weight) != is_gathered(first):",
+        "if type(first) not in PLAIN_TENSORS and not is_gathered(weight):\n"
         '    return f"the weight of {name} is a {type(weight).__name__}"\n'
-        "if weight.dtype not in COMPUTE_DTYPES or weight.dtype is not first.dtype:",
+        "if is_gathered(weight) != is_gathered(first):",
         "test_refusals.py::test_a_change_of_any_linear_is_seen",
     ),
     Mutant(

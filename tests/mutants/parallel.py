@@ -9,6 +9,10 @@ GATHERED = (
     "test_recorded_ranks.py::"
     "test_replays_of_gathered_weights_have_the_bits_and_copies_of_the_plans_own_code"
 )
+CONVERSIONS = (
+    "test_gathered_conversions.py::"
+    "test_it_trains_to_the_bit_as_with_weights_that_are_gathered_unquantized"
+)
 EXPERTS = "test_expert_parallel.py::test_experts_on_two_ranks_have_the_bits_of_one"
 
 PARALLEL = (
@@ -202,10 +206,73 @@ PARALLEL = (
         "a replayed backward does not complete weights that stay gathered",
         "runtime/recorded.py",
         "_read_again",
-        'gathering.complete("columnwise")',
+        "gathering.complete(usage)",
         "pass",
         GATHERED,
         select="block and quantized and stays",
+    ),
+    Mutant(
+        "weights that are read as one have a scale each",
+        "tensors/quantizer.py",
+        "quantized_parts",
+        "joint_amaxes.setdefault(joint, []).append(amaxes)",
+        "pass",
+        CONVERSIONS,
+        select="current and plain",
+    ),
+    Mutant(
+        "scales with padding are put one after another",
+        "tensors/joined_gathering.py",
+        "JoinedGathering._fill",
+        "_bytes(buffer).narrow(dim, 0, count)",
+        "_bytes(buffer)",
+        CONVERSIONS,
+        select="block and plain",
+    ),
+    Mutant(
+        "weights that are read as one stay in memory after a forward",
+        "conversion/unit.py",
+        "Pipeline._called_with",
+        "gathering.free_all()",
+        "pass",
+        CONVERSIONS,
+        select="block and plain",
+    ),
+    Mutant(
+        "frozen weights that are read as one stay in memory after a backward",
+        "conversion/unit.py",
+        "Pipeline._checked",
+        "one.free_all()",
+        "pass",
+        CONVERSIONS,
+        select="block and frozen",
+    ),
+    Mutant(
+        "the weights of which one is made are not asked for the copy that backward reads",
+        "tensors/joined_gathering.py",
+        "JoinedGathering.note_backward_read",
+        "part._gathering.note_backward_read(usage)",
+        "pass",
+        CONVERSIONS,
+        select="mxfp8 and plain",
+    ),
+    Mutant(
+        "a linear is gathered quantized that a module around it runs unquantized",
+        "conversion/converted.py",
+        "joined_linears",
+        "if is_first and runner.unit.is_quantized and",
+        "if is_first and",
+        CONVERSIONS,
+        select="mxfp8 and plain",
+    ),
+    Mutant(
+        "a gathered copy is saved where the plan's own code runs in a checkpoint",
+        "runtime/saved_tensors.py",
+        "saved_as",
+        "isinstance(tensor, QuantizedTensor) and tensor._gathering is not None",
+        "False",
+        CONVERSIONS,
+        select="block and checkpoint",
     ),
     Mutant(
         "a process group is taken for a tensor of a graph",

@@ -45,18 +45,9 @@ SHARDING = (
         "shards of two process groups reduce their amaxes in one of them",
         "tensors/quantizer.py",
         "quantized_parts",
-        "        found.setdefault((group, amaxes.device), []).append(amaxes)\n"
-        "        quantizer = quantizer.with_amaxes(amaxes)\n"
-        "    quantizers.append(quantizer)\n"
+        "for (group, _), together in found.items():\n    reduce_amaxes(together, group)",
         "for (group, _), together in found.items():\n"
-        "    reduce_amaxes(together, group)\n"
-        "for quantizer, part in zip(quantizers, parts, strict=True):",
-        "        found.setdefault((parts[0].group, amaxes.device), []).append(amaxes)\n"
-        "        quantizer = quantizer.with_amaxes(amaxes)\n"
-        "    quantizers.append(quantizer)\n"
-        "for (group, _), together in found.items():\n"
-        "    reduce_amaxes(together, group)\n"
-        "for quantizer, part in zip(quantizers, parts, strict=True):",
+        "    reduce_amaxes(together, next(iter(found))[0])",
         TWO_RANKS,
         select="two_groups",
     ),

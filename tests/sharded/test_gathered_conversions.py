@@ -1,0 +1,44 @@
+"""Converted models whose weights ``fully_shard`` gathers quantized, on two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gathered_conversions_cases import PAIRS, cases
+from ranks import results_of
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return results_of(cases, tmp_path_factory.mktemp("ranks"))
+
+
+def checked(results: dict[str, list[Any]], name: str) -> list[dict[str, Any]]:
+    for each in results[name]:
+        assert isinstance(each, dict), each[1]
+    return results[name]
+
+
+@pytest.mark.parametrize(("name", "how"), PAIRS)
+def test_it_trains_to_the_bit_as_with_weights_that_are_gathered_unquantized(
+    results: dict[str, list[Any]], name: str, how: str
+) -> None:
+    """And nothing of weights that are read as one stays in memory between passes."""
+    for each in checked(results, f"{name}, {how}"):
+        assert all(each["same"]), each
+        assert each["keys"]
+        assert each["memory"] == 0
+        # Keys and values of the first layer, the second's with queries, and gate and up.
+        assert each["joined"] == (1 if how == "compiled" else 3, 0)
+        assert each["plays"][0] >= 0.8 * each["plays"][1]
+
+
+def test_weights_that_cannot_be_gathered_as_one_are_refused(
+    results: dict[str, list[Any]],
+) -> None:
+    for each in checked(results, "refused"):
+        assert "0.mlp.gate_proj.weight, 0.mlp.up_proj.weight are read as one" in each["apart"]
+        assert "leaves 1.gate_proj.weight, 1.up_proj.weight unquantized" in each["rows"]
+        assert "converted linear" in each["none"]
+        assert "2 ranks cut blocks of rows" in each["cut"]
