@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import oracles
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fuser
 from fuser import recipe as recipes
 from fuser.conversion.converted import runner_of
-from fuser.tensors import sharding
+from fuser.tensors import gathering, sharding
 from fuser.tensors.master_weight import MasterWeight
 
 DIM, HEADS, HIDDEN, TOKENS, STEPS = 256, 4, 384, 64, 5
@@ -119,6 +119,21 @@ def bytes_of_joined(model: torch.nn.Module) -> int:
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
+@contextlib.contextmanager
+def gathered_copies() -> Iterator[list[Any]]:
+    """Yield a list that gets the copies of weights that are gathered at a time."""
+    found: list[Any] = []
+    read = gathering._copies_read
+
+    def noted(*given: Any) -> Any:
+        found.append([" and ".join(read(*given))])
+        return read(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "_copies_read", noted)
+        yield found
+
+
 def trained(name: str, how: str, rank: int, *, is_gathered: bool) -> dict[str, Any]:
     """Outputs and gradients of some steps, and the shards after them."""
     recipe = RECIPES[name]()
@@ -136,6 +151,7 @@ def trained(name: str, how: str, rank: int, *, is_gathered: bool) -> dict[str, A
         if how != "without kernels":
             use_torch(stack.enter_context(pytest.MonkeyPatch.context()))
         plays = stack.enter_context(counted("replays"))
+        copies = stack.enter_context(gathered_copies())
         for number in range(STEPS):
             leaf = (x + number).requires_grad_()
             h = leaf
@@ -144,6 +160,8 @@ def trained(name: str, how: str, rank: int, *, is_gathered: bool) -> dict[str, A
             memory = bytes_of_joined(model)
             (h.float() ** 2).mean().backward()
             memory += bytes_of_joined(model)
+            if not number:  # there was no earlier forward to say what backward reads
+                copies.clear()
             found += [h.detach(), leaf.grad]
             found += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
             if how == "loaded" and number == 2:
@@ -155,6 +173,7 @@ def trained(name: str, how: str, rank: int, *, is_gathered: bool) -> dict[str, A
     return {
         "values": found,
         "plays": len(plays),
+        "copies": {name for row in copies for name in row},
         "memory": memory,
         "joined": len(joined_in(model)),
         "keys": list(model.state_dict()),
@@ -168,6 +187,7 @@ def compared(name: str, how: str, rank: int) -> dict[str, Any]:
         "same": [torch.equal(a.cpu(), b.cpu()) for a, b in pairs],
         "keys": own["keys"] == other["keys"],
         "memory": own["memory"],
+        "copies": own["copies"],
         "joined": (own["joined"], other["joined"]),
         "plays": (own["plays"], other["plays"]),
     }

@@ -45,9 +45,8 @@ SHARDING = (
         "shards of two process groups reduce their amaxes in one of them",
         "tensors/quantizer.py",
         "quantized_parts",
-        "for (group, _), together in found.items():\n    reduce_amaxes(together, group)",
-        "for (group, _), together in found.items():\n"
-        "    reduce_amaxes(together, next(iter(found))[0])",
+        "found.setdefault((group, amaxes.device), []).append(amaxes)",
+        "found.setdefault((None, amaxes.device), []).append(amaxes)",
         TWO_RANKS,
         select="two_groups",
     ),
