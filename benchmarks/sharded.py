@@ -3,8 +3,10 @@
 `fsdp`: 8 blocks RMSNorm-Linear-SwiGLU-Linear-add, each a unit of `fully_shard`, forward and
 backward, and with a step of SGD. Variants: bf16 parameters in torch (eager, compiled) and in fuser;
 quantized parameters; bf16 parameters whose shards are quantized before they are gathered, in fuser
-and in torchao. `tp`: Linear-GELU-Linear, column and row parallel with sequence parallel rows, in
-fuser and in torch's DTensor. Each rank has the tokens of one GPU (`fsdp`) or its part of them
+and in torchao. `llama`: the plain model of llama_layers.py, each layer a unit, with torch's fused
+AdamW; in torch, eager and compiled, and converted by fuser, its weights gathered in bf16 or
+quantized. `tp`: Linear-GELU-Linear, column and row parallel with sequence parallel rows, in fuser
+and in torch's DTensor. Each rank has the tokens of one GPU (`fsdp`, `llama`) or its part of them
 (`tp`). Variants run alternately (timing.py), on the same ranks; times are those of the slowest
 rank. On a CPU sizes are small, to try the script.
 
@@ -15,6 +17,7 @@ rank. On a CPU sizes are small, to try the script.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib
@@ -24,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import llama_layers
 import torch
 import torch.distributed as dist
 from evidence import Sink, provenance, say
@@ -46,7 +50,7 @@ import fuser.recipe
 
 SIZES = {"cuda": (8192, 4096, 14336), "cpu": (128, 256, 512)}
 LAYERS = {"cuda": 8, "cpu": 2}
-CASES = ("fsdp", "tp")
+CASES = ("fsdp", "llama", "tp")
 USUAL = ("current", "delayed", "128-block", "mxfp8")
 SWIGLU = BLOCKS["swiglu"]
 
@@ -61,6 +65,8 @@ class Variant:
     name: str
     make: Callable[[], tuple[torch.nn.Module, Context]]
     after_step: Callable[[torch.nn.Module], object] | None = None
+    reads_text: bool = False
+    """Whether the model takes bytes of a text and returns the loss."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,11 @@ class Run:
     @property
     def device(self) -> str:
         return self.mesh.device_type
+
+    @property
+    def text_sizes(self) -> llama_layers.Sizes:
+        """Of the model that takes text."""
+        return dataclasses.replace(llama_layers.SIZES[self.device], layers=self.layers)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -160,6 +171,36 @@ def fsdp_variants(run: Run) -> Iterator[Variant]:
         )
 
 
+# -- a model under FSDP2 ---------------------------------------------------------
+
+
+def llama(run: Run, name: str, how: str, *, is_compiled: bool) -> tuple[torch.nn.Module, Context]:
+    """The model in torch (``"plain"``), or converted, its weights gathered in bf16 or quantized."""
+    model: Any = llama_layers.plain(run.text_sizes, run.device)
+    if how != "plain":
+        fuser.convert(model, linears="all", keep=("head",))
+    if how == "gathered":
+        fuser.distributed.gather_quantized(model.layers, recipe_of(name))
+    for layer in model.layers if is_compiled else ():
+        layer.compile(dynamic=False)
+    for layer in model.layers:
+        fully_shard(layer, mesh=run.mesh)
+    fully_shard(model, mesh=run.mesh)
+    return model, autocast(name)
+
+
+def llama_variants(run: Run) -> Iterator[Variant]:
+    ways = [(BF16, "plain", "torch bf16")]
+    for name in run.recipes:
+        ways.append((name, "converted", f"converted {name}, bf16 weights"))
+        if name != "delayed":  # refused
+            ways.append((name, "gathered", f"converted {name}, gathered weights"))
+    for name, how, title in ways:
+        for is_compiled in (False, True) if run.is_compiled else (False,):
+            make = functools.partial(llama, run, name, how, is_compiled=is_compiled)
+            yield Variant(title + ", compiled" * is_compiled, make, reads_text=True)
+
+
 # -- tensor and sequence parallel ------------------------------------------------
 
 
@@ -238,6 +279,8 @@ def steps(run: Run, variant: Variant, rows: int) -> dict[str, Call]:
     """The timed calls of a variant; gradients are None first."""
     torch.manual_seed(0)
     model, context = variant.make()
+    if variant.reads_text:
+        return text_steps(run, model, context)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     x = torch.randn(rows, run.sizes.hidden, requires_grad=True, **run.options)
     dy = torch.randn(rows, run.sizes.hidden, **run.options)
@@ -264,6 +307,29 @@ def steps(run: Run, variant: Variant, rows: int) -> dict[str, Call]:
     return {"forward + backward": train, "with SGD": step}
 
 
+def text_steps(run: Run, model: torch.nn.Module, context: Context) -> dict[str, Call]:
+    """The same of a model that takes text, with AdamW."""
+    is_fused = run.device == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=is_fused)
+    sizes = run.text_sizes
+    text = torch.randint(sizes.vocabulary, (sizes.batch, sizes.context + 1), device=run.device)
+
+    def train() -> None:
+        with context():
+            loss = model(text[:, :-1], text[:, 1:])
+        loss.backward()
+        optimizer.zero_grad()
+
+    def step() -> None:
+        with context():
+            loss = model(text[:, :-1], text[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {"forward + backward": train, "with AdamW": step}
+
+
 def slowest(results: dict[str, Result]) -> dict[str, Result]:
     """The results of the slowest rank; a failure if any rank has one."""
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -278,8 +344,9 @@ def slowest(results: dict[str, Result]) -> dict[str, Result]:
 
 def measured(case: str, run: Run, rounds: int, device: str) -> list[dict[str, Any]]:
     """A record for each variant and call of a case."""
-    found = fsdp_variants(run) if case == "fsdp" else tp_variants(run)
-    rows = run.sizes.tokens // (1 if case == "fsdp" else run.mesh.size())
+    variants = {"fsdp": fsdp_variants, "llama": llama_variants, "tp": tp_variants}
+    found = variants[case](run)
+    rows = run.sizes.tokens // (run.mesh.size() if case == "tp" else 1)
     calls: dict[str, dict[str, Call]] = {}
     traffic: dict[str, dict[str, int]] = {}
     peaks: dict[str, int] = {}
@@ -299,7 +366,8 @@ def measured(case: str, run: Run, rounds: int, device: str) -> list[dict[str, An
         except Exception as error:  # a variant that fails must not stop the others
             failures[variant.name] = Failure.of(error)
     records = []
-    titles = ("forward + backward", "with SGD") if case == "fsdp" else ("forward + backward",)
+    titles = ["forward + backward"]
+    titles += {"fsdp": ["with SGD"], "llama": ["with AdamW"], "tp": []}[case]
     for title in titles:
         ready = {name: made[title] for name, made in calls.items()}
         timer = clock(device, is_captured=False)
