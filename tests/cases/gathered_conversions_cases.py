@@ -11,9 +11,8 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from on_torch import use_torch
 from ranks import RANKS, device_type, part
-from recorded_ranks_cases import counted
+from recorded_ranks_cases import as_recorded, counted
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -149,7 +148,7 @@ def trained(name: str, how: str, rank: int, *, is_gathered: bool) -> dict[str, A
     found: list[Any] = []
     with contextlib.ExitStack() as stack:
         if how != "without kernels":
-            use_torch(stack.enter_context(pytest.MonkeyPatch.context()))
+            as_recorded(stack.enter_context(pytest.MonkeyPatch.context()))
         plays = stack.enter_context(counted("replays"))
         copies = stack.enter_context(gathered_copies())
         for number in range(STEPS):

@@ -94,6 +94,8 @@ def test_a_replay_says_that_its_group_has_been_destroyed(results: dict[str, list
 def test_ranks_that_differ_from_a_replay_all_raise_on_a_cpu(
     results: dict[str, list[Any]],
 ) -> None:
+    if "differ" not in NAMES:
+        pytest.skip("on GPUs ranks that differ wait for each other")
     first, second = checked(results, "differ")
     assert first == second
     assert "BasicLinear(128, 128) communicates, and its ranks differ" in first["error"]
