@@ -665,6 +665,21 @@ def fsdp_caller(kind: str, function: str | None = None) -> Any:
     return None
 
 
+def fsdp_callers() -> dict[str, Any]:
+    """The objects of ``fully_shard`` whose methods are running now, by the names of their classes.
+
+    The innermost of each class, up to the ``FSDPState`` that calls the others.
+    """
+    running: dict[str, Any] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and "FSDPState" not in running:
+        if FSDP2 in frame.f_globals.get("__name__", ""):
+            method_of = frame.f_locals.get("self")
+            running.setdefault(type(method_of).__name__, method_of)
+        frame = frame.f_back
+    return running
+
+
 def gathered_tensor(param: Any) -> torch.Tensor | None:
     """The parameter as modules see it while it is gathered."""
     tensor: torch.Tensor | None = getattr(param, "_unsharded_param", None)

@@ -65,12 +65,12 @@ class CallKeyReader:
         with src.block("def read(x, extras, registered):"):
             src.add(
                 f"params = ({slots})",
-                "is_same, start, addresses, heads, ends, key, layout, with_buffers = known.state",
+                "is_same, seen, addresses, heads, ends, key, layout, with_buffers = known.state",
                 "tensors = params if with_buffers is None else with_buffers(params)",
             )
             with src.block(
                 "if is_same is None or tensors is None or not is_same(*tensors) "
-                "or list(map(address_of, tensors[start:])) != addresses "
+                "or list(map(address_of, tensors[seen])) != addresses "
                 "or heads and ends_of_memory(params, heads) != ends:"
             ):
                 src.add("key, layout = known.renew(params)", "tensors = None")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -59,6 +60,10 @@ class QuantizedFacts(NamedTuple):
             held = parameter._gathering.held
             names = tuple(name for name in names if name in held)
         return cls(kind, names, others, _getter(others)(parameter)) if names else None
+
+    @property
+    def is_gathered(self) -> bool:
+        return _OF_GATHERED[0] in self.others
 
 
 Quantized = Sequence[tuple[int, QuantizedFacts]]
@@ -172,10 +177,10 @@ class KnownParameters:
     def __init__(self, ops: Sequence[BasicOperation]) -> None:
         self._ops = ops
         # One attribute, so that another thread sees facts and checks that belong together: the
-        # guard, the first place with an address and the addresses, first places of runs and the
-        # ends of their memory, key and layout, and the method that adds the buffers of quantized
-        # parameters, if there are any.
-        self.state: tuple[object, ...] = (None, 0, None, (), None, None, None, None)
+        # guard, the places whose addresses are compared and the addresses, first places of runs and
+        # the ends of their memory, key and layout, and the method that adds the buffers of
+        # quantized parameters, if there are any.
+        self.state: tuple[object, ...] = (None, slice(0), None, (), None, None, None, None)
         self._layouts: dict[Any, ParameterLayout] = {}
 
     def renew(self, params: Parameters) -> tuple[tuple[object, ...], ParameterLayout | None]:
@@ -195,7 +200,7 @@ class KnownParameters:
             layout = None
         tensors = None if layout is None else layout.with_buffers(params)
         if layout is None or tensors is None or TensorGuards is None:
-            self.state = (None, 0, None, (), None, key, layout, None)
+            self.state = (None, slice(0), None, (), None, key, layout, None)
             return key, layout
         is_same = tensor_guard(tensors)
         heads = [first for first, _ in layout.runs]
@@ -203,10 +208,13 @@ class KnownParameters:
         start = next(
             (at for at, p in enumerate(params) if not isinstance(p, QuantizedTensor)), len(params)
         )
-        addresses = list(map(torch.Tensor.data_ptr, tensors[start:]))
+        # Gathered ones get other memory for each pass, in which they are aligned alike.
+        are_gathered = all(about.is_gathered for _, about in layout.quantized)
+        seen = slice(start, len(params) if layout.quantized and are_gathered else None)
+        addresses = list(map(torch.Tensor.data_ptr, tensors[seen]))
         ends = ends_of_memory(params, heads)
         with_buffers = layout.with_buffers if layout.quantized else None
-        self.state = (is_same, start, addresses, heads, ends, key, layout, with_buffers)
+        self.state = (is_same, seen, addresses, heads, ends, key, layout, with_buffers)
         return key, layout
 
     def _layout(self, params: Parameters) -> ParameterLayout | None:
@@ -289,6 +297,11 @@ def _runs(follows: Sequence[bool]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
+@functools.cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
 def _is_own(kind: type) -> bool:
     """Whether a class is this library's."""
     return kind.__module__.partition(".")[0] == "fuser"
@@ -296,6 +309,7 @@ def _is_own(kind: type) -> bool:
 
 def _has_own_parts(quantizer: Any) -> bool:
     """Whether a quantizer, and those in its fields, are this library's."""
-    own = [getattr(quantizer, field.name) for field in fields(quantizer)]
+    kind: Any = type(quantizer)
+    own = [getattr(quantizer, name) for name in _field_names(kind)]
     parts = [value for value in own if isinstance(value, Quantizer)]
     return _is_own(type(quantizer)) and all(map(_has_own_parts, parts))

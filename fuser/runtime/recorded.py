@@ -504,6 +504,8 @@ class RecordedForward:
         # The buffers of the last backward: their guard, addresses and layout. There are hundreds.
         self._last_buffers: tuple[Callable[..., bool] | None, list[int], Hashable]
         self._last_buffers = (None, [], None)
+        # Of gathered parameters of the last backward: what reads their buffers, and facts.
+        self._last_again: tuple[BuffersOf | None, Hashable] = (None, None)
 
     def run(
         self, tensors: Tensors, keywords: Keywords, groups: Groups, forward: Forward, *args: Any
@@ -670,7 +672,7 @@ class RecordedForward:
         later = [
             (n if n < first else first + kept.index(n - first), facts) for n, facts in read_back
         ]
-        is_gathered = any("_gathering.held" in facts.others for _, facts in read_back)
+        is_gathered = any(facts.is_gathered for _, facts in read_back)
 
         def read_of(inputs: tuple[int, ...], pairs: list[tuple[int, QuantizedFacts]]) -> _Read:
             if is_gathered:
@@ -694,6 +696,31 @@ class RecordedForward:
             is_same = None if layout is None else tensor_guard(buffers)
             self._last_buffers = is_same, addresses, layout
         return layout
+
+    def _read_again(
+        self, parameters: Sequence[QuantizedTensor]
+    ) -> tuple[list[torch.Tensor] | None, Hashable]:
+        """At the start of a backward: buffers of quantized parameters, some gathered, and facts.
+
+        A gathered one first gets the copies that are read. None if it lacks one even so.
+        """
+        gatherings = [one._gathering for one in parameters if one._gathering is not None]
+        for gathering in gatherings:
+            for usage in gathering.backward_reads.intersection(USAGES):
+                gathering.complete(usage)
+        if any(gathering.lacks_columns() for gathering in gatherings):
+            return None, None
+        buffers_of, facts = self._last_again
+        buffers = None if buffers_of is None else buffers_of(parameters)
+        if buffers is None:
+            found = [QuantizedFacts.of(parameter) for parameter in parameters]
+            known = [(place, about) for place, about in enumerate(found) if about is not None]
+            if len(known) < len(parameters):
+                return None, None
+            buffers_of, facts = buffers_reader(known), tuple(known)
+            self._last_again = buffers_of, facts
+            buffers = buffers_of(parameters)
+        return buffers, facts
 
     def backward(
         self,
@@ -745,7 +772,7 @@ class RecordedForward:
         if read.buffers_of is not None:  # None if one is quantized otherwise since the forward
             buffers = read.buffers_of([*given, *saved])
         elif read.again:
-            buffers, facts = _read_again([([*given, *saved])[number] for number in read.again])
+            buffers, facts = self._read_again([([*given, *saved])[n] for n in read.again])
         if launch.recording.listener is None and not is_part and buffers is not None:
             tensors = [*grads, *[saved[i] for i in read.inputs]]
             layout = _reader_of(len(tensors))(tensors)
@@ -887,7 +914,7 @@ def _noting_reads(
     gathered = [
         (place, tensors[place]._gathering.backward_reads)  # type: ignore[union-attr]
         for place, facts in quantized.values()
-        if "_gathering.held" in facts.others
+        if facts.is_gathered
     ]
     before = [set(reads) for _, reads in gathered]
     for _, reads in gathered:
@@ -898,24 +925,6 @@ def _noting_reads(
         for (place, reads), others in zip(gathered, before, strict=True):
             noted += [(place, usage) for usage in sorted(reads)]
             reads |= others
-
-
-def _read_again(
-    parameters: Sequence[QuantizedTensor],
-) -> tuple[list[torch.Tensor] | None, Hashable]:
-    """At the start of a backward: the buffers of quantized parameters, some gathered, and facts.
-
-    A gathered one first gets the copies that are read. None if it lacks one even so.
-    """
-    gatherings = [one._gathering for one in parameters if one._gathering is not None]
-    for gathering in gatherings:
-        for usage in gathering.backward_reads.intersection(USAGES):
-            gathering.complete(usage)
-    facts = [QuantizedFacts.of(parameter) for parameter in parameters]
-    if None in facts or any(gathering.lacks_columns() for gathering in gatherings):
-        return None, None
-    named = zip(parameters, facts, strict=True)
-    return [getattr(one, name) for one, about in named for name in about.names], tuple(facts)  # type: ignore[union-attr]
 
 
 def _without(

@@ -12,10 +12,11 @@ are gathered in their nominal dtype, and quantized after that.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from fuser.tensors.sharding import (
 )
 from fuser.torch_private import (
     forwards_without_backward,
-    fsdp_caller,
+    fsdp_callers,
     graph_task,
     is_last_backward,
     local_shard,
@@ -82,7 +83,9 @@ class Gathering:
     @property
     def held(self) -> tuple[str, ...]:
         """The names of the buffers that are in memory."""
-        return tuple([name for name in self.memory if self.holds((name,))])
+        return tuple(
+            [n for n, m in self.memory.items() if m.untyped_storage().nbytes() or not m.numel()]
+        )
 
     @property
     def quantizer(self) -> Any:
@@ -169,6 +172,20 @@ class _Sent(NamedTuple):
 VALUES = "values"
 
 
+class KnownSignature:
+    """A method that knows its signature, for which torch asks at each gathering: 21 us else."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        own, *others = inspect.signature(function).parameters.values()
+        self._signature = inspect.Signature(others)
+
+    def __get__(self, tensor: Any, owner: type) -> Callable[..., Any]:
+        bound = functools.partial(self._function, tensor)
+        bound.__signature__ = self._signature  # type: ignore[attr-defined]
+        return bound
+
+
 def fsdp_pre_all_gather(
     self: QuantizedTensor,
     mesh: Any,
@@ -184,14 +201,21 @@ def fsdp_pre_all_gather(
     StateError
         If other code than torch's ``fully_shard`` calls it.
     """
-    param, group = calling_gatherer(self)
+    return gather(self, calling_gatherer(self), outer_size)
+
+
+def gather(
+    self: QuantizedTensor, gathered: Gathered, outer_size: torch.Size
+) -> tuple[tuple[torch.Tensor, ...], _Sent]:
+    """What :func:`fsdp_pre_all_gather` returns of a shard."""
+    param, group, _ = gathered
     if self._sharding is None:  # made by the user, or loaded in place of the parameter
         check_is_of_one_format(self._quantizer, f"A parameter of shape {tuple(outer_size)}")
         ranks_group = getattr(param.mesh_info, "shard_process_group", None)
         is_whole = is_exact(self, self._quantizer, size_of(ranks_group), outer_size)
         self._sharding = Sharding(ranks_group, self._matrix()[0], is_whole)
     sharding, quantizer = self._sharding, self._quantizer
-    copies = _copies_read(quantizer, sharding, group)
+    copies = _copies_read(quantizer, sharding, gathered)
     ranks, is_even = sharding.ranks, outer_size[0] % sharding.ranks == 0
     gathering = _gathering(self, param, group, outer_size, ranks)
     gathering.shard, gathering.backward_reads = local_shard(param), sharding.backward_reads
@@ -236,14 +260,15 @@ def calling_gatherer(tensor: torch.Tensor) -> Gathered:
     StateError
         If other code calls it.
     """
-    param, group = fsdp_caller("FSDPParam"), fsdp_caller("FSDPParamGroup")
+    callers = fsdp_callers()
+    param, group = callers.get("FSDPParam"), callers.get("FSDPParamGroup")
     if param is None or group is None:
         raise StateError(
             f"fsdp_pre_all_gather of a {type(tensor).__name__} of shape {tuple(tensor.shape)} was "
             f"called by other code than fully_shard of torch {torch.__version__}, or by a version "
             "of it that is not known here; the copies that the pass reads are unknown."
         )
-    return Gathered(param, group)
+    return Gathered(param, group, callers.get("FSDPState"))
 
 
 def fsdp_post_all_gather(
@@ -283,40 +308,34 @@ def fsdp_post_all_gather(
 # -- this rank's part --------------------------------------------------------------------
 
 
-def _copies_read(quantizer: Any, sharding: Sharding, group: Any) -> tuple[str, ...]:
+def _copies_read(quantizer: Any, sharding: Sharding, gathered: Gathered) -> tuple[str, ...]:
     """The copies that a gathered parameter needs until it is resharded.
 
-    ``group`` is the framework's group of parameters. Forward reads the rowwise copy. Backward
+    Forward reads the rowwise copy. Backward
     reads what the ops said in their forward. If they said nothing, as ops of others do, it needs
     every copy; if they said that they read none, any copy will do. A parameter that stays gathered
     after backward needs every copy, and one that stays gathered after forward is completed in
     backward, unless that would gather its values twice.
     """
-    copies = tuple(name for name in USAGES if getattr(quantizer, name))
-    state = training_state(group)
+    copies = tuple([name for name in USAGES if getattr(quantizer, name)])
     if len(copies) == 1:
         return copies
+    _, group, running = gathered
+    state = training_state(group)
     # After a forward that failed, the state is still that of a forward, also for ``unshard()``.
-    if state == "FORWARD" and fsdp_caller("FSDPState") is not None and not _is_in_backward():
+    if state == "FORWARD" and running is not None and not _is_in_backward():
         if not forwards_without_backward(group):  # no backward is still to come
             sharding.backward_reads.clear()
         if reshards_after_forward(group) or sharding.is_exact:
             return ("rowwise",)
-    if state == "PRE_BACKWARD" and group.reshard_after_backward and _is_last_backward():
+    # By ``set_is_last_backward`` forwards before it are over. If not, this gathering may be a
+    # prefetch for a backward that was before, which the next forward then takes.
+    is_last = running is None or is_last_backward(running)
+    if state == "PRE_BACKWARD" and group.reshard_after_backward and is_last:
         reads = sharding.backward_reads
-        read = tuple(name for name in copies if name in reads)
+        read = tuple([name for name in copies if name in reads])
         return read or (copies[:1] if reads else copies)
     return copies
-
-
-def _is_last_backward() -> bool:
-    """Whether forwards before this backward are over, by ``set_is_last_backward``.
-
-    If not, this gathering may be a prefetch for a backward that was before, which the next forward
-    then takes.
-    """
-    running = fsdp_caller("FSDPState")
-    return running is None or is_last_backward(running)
 
 
 def _is_in_backward() -> bool:
@@ -371,12 +390,12 @@ def _parts(
     that shape, and no scale of the whole tensor.
     """
     sent = ("rowwise",) if shard.derives_columnwise else copies
+    left_out = {n for usage in USAGES if usage not in sent for n in shard._names(usage)}
     units, rows = shard._layout.rows, torch.Size(padded[:-1]).numel()
     columns = shard._layout.unpadded_columns(padded[-1])
     parts: dict[str, torch.Tensor] = {}
     for name, buffer in shard.buffers().items():
-        owners = [usage for usage in USAGES if name in shard._names(usage)]
-        if buffer is None or (owners and not set(owners) & set(sent)):
+        if buffer is None or name in left_out:
             continue
         if name not in units:
             if is_even:
@@ -593,7 +612,5 @@ _all_gather = getattr(torch.distributed, "all_gather_single", None) or (
 )
 
 
-# torch asks for the parameters of the method at each gathering: 21 us, or 5 if they are known.
-fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
-QuantizedTensor.fsdp_pre_all_gather = fsdp_pre_all_gather
+QuantizedTensor.fsdp_pre_all_gather = KnownSignature(fsdp_pre_all_gather)  # type: ignore[assignment]
 QuantizedTensor.fsdp_post_all_gather = fsdp_post_all_gather

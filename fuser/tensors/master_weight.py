@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from fuser.errors import StateError
 from fuser.recipe import Recipe
 from fuser.tensors.base import QuantizedTensor
-from fuser.tensors.gathering import calling_gatherer
+from fuser.tensors.gathering import KnownSignature, calling_gatherer, gather
 from fuser.tensors.joined_gathering import has_one_scale
 from fuser.tensors.quantizer import Quantizer
 from fuser.tensors.sharding import Gathered, shards_of_values
@@ -181,6 +180,7 @@ class MasterWeight(torch.Tensor):
         torch.Tensor.data.__set__(self, MasterWeight._of(plain, self._state))  # type: ignore[attr-defined]
         self._plain, self._state.shard, self._state.is_new = plain, None, False
 
+    @KnownSignature
     def fsdp_pre_all_gather(
         self,
         mesh: Any,
@@ -197,7 +197,7 @@ class MasterWeight(torch.Tensor):
             _quantize(self, gathered, is_backward=is_backward)
         shard, state.is_new = state.shard, False
         assert shard is not None
-        parts, sent = shard.fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        parts, sent = gather(shard, gathered, outer_size)
         sent.gathering.recipe = state.recipe
         if is_backward and forwards_without_backward(group) <= 1:
             state.shard = None  # no other backward is to come
@@ -214,11 +214,6 @@ class MasterWeight(torch.Tensor):
         """The whole quantized weight, for ``fully_shard``."""
         shard, sent = metadata
         return shard.fsdp_post_all_gather(all_gather_outputs, sent, param_dtype, out=out)
-
-
-MasterWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-    MasterWeight.fsdp_pre_all_gather
-)
 
 
 def _quantize(weight: MasterWeight, gathered: Gathered, *, is_backward: bool) -> None:

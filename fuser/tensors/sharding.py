@@ -100,7 +100,7 @@ def _zeros_of_shard(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedT
         sharding, quantizer = _new_sharding(tensor, param), tensor._usage()
     zeros = torch.zeros(tuple(shape), dtype=tensor.dtype, device=tensor.device)
     if tensor._sharding is None:
-        kept = _usage_of_shard(tensor, quantizer, sharding.ranks)
+        kept = _usage_of_shard(tensor, quantizer, sharding.is_exact)
     else:
         kept = {usage: tensor._has(usage) for usage in USAGES}
     shard: QuantizedTensor = quantizer.unbound().with_usage(**kept)(zeros)
@@ -141,7 +141,7 @@ def shards_of_values(
         )
         is_whole = is_exact(whole, quantizer, size_of(group))
         sharding = Sharding(group, values.shape[:-1].numel(), is_whole)
-        own = quantizer.with_usage(**_usage_of_shard(whole, quantizer, sharding.ranks))
+        own = quantizer.with_usage(**_usage_of_shard(whole, quantizer, is_whole))
         shardings.append(sharding)
         writes.append(sharding.write(own, values)._replace(joint=joint))
     shards = list(quantized_parts(writes))
@@ -151,10 +151,15 @@ def shards_of_values(
 
 
 class Gathered(NamedTuple):
-    """Who gathers a parameter: torch's ``FSDPParam``, and its group."""
+    """Who gathers a parameter: torch's ``FSDPParam``, and its group.
+
+    While it gathers, also the ``FSDPState`` of the module whose pass reads the parameter; None if a
+    user asks for it.
+    """
 
     param: Any
     group: Any
+    state: Any = None
 
 
 def gathered_by(parameters: Sequence[torch.Tensor]) -> list[Gathered]:
@@ -309,13 +314,13 @@ def check_is_of_one_format(quantizer: Any, what: str) -> None:
         )
 
 
-def _usage_of_shard(whole: QuantizedTensor, quantizer: Any, ranks: int) -> dict[str, bool]:
+def _usage_of_shard(whole: QuantizedTensor, quantizer: Any, is_whole: bool) -> dict[str, bool]:
     """The copies that a shard has, of those that the whole tensor has.
 
     Only the rowwise copy, if the other is derived after the gathering or if rows cut blocks.
     """
     usage = {name: bool(getattr(quantizer, name)) for name in USAGES}
-    if usage["rowwise"] and (whole.derives_columnwise or not is_exact(whole, quantizer, ranks)):
+    if usage["rowwise"] and (whole.derives_columnwise or not is_whole):
         usage["columnwise"] = False
     return usage
 

@@ -265,7 +265,7 @@ EXPERTS = (
         "weights that moved are taken for those before",
         "runtime/call_key.py",
         "CallKeyReader.read",
-        '"or list(map(address_of, tensors[start:])) != addresses "',
+        '"or list(map(address_of, tensors[seen])) != addresses "',
         '""',
         RECORDED + "test_weights_that_change_are_read_as_they_are",
     ),

@@ -188,7 +188,7 @@ PARALLEL = (
         "buffers without memory are taken for those of a gathered weight",
         "tensors/gathering.py",
         "Gathering.held",
-        "if self.holds((name,))",
+        "if m.untyped_storage().nbytes() or not m.numel()",
         "",
         GATHERED,
         select="current and quantized and plain",
@@ -205,7 +205,7 @@ PARALLEL = (
     Mutant(
         "a replayed backward does not complete weights that stay gathered",
         "runtime/recorded.py",
-        "_read_again",
+        "RecordedForward._read_again",
         "gathering.complete(usage)",
         "pass",
         GATHERED,
