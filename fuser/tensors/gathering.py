@@ -177,7 +177,7 @@ class KnownSignature:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        own, *others = inspect.signature(function).parameters.values()
+        _, *others = inspect.signature(function).parameters.values()
         self._signature = inspect.Signature(others)
 
     def __get__(self, tensor: Any, owner: type) -> Callable[..., Any]:
