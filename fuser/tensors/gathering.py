@@ -181,6 +181,8 @@ class KnownSignature:
         self._signature = inspect.Signature(others)
 
     def __get__(self, tensor: Any, owner: type) -> Callable[..., Any]:
+        if tensor is None:
+            return self._function
         bound = functools.partial(self._function, tensor)
         bound.__signature__ = self._signature  # type: ignore[attr-defined]
         return bound

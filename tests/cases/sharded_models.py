@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import oracles
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import fuser
 from fuser import recipe as recipes
+from fuser.tensors import gathering, master_weight
 
 RECIPES: dict[str, Callable[..., recipes.Recipe]] = {
     "current": recipes.Float8CurrentScaling,
@@ -206,21 +208,17 @@ EXACT = [name for name in RECIPES if name != "delayed"]
 def gathers() -> Iterator[list[tuple[str, int]]]:
     """The gatherings of quantized parameters inside: the names of buffers, and a rank's bytes."""
     found: list[tuple[str, int]] = []
-    cls = fuser.QuantizedTensor
-    kept = cls.fsdp_pre_all_gather
+    gather = gathering.gather
 
-    def noting(
-        self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> Any:
-        parts, sent = kept(self, mesh, outer_size, outer_stride, module, mp_policy)
+    def noting(*given: Any) -> Any:
+        parts, sent = gather(*given)
         found.append((", ".join(sent.names), sum(part.nbytes for part in parts)))
         return parts, sent
 
-    cls.fsdp_pre_all_gather = noting
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "gather", noting)
+        patch.setattr(master_weight, "gather", noting)
         yield found
-    finally:
-        cls.fsdp_pre_all_gather = kept
 
 
 @contextlib.contextmanager
