@@ -231,8 +231,8 @@ class RecordedPasses:
         :meth:`RecordedForward.run` records then. None if there is none, and the plan's own code
         must run.
         """
-        is_hooked = saved_tensor_hooks(False) is not None and not is_in_checkpoint()
-        if is_hooked or launch.recording.listener is not None:
+        is_hooked = saved_tensor_hooks(False) is not None
+        if (is_hooked and not is_in_checkpoint()) or launch.recording.listener is not None:
             return None
         if dispatch_modes() and is_in_selective_checkpoint():
             return None
@@ -278,7 +278,8 @@ class RecordedPasses:
             if current_groups is None:
                 return None
             groups, group_key = current_groups
-        layout = (layout, ties, parameters, group_key)
+        # With hooks a gathered parameter notes more reads, and ranks gather the same.
+        layout = (layout, ties, parameters, group_key, is_hooked and bool(buffers))
         layout = (*layout, keywords.key, is_evaluated, *map(id, quantizers))
         call = next(self._forwards.calls)
         found = self._forwards.get(layout)

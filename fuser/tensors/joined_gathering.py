@@ -128,6 +128,8 @@ class _Whole(torch.autograd.Function):
         ctx.gathering = gathering
         first = parts[0]
         gathering.recipe, gathering.shard = first._gathering.recipe, first._gathering.shard
+        # Theirs, which a forward clears: a read of a pass before needs what this one has not.
+        gathering.backward_reads = first._gathering.backward_reads
         gathering.complete(USAGES[0])
         shape, device = gathering.shape, first.device
         whole = type(first)(gathering.buffers, shape, first.dtype, device, first._quantizer)

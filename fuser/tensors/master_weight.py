@@ -64,7 +64,7 @@ class _State:
         return _State(self.recipe, self.quantizer, self.joint)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _State:
-        return self.another()
+        return _State(self.recipe, self.quantizer, copy.deepcopy(self.joint, memo))
 
 
 class MasterWeight(torch.Tensor):
@@ -135,7 +135,10 @@ class MasterWeight(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        plain = self._plain
+        if isinstance(self, torch.nn.Parameter):
+            plain = torch.nn.Parameter(plain.detach(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
