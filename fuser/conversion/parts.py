@@ -28,12 +28,6 @@ def is_gathered(weight: Any) -> bool:
     return getattr(weight, "_gathering", None) is not None
 
 
-def _joint_of(weight: Any) -> Any:
-    """With which other weights ``gather_quantized`` took a gathered one; None if alone."""
-    state = getattr(weight._gathering.shard, "_state", None)
-    return state and state.joint
-
-
 class KnownActivation(NamedTuple):
     """An activation, its op, and the op that multiplies it with a second half; None for none."""
 
@@ -166,9 +160,10 @@ class LinearPart(Part):
                 return f"the weight of {name} is a {type(weight).__name__}"
             if is_gathered(weight) != is_gathered(first):
                 return f"the weights of {' and '.join(names)} are not all gathered quantized"
-            is_joined = count > 1 and is_gathered(first)
-            if is_joined and (_joint_of(weight) or weight) is not _joint_of(first):
-                return f"the weights of {' and '.join(names)} were given to gather_quantized apart"
+            if count > 1 and is_gathered(first):
+                joint = weight._gathering.joint
+                if joint is None or joint is not first._gathering.joint:
+                    return f"the weights of {' and '.join(names)} are gathered quantized apart"
             if weight.dtype not in COMPUTE_DTYPES or weight.dtype is not first.dtype:
                 return f"the weight of {name} is {weight.dtype}"
             if (linear._parameters.get("bias") is not None) != self.has_bias:

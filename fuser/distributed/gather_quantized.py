@@ -112,7 +112,8 @@ def _converted(
     taken: list[torch.nn.Module] = []
     for linears in conversions.joined_linears(module):
         weights = [linear._parameters.get("weight") for _, linear in linears]
-        if any(type(one) is not torch.nn.Parameter or holders[id(one)] > 1 for one in weights):
+        known = {type(one) for one in weights} <= {torch.nn.Parameter, MasterWeight}
+        if not known or any(holders[id(one)] > 1 for one in weights):
             continue
         paths = tuple(f"{path}.weight" for path, _ in linears)
         quantizer = weight_quantizer(

@@ -117,7 +117,7 @@ class ParameterLayout:
         The quantized ones.
     """
 
-    __slots__ = ("_parts", "are_parameters", "buffers_of", "quantized", "runs")
+    __slots__ = ("_parts", "are_parameters", "buffers_of", "is_gathered", "quantized", "runs")
 
     def __init__(
         self,
@@ -129,6 +129,7 @@ class ParameterLayout:
         self.runs = runs
         self.are_parameters = are_parameters
         self.quantized = quantized
+        self.is_gathered = any(about.is_gathered for _, about in quantized)
         self.buffers_of = buffers_reader(quantized)
         self._parts: dict[tuple[int, int], ParameterLayout] = {}
 

@@ -279,7 +279,7 @@ class RecordedPasses:
                 return None
             groups, group_key = current_groups
         # With hooks a gathered parameter notes more reads, and ranks gather the same.
-        layout = (layout, ties, parameters, group_key, is_hooked and bool(buffers))
+        layout = (layout, ties, parameters, group_key, is_hooked and parameters.is_gathered)
         layout = (*layout, keywords.key, is_evaluated, *map(id, quantizers))
         call = next(self._forwards.calls)
         found = self._forwards.get(layout)

@@ -92,6 +92,12 @@ class Gathering:
         """That of the shard, which writes of an optimizer use; None if it is not quantized."""
         return getattr(self.shard, "_quantizer", None)
 
+    @property
+    def joint(self) -> Any:
+        """The weights that ``gather_quantized`` took with it as one; None if it is alone."""
+        state = getattr(self.shard, "_state", None)
+        return state and state.joint
+
     def holds(self, names: Sequence[str]) -> bool:
         """Whether the copy with these buffers is in memory."""
         memory = self.memory[names[0]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -101,7 +103,7 @@ def sharded(model: torch.nn.Module, how: str) -> None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     if how == "on the CPU":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    for layer in model.children():
+    for layer in model.children() if how != "copied" else ():
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
 
@@ -142,8 +144,21 @@ def trained(name: str, how: str, rank: int, *, is_gathered: bool) -> dict[str, A
         layer.compile(backend="aot_eager")
     if is_gathered:
         assert fuser.distributed.gather_quantized(model, recipe) is model
+    if how == "copied":
+        model = copy.deepcopy(model)
+        double = torch.nn.Sequential(*model.children(), *copy.deepcopy(model).children())
+        with torch.no_grad():  # so that a scale of both is one of neither
+            for layer in list(double.children())[2:]:
+                for linear in layer.mlp.children():
+                    linear.weight.mul_(1.5)
+        model = double
+    if how == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+        assert all(isinstance(p, torch.nn.Parameter) for p in model.parameters())
+        if is_gathered:  # a pickle has plain weights
+            fuser.distributed.gather_quantized(model, recipe)
     sharded(model, how)
-    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.02)
     x = part(oracles.random_tensor((TOKENS * RANKS, DIM), torch.bfloat16, 1), rank, 0)
     found: list[Any] = []
     with contextlib.ExitStack() as stack:
@@ -152,10 +167,15 @@ def trained(name: str, how: str, rank: int, *, is_gathered: bool) -> dict[str, A
         plays = stack.enter_context(counted("replays"))
         copies = stack.enter_context(gathered_copies())
         for number in range(STEPS):
-            leaf = (x + number).requires_grad_()
+            leaf = x + number
+            if how == "ranks of other sizes" and rank == 1 and number % 2 == 0:
+                leaf = leaf[: TOKENS // 2]
+            leaf.requires_grad_()
             h = leaf
-            for layer in model.children():
-                h = checkpoint(layer, h, use_reentrant=False) if how == "checkpoint" else layer(h)
+            for layer in [model] if how == "copied" else model.children():
+                at_times = how in ("checkpoint at times", "ranks of other sizes")
+                is_kept = how != "checkpoint" and (not at_times or number % 2 == 0)
+                h = layer(h) if is_kept else checkpoint(layer, h, use_reentrant=False)
             memory = bytes_of_joined(model)
             (h.float() ** 2).mean().backward()
             memory += bytes_of_joined(model)
@@ -192,6 +212,24 @@ def compared(name: str, how: str, rank: int) -> dict[str, Any]:
     }
 
 
+def given_apart(rank: int) -> dict[str, Any]:
+    """Gate and up, quantized apart, with larger weights of up: the error of the output."""
+    outputs = []
+    for is_gathered in (True, False):
+        model: Any = model_of("")
+        with torch.no_grad():
+            model[0].mlp.up_proj.weight.mul_(8)
+        recipe = recipes.Float8CurrentScaling() if is_gathered else None
+        fuser.convert(model, recipe=recipe)
+        for linear in (model[0].mlp.gate_proj, model[0].mlp.up_proj) if is_gathered else ():
+            fuser.distributed.gather_quantized(linear, recipe)
+        sharded(model, "")
+        x = oracles.random_tensor((TOKENS, DIM), torch.bfloat16, 1)
+        outputs.append(model(x).detach().float())
+    error = (outputs[0] - outputs[1]).norm() / outputs[1].norm()
+    return {"error": float(error)}
+
+
 def refused(rank: int) -> dict[str, str]:
     """What is said of weights that cannot be gathered as one."""
     found: dict[str, str] = {}
@@ -220,6 +258,9 @@ def refused(rank: int) -> dict[str, str]:
         with pytest.raises(fuser.InputError) as missing:
             fuser.distributed.gather_quantized(plain, recipe)
     found["none"] = str(missing.value)
+    with pytest.raises(fuser.InputError) as twice:
+        fuser.distributed.gather_quantized(again, recipe)
+    found["twice"] = str(twice.value)
     cut: Any = model_of("")
     fuser.convert(cut, recipe=recipe)
     fuser.distributed.gather_quantized(cut, recipe)
@@ -237,16 +278,17 @@ PAIRS += [
     (name, how)
     for how in (
         *("without kernels", "stays gathered", "checkpoint", "frozen", "loaded"),
-        "masters in fp32",
+        *("masters in fp32", "copied"),
     )
     for name in ("current", "block")
 ]
 PAIRS += [("block", "on the CPU"), ("current", "compiled")]
+PAIRS += [("mxfp8", "checkpoint at times"), ("mxfp8", "ranks of other sizes"), ("mxfp8", "pickled")]
 
 
 def cases() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {
         f"{name}, {how}": functools.partial(compared, name, how) for name, how in PAIRS
     }
-    found["refused"] = refused
+    found |= {"refused": refused, "given apart": given_apart}
     return found

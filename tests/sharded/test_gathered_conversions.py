@@ -32,8 +32,16 @@ def test_it_trains_to_the_bit_as_with_weights_that_are_gathered_unquantized(
         if how == "plain":  # no pass gathers what it does not read
             assert each["copies"] <= {"rowwise", "columnwise"}
         # Keys and values of the first layer, the second's with queries, and gate and up.
-        assert each["joined"] == (1 if how == "compiled" else 3, 0)
-        assert each["plays"][0] >= 0.8 * each["plays"][1]
+        joined = {"compiled": 1, "copied": 6}
+        assert each["joined"] == (joined.get(how, 3), 0)
+        assert each["plays"][0] >= 0.5 * each["plays"][1]
+
+
+def test_weights_that_are_given_apart_have_scales_of_their_own(
+    results: dict[str, list[Any]],
+) -> None:
+    for each in checked(results, "given apart"):
+        assert each["error"] < 0.1
 
 
 def test_weights_that_cannot_be_gathered_as_one_are_refused(
@@ -43,4 +51,5 @@ def test_weights_that_cannot_be_gathered_as_one_are_refused(
         assert "0.mlp.gate_proj.weight, 0.mlp.up_proj.weight are read as one" in each["apart"]
         assert "leaves 1.gate_proj.weight, 1.up_proj.weight unquantized" in each["rows"]
         assert "converted linear" in each["none"]
+        assert "gathered quantized under Float8CurrentScaling() already" in each["twice"]
         assert "2 ranks cut blocks of rows" in each["cut"]
