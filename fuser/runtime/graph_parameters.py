@@ -52,15 +52,22 @@ def text_of(parameter: torch.Tensor) -> str:
 
 
 def tensors_of_joined(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Those that a graph gives of a parameter that joins these: the copy if they differ in kind."""
+    """Those that a graph gives of a parameter that joins these: the copy if dtypes differ."""
     dtype = tensors[0].dtype
-    is_plain = [t.dtype == dtype and type(t).__name__ in PLAIN_CLASSES for t in tensors]
-    return (torch.cat(tensors),) if False in is_plain and len(tensors) > 1 else tensors
+    is_of_one = False not in [t.dtype == dtype for t in tensors]
+    return tensors if is_of_one else (torch.cat(tensors),)
 
 
 def joined_text(tensors: Sequence[torch.Tensor]) -> str:
-    """Of a parameter that joins several tensors :data:`JOINED` and their number; of one empty."""
-    return "" if len(tensors) == 1 else f"{JOINED}{len(tensors)}"
+    """Of a parameter that joins several tensors :data:`JOINED` and their number; of one empty.
+
+    Or the class of one that no graph gets, such as a gathered weight.
+    """
+    classes = [type(tensor).__name__ for tensor in tensors]
+    odd = [name for name in classes if name not in PLAIN_CLASSES]
+    if odd or len(tensors) == 1:
+        return odd[0] if odd else ""
+    return f"{JOINED}{len(tensors)}"
 
 
 class JoinedPart(NamedTuple):

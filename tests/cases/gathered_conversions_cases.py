@@ -140,8 +140,10 @@ def trained(name: str, how: str, rank: int, *, is_gathered: bool) -> dict[str, A
     recipe = RECIPES[name]()
     model = model_of(how)
     fuser.convert(model, recipe=recipe)
-    for layer in model.children() if how == "compiled" else ():
-        layer.compile(backend="aot_eager")
+    if how == "compiled":
+        torch._dynamo.reset()  # each model has classes of its own, and a frame eight graphs at most
+        for layer in model.children():
+            layer.compile(backend="aot_eager")
     if is_gathered:
         assert fuser.distributed.gather_quantized(model, recipe) is model
     if how == "copied":

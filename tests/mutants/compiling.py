@@ -673,8 +673,8 @@ COMPILING = (
         "biases of two dtypes are given to an operation apart",
         "runtime/graph_parameters.py",
         "tensors_of_joined",
-        "t.dtype == dtype and",
-        "",
+        "t.dtype == dtype",
+        "True",
         f"{JOINED}biases_of_two_dtypes_are_joined_by_the_graph",
     ),
     Mutant(

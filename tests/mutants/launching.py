@@ -601,8 +601,8 @@ SEQUENCES = (
         "passes in checkpoints are not recorded",
         "runtime/recorded.py",
         "RecordedPasses.find",
-        "is not None and not is_in_checkpoint()",
-        "is not None",
+        "(is_hooked and not is_in_checkpoint())",
+        "is_hooked",
         "test_call_counts.py::test_a_warm_step_in_a_checkpoint_makes_few_calls",
     ),
     Mutant(

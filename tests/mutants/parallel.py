@@ -266,6 +266,15 @@ PARALLEL = (
         select="mxfp8 and plain",
     ),
     Mutant(
+        "a graph joins the values of weights that are gathered quantized",
+        "runtime/graph_parameters.py",
+        "joined_text",
+        "if name not in PLAIN_CLASSES",
+        "if False",
+        CONVERSIONS,
+        select="compiled",
+    ),
+    Mutant(
         "weights that were given to gather_quantized apart are read as one",
         "conversion/parts.py",
         "LinearPart.refusal",
