@@ -89,7 +89,7 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
     if not masters:
         raise InputError(
             f"gather_quantized got a {type(module).__name__} without a BasicLinear, GroupedLinear "
-            "or converted linear that it takes."
+            "or converted linear that runs quantized."
             " Call it with a module that has one."
         )
     for owner in owners:
