@@ -8,7 +8,6 @@ import pytest
 from gathered_conversions_cases import PAIRS, cases
 from ranks import results_of, selected
 
-
 NAMES = tuple(cases())
 TRAININGS = [f"{name}-{how}" for name, how in PAIRS]
 
