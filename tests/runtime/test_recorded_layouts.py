@@ -174,7 +174,8 @@ def test_every_field_of_a_forwards_layout_is_tested_here() -> None:
         for seed in range(3):
             step(model, random(ROWS, WIDTH, seed=seed), recipe)
     forwards = [layout for layout in found if len(layout) != 5]
-    tensors, ties, parameters, groups, keywords, is_evaluated, *quantizers = forwards[-1]
+    tensors, ties, parameters, groups, notes_more, *others_of_call = forwards[-1]
+    keywords, is_evaluated, *quantizers = others_of_call
     backend, changes, *of_input = tensors
     assert backend == id(fuser.cuda.launch.backend)
     assert changes == model[0].__dict__["_changes"]  # an attribute of an op: test_recorded.py
@@ -182,6 +183,7 @@ def test_every_field_of_a_forwards_layout_is_tested_here() -> None:
     assert ties is None
     assert isinstance(parameters, ParameterLayout)
     assert groups is None  # process groups: test_recorded_ranks.py
+    assert notes_more is False  # gathered weights in a checkpoint: test_gathered_conversions.py
     assert keywords is None  # those of microbatches: test_recorded_microbatches.py
     assert is_evaluated is False
     assert len(quantizers) == 2  # of forward and of backward; a loaded state: test_recorded.py
