@@ -522,9 +522,12 @@ class Pipeline:
     ) -> CallResult:
         """``call(*args)`` with ``parameters``, each of the tensors that it joins, in the ops."""
         with self._lock:  # two threads would give the ops two parameters
-            values = [p[0] if len(p) == 1 else self._joined(n, p) for n, p in enumerate(parameters)]
             before = [held[name] for held, name in self._slots]
             try:
+                values = [
+                    each[0] if len(each) == 1 else self._joined(number, each)
+                    for number, each in enumerate(parameters)
+                ]
                 for (held, name), value in zip(self._slots, values, strict=True):
                     held[name] = value
                 return self._checked(call(*args), parameters)

@@ -57,7 +57,7 @@ from fuser.runtime.known_parameters import (
     buffers_reader,
     tensor_guard,
 )
-from fuser.runtime.saved_tensors import Gathered, Part, saved_as, tensor_of
+from fuser.runtime.saved_tensors import GatheredPart, Part, saved_as, tensor_of
 from fuser.source import SourceCode
 from fuser.tensors import Float8Quantizer, QuantizedTensor
 from fuser.tensors.base import USAGES, note_backward_read
@@ -278,7 +278,7 @@ class RecordedPasses:
             if current_groups is None:
                 return None
             groups, group_key = current_groups
-        # With hooks a gathered parameter notes more reads, and ranks gather the same.
+        # Under hooks a gathered parameter notes more reads, and all ranks have to gather the same.
         layout = (layout, ties, parameters, group_key, is_hooked and parameters.is_gathered)
         layout = (*layout, keywords.key, is_evaluated, *map(id, quantizers))
         call = next(self._forwards.calls)
@@ -858,7 +858,7 @@ def _recorded_as(
     saved = saved_as(tensor, held)
     is_input = id(tensor) in quantized
     is_whole = isinstance(saved, int) and isinstance(tensor, QuantizedTensor)
-    if isinstance(saved, Gathered) or (is_whole and not is_input):
+    if isinstance(saved, GatheredPart) or (is_whole and not is_input):
         sequence.refusal = sequence.refusal or f"it saves {tensor}, which refers to another"
     return saved
 

@@ -30,13 +30,13 @@ class QuantizedPart(NamedTuple):
         return tensor
 
 
-class Gathered(NamedTuple):
+class GatheredPart(NamedTuple):
     """A gathered parameter, or a copy of it. It has other memory in backward, and is not saved."""
 
     tensor: QuantizedTensor
 
 
-Part: TypeAlias = "QuantizedPart | Gathered | int | None"
+Part: TypeAlias = "QuantizedPart | GatheredPart | int | None"
 """How to make a saved tensor from others: the place of one, or those of its buffers."""
 
 
@@ -65,7 +65,7 @@ def saved_as(tensor: torch.Tensor | None, held: list[torch.Tensor]) -> Part:
     if tensor is None:
         return None
     if isinstance(tensor, QuantizedTensor) and tensor._gathering is not None:
-        return Gathered(tensor)
+        return GatheredPart(tensor)
     if not isinstance(tensor, QuantizedTensor) or not _is_buffers_alone(tensor):
         return _index(tensor, held)
     buffers = {n: _index(b, held) for n, b in tensor.buffers().items() if b is not None}
@@ -83,7 +83,7 @@ def tensor_of(saved: Part, held: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """A saved tensor, over other buffers."""
     if saved is None or isinstance(saved, int):
         return None if saved is None else held[saved]
-    return saved.tensor if isinstance(saved, Gathered) else saved.tensor(held)
+    return saved.tensor if isinstance(saved, GatheredPart) else saved.tensor(held)
 
 
 def _index(tensor: torch.Tensor, held: list[torch.Tensor]) -> int:

@@ -179,7 +179,10 @@ VALUES = "values"
 
 
 class KnownSignature:
-    """A method that knows its signature, for which torch asks at each gathering: 21 us else."""
+    """A method that knows its signature, for which torch asks at each gathering.
+
+    Without it inspect makes one each time, which takes 21 us.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -213,24 +216,24 @@ def fsdp_pre_all_gather(
 
 
 def gather(
-    self: QuantizedTensor, gathered: Gathered, outer_size: torch.Size
+    shard: QuantizedTensor, gathered: Gathered, outer_size: torch.Size
 ) -> tuple[tuple[torch.Tensor, ...], _Sent]:
     """What :func:`fsdp_pre_all_gather` returns of a shard."""
     param, group, _ = gathered
-    if self._sharding is None:  # made by the user, or loaded in place of the parameter
-        check_is_of_one_format(self._quantizer, f"A parameter of shape {tuple(outer_size)}")
+    if shard._sharding is None:  # made by the user, or loaded in place of the parameter
+        check_is_of_one_format(shard._quantizer, f"A parameter of shape {tuple(outer_size)}")
         ranks_group = getattr(param.mesh_info, "shard_process_group", None)
-        is_whole = is_exact(self, self._quantizer, size_of(ranks_group), outer_size)
-        self._sharding = Sharding(ranks_group, self._matrix()[0], is_whole)
-    sharding, quantizer = self._sharding, self._quantizer
+        is_whole = is_exact(shard, shard._quantizer, size_of(ranks_group), outer_size)
+        shard._sharding = Sharding(ranks_group, shard._matrix()[0], is_whole)
+    sharding, quantizer = shard._sharding, shard._quantizer
     copies = _copies_read(quantizer, sharding, gathered)
     ranks, is_even = sharding.ranks, outer_size[0] % sharding.ranks == 0
-    gathering = _gathering(self, param, group, outer_size, ranks)
+    gathering = _gathering(shard, param, group, outer_size, ranks)
     gathering.shard, gathering.backward_reads = local_shard(param), sharding.backward_reads
     gathering.of_forward = gathering.recipe = None
     if copies == USAGES[:1] and quantizer.columnwise and not reshards_after_forward(group):
-        version = None if self.is_inference() else self._version
-        gathering.of_forward = _OfForward(self, version)
+        version = None if shard.is_inference() else shard._version
+        gathering.of_forward = _OfForward(shard, version)
     gathering.freed.clear()
     param.all_gather_outputs = []
     if ranks == 1:  # the framework gathers nothing then
@@ -238,14 +241,14 @@ def gather(
         return (empty,), _Sent(copies, (), (), None, gathering)
     padded, scale = tuple(param.padded_sharded_param_size), None
     if sharding.is_exact:
-        _agree(self, param, sharding)
-        parts = _parts(self, copies, padded, is_even=is_even)
+        _agree(shard, param, sharding)
+        parts = _parts(shard, copies, padded, is_even=is_even)
         if not is_even:
-            scale = _scale_of_first(self, sharding)
+            scale = _scale_of_first(shard, sharding)
     else:
-        source = self.high_precision_source
-        parts = {VALUES: _padded(self._values() if source is None else source, padded[0], 0)}
-    units = self._layout.rows
+        source = shard.high_precision_source
+        parts = {VALUES: _padded(shard._values() if source is None else source, padded[0], 0)}
+    units = shard._layout.rows
     for name, part in parts.items():
         memory = gathering.memory.get(name)
         is_shared = memory is not None and name in units and units[name][0] == 0

@@ -46,7 +46,7 @@ def as_recorded(patch: pytest.MonkeyPatch) -> None:
 
 
 def graphs() -> contextlib.AbstractContextManager[Any]:
-    """On a CPU the stand-in for the graphs of a GPU."""
+    """The stand-in for graphs on a CPU; a GPU has its own."""
     return on_cpu_graphs() if device_type() == "cpu" else contextlib.nullcontext()
 
 

@@ -248,7 +248,7 @@ PARALLEL = (
         select="block and frozen",
     ),
     Mutant(
-        "the weights of which one is made are not asked for the copy that backward reads",
+        "weights that are read as one do not gather the copy that backward reads",
         "tensors/joined_gathering.py",
         "JoinedGathering.note_backward_read",
         "part._gathering.note_backward_read(usage)",
@@ -301,7 +301,7 @@ PARALLEL = (
         select="pickled",
     ),
     Mutant(
-        "a recording in a checkpoint stands for one outside",
+        "a recording that was made in a checkpoint is replayed outside of it",
         "runtime/recorded.py",
         "RecordedPasses.find",
         "is_hooked and parameters.is_gathered",
