@@ -26,12 +26,17 @@ from fuser import recipe as recipes
 
 # Experts, choices, tokens of a rank, hidden and intermediate width.
 SIZES = {
-    "cuda": ((64, 8, 2048, 2048, 1024), (64, 8, 8192, 2048, 1024)),
+    "cuda": (
+        (64, 8, 2048, 2048, 1024),
+        (128, 8, 8192, 2048, 768),  # Qwen3-30B-A3B
+        (32, 4, 8192, 4096, 2048),
+    ),
     "cpu": ((4, 2, 64, 32, 48),),
 }
 # Rows of a capacity over those of equal load.
 SLACK = 1.25
 WARM_UP = 4
+COLUMNS = ("ms", "p20", "p80", "host ms")
 
 
 class Case:
@@ -153,7 +158,10 @@ VARIANTS: dict[str, Callable[[Case], Call]] = {
     "fuser": in_fuser,
     "fuser capacity": partial(in_fuser, has_capacity=True),
     **{f"fuser {name}": partial(in_fuser, recipe=each) for name, each in RECIPES.items()},
-    "fuser current capacity": partial(in_fuser, recipe=RECIPES["current"], has_capacity=True),
+    **{
+        f"fuser {name} capacity": partial(in_fuser, recipe=RECIPES[name], has_capacity=True)
+        for name in ("current", "delayed", "128-block")
+    },
     "torch": in_torch,
     "exchanges alone": exchanges,
 }
@@ -206,7 +214,10 @@ def measured(case: Case, timer: HostClock, rounds: int, device: torch.device) ->
             timer.wait()
             if number:
                 samples[name].append(slowest(reading(), device))
-    return {**results, **{name: Timing.of(found) for name, found in samples.items()}}
+    for name, found in samples.items():
+        host = [slowest(each, device) for each in timer.host(calls[name])]
+        results[name] = Timing.of(found, host=host)
+    return results
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -232,16 +243,16 @@ def main(argv: list[str] | None = None) -> None:
         for name in VARIANTS:
             result = found[name]
             row: dict[str, Any] = {"ranks": case.ranks, **sizes, "variant": name}
-            row |= dict.fromkeys(("ms", "p20", "p80", "failure"), "")
+            row |= dict.fromkeys((*COLUMNS, "failure"), "")
             if isinstance(result, Timing):
-                times = (result.median, result.p20, result.p80)
-                for column, each in zip(("ms", "p20", "p80"), times, strict=True):
+                times = (result.median, result.p20, result.p80, result.host)
+                for column, each in zip(COLUMNS, times, strict=True):
                     row[column] = round(each * 1e3, 4)
             else:
                 row["failure"] = result.reason
             sink.write([row])
             if is_first:
-                shown = "".join(f"{row[column]:>10}" for column in ("ms", "p20", "p80"))
+                shown = "".join(f"{row[column]:>10}" for column in COLUMNS)
                 say(f"{name:<24}{shown}  {row['failure']}")
     # Threads of gloo have then done with the tensors of the last collective (data_parallel.py).
     dist.barrier()
