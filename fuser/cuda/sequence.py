@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -135,6 +136,15 @@ class Step(NamedTuple):
 Action = Allocation | Zeroing | Piece | KernelLaunch | TorchCall | PythonCall | Step
 
 
+class _Unit(NamedTuple):
+    """Actions that follow one another: those of a graph, or others."""
+
+    actions: list[Action]
+    first: list[Action] | None = None
+    """What comes before a graph of them: the memory of what others read of it, into which products
+    then write, its views, and draws of seeds. None: they are run one by one."""
+
+
 class LaunchSequence:
     """The actions of a function in their order, and the slots of its result.
 
@@ -170,11 +180,11 @@ class LaunchSequence:
         # whether results are packed; and the index of the GPU that they run on.
         self._written: dict[tuple[bool, bool], Callable[[Sequence[torch.Tensor | None]], Any]] = {}
         self._device: int | None = None
-        self.graphs: PassGraphs | None = None
-        """The CUDA graphs that replace its calls where addresses come back."""
+        self.graphs: list[PassGraphs] = []
+        """The CUDA graphs that replace its calls where addresses come back: of all its actions, or
+        of those between calls that are made each time."""
         self.no_graphs = "it has not been repeated"
         """Why there are none; empty if there may be."""
-        self._first: list[Action] = []
         self.pieces: tuple[Piece, ...] = ()
         """What :meth:`pack` put into one tensor."""
 
@@ -202,17 +212,23 @@ class LaunchSequence:
     def described(self) -> str:
         """How the repetitions of the function have run."""
         graphs = self.graphs
-        refusal = self.no_graphs if graphs is None else graphs.refusal
+        refusals = [self.no_graphs, *(each.refusal for each in graphs)]
+        refusal = next(filter(None, refusals), None)
         if not pass_graphs.Switch.is_on:
             refusal = "graphs are turned off"
-        if graphs is not None and not refusal:
-            if graphs.hits:
+        if refusal is None:
+            hits, calls = min(each.hits for each in graphs), max(each.calls for each in graphs)
+            if hits:
+                how = "a CUDA graph"
+                if len(graphs) > 1:
+                    how = f"{len(graphs)} CUDA graphs, with calls that are made each time between,"
                 return (
-                    f"a CUDA graph in {graphs.hits} of {graphs.calls} repetitions, found by the "
-                    f"addresses of tensors; {graphs.count} in all, which added "
-                    f"{format_bytes(graphs.nbytes)} to the memory that graphs share"
+                    f"{how} in {hits} of {calls} repetitions, found by the "
+                    f"addresses of tensors; {sum(each.count for each in graphs)} in all, which "
+                    f"added {format_bytes(sum(each.nbytes for each in graphs))} to the memory that "
+                    "graphs share"
                 )
-            refusal = f"no addresses have come back in {graphs.calls} repetitions"
+            refusal = f"no addresses have come back in {calls} repetitions"
         return f"{'launched call by call' if self.is_written else 'recorded'}: {refusal}"
 
     def play(self, inputs: Sequence[torch.Tensor | None], is_packed: bool = False) -> Any:
@@ -330,36 +346,107 @@ class LaunchSequence:
         leaving = set(_places(self.result))
         needed = _with_views_at_once(self._needed(leaving), leaving)
         actions = [one for one in needed if in_ranges or type(one) is not Step]
-        is_driver = type(launch.backend) is launch.LaunchBackend
-        code: _DriverCode | _BackendCode = _BackendCode()
         place: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         # Inputs are process groups, too.
         tensors = [one for one in (*inputs, *self.constants) if isinstance(one, torch.Tensor)]
         result = self.result
         if is_packed:
             result, actions = self._packed_result, self._into_pieces(actions, tensors[0].device)
-        if is_driver:
+        if type(launch.backend) is launch.LaunchBackend:
             self._device = tensors[0].get_device()
-            code = _DriverCode(self._device, actions, result)
             place = torch.cuda.device(self._device)
         with place:
+            units = [_Unit(actions)]
             if not in_ranges:
-                actions, self.no_graphs = self._graphed(actions, tensors, result)
-                if not self.no_graphs:
-                    return self._with_graphs(actions, code, result)
-            return self._source(actions, code, result).functions("launches")["play"]
+                units, self.no_graphs = self._units(actions, tensors, result)
+            return self._function(units, result)
 
-    def _source(
-        self, actions: list[Action], code: _DriverCode | _BackendCode, result: Any
-    ) -> SourceCode:
+    def _code(self, actions: Sequence[Action], read: Iterable[int]) -> _DriverCode | _BackendCode:
+        """What writes the launches of ``actions``; ``read`` are places that others read."""
+        if self._device is None:
+            return _BackendCode()
+        return _DriverCode(self._device, actions, tuple(map(Slot, read)))
+
+    def _function(
+        self, units: Sequence[_Unit], result: Any
+    ) -> Callable[[Sequence[torch.Tensor | None]], Any]:
+        """A function that does what units say; a graph gets the tensors that it reads or writes."""
+        returned = set(_places(result))
+        kept = returned.union(range(0 if not self.owns_inputs else self.count, self.made_from))
+        touched = [_touched_by(unit.actions) | _touched_by(unit.first or ()) for unit in units]
+        later = [set[int]().union(*touched[n + 1 :]) for n in range(len(units))]
+        apart = [action for unit in units if unit.first is None for action in unit.actions]
+        of_graphs = [touched[n] for n, unit in enumerate(units) if unit.first is not None]
+        code = self._code(apart, returned.union(*of_graphs))
         src = self._begun(code)
-        with src.block("def play(inputs):"):
-            self._take_inputs(src)
-            kept = set(_places(result))  # the places that are not freed before the end
-            kept.update(range(0 if not self.owns_inputs else self.count, self.made_from))
-            self._add(src, actions, code, kept)
+        self.graphs = []
+        number = 0
+        for n, unit in enumerate(units):
+            if unit.first is not None:
+                with src.block(f"def launches_{n}(tensors):"):
+                    names = self._names(self._given(units, n))
+                    src.add(f"{names}= tensors", "tensors.clear()")
+                    leaving = kept.difference(range(self.count)) | later[n]
+                    body = self._code(unit.actions, leaving)
+                    body.begin(src)
+                    self._add(src, unit.actions, body, leaving, number)
+                number += len(unit.actions) + len(unit.first)
+        with src.block("def play(bodies, inputs):" if of_graphs else "def play(inputs):"):
+            if self.count:
+                src.add(f"{self._names(range(self.count))}= inputs")
+            if self.owns_inputs:
+                src.add("inputs.clear()")
+            if apart:
+                code.begin(src)
+            for n, unit in enumerate(units):
+                if unit.first is None:
+                    self._add(src, unit.actions, code, kept | later[n], number)
+                    number += len(unit.actions)
+                else:
+                    self._add_graph(src, units, n, code, kept | later[n])
             src.add(f"return {_expression(src, result)}")
-        return src
+        functions = src.functions("launches")
+        bodies = [functions[f"launches_{n}"] for n, unit in enumerate(units) if unit.first is not None]
+        return partial(functions["play"], bodies) if bodies else functions["play"]
+
+    def _add_graph(
+        self,
+        src: SourceCode,
+        units: Sequence[_Unit],
+        n: int,
+        code: _DriverCode | _BackendCode,
+        kept: set[int],
+    ) -> None:
+        """Write what comes before the graph of a unit, and its replay."""
+        for number, action in enumerate(units[n].first or ()):
+            if type(action) is Allocation:
+                code.allocate(src, action)
+            else:
+                assert type(action) is TorchCall
+                _call(src, number, action, f"view_{n}")
+        given = self._given(units, n)
+        constants = _touched_by(units[n].actions).intersection(range(self.count, self.made_from))
+        addresses = "".join(f"t{place}.data_ptr(), " for place in (*given, *sorted(constants)))
+        src.add(f"addresses = ({addresses})", f"tensors = [{self._names(given)}]")
+        passed = [place for place in given if place not in kept]
+        if passed:
+            src.add(f"{''.join(f't{place} = ' for place in passed)}None")
+        graphs = PassGraphs(self._device or 0)
+        body = f"bodies[{len(self.graphs)}]"
+        self.graphs.append(graphs)
+        src.add(f"{src.bind(f'run_graph_{n}', graphs.run)}({body}, addresses, tensors)")
+
+    def _given(self, units: Sequence[_Unit], n: int) -> list[int]:
+        """The places of the tensors that the graph of a unit reads or writes, constants apart."""
+        here = {*range(self.count), *_made_by(units[n].first or ())}
+        for unit in units[:n]:
+            here.update(_made_by((*(unit.first or ()), *unit.actions)))
+        pieces = {action.place for action in units[n].actions if type(action) is Piece}
+        return sorted((here & _touched_by(units[n].actions)) - pieces)
+
+    @staticmethod
+    def _names(places: Iterable[int]) -> str:
+        return "".join(f"t{place}, " for place in places)
 
     def _begun(self, code: _DriverCode | _BackendCode) -> SourceCode:
         src = SourceCode(**code.names, in_range=torch.profiler.record_function)
@@ -367,24 +454,19 @@ class LaunchSequence:
             src.bind(f"t{place}", constant)
         return src
 
-    def _take_inputs(self, src: SourceCode) -> None:
-        if self.count:
-            src.add(f"{''.join(f't{i}, ' for i in range(self.count))}= inputs")
-        if self.owns_inputs:
-            src.add("inputs.clear()")
-
     @staticmethod
     def _add(
         src: SourceCode,
         actions: Sequence[Action],
         code: _DriverCode | _BackendCode,
         kept: set[int],
+        first_number: int,
     ) -> None:
-        """Write actions; what is not ``kept`` is freed after the last that reads it."""
+        """Write actions, numbered; what is not ``kept`` is freed after the last that reads it."""
         freed = _last_uses(actions, kept)
-        code.begin(src)
         step = contextlib.ExitStack()
-        for number, action in enumerate(actions):
+        for at, action in enumerate(actions):
+            number = first_number + at
             if type(action) is Allocation:
                 code.allocate(src, action)
             elif type(action) is Zeroing:
@@ -404,98 +486,46 @@ class LaunchSequence:
                 if action.title is not None:
                     step.enter_context(src.block(f"with in_range({action.title!r}):"))
                     src.add("pass")
-            if number in freed:
-                src.add(f"{''.join(f't{place} = ' for place in freed[number])}None")
+            if at in freed:
+                src.add(f"{''.join(f't{place} = ' for place in freed[at])}None")
         step.close()
 
-    # -- as a CUDA graph ------------------------------------------------------
+    # -- as CUDA graphs -------------------------------------------------------
 
-    def _graphed(
+    def _units(
         self, actions: list[Action], tensors: Sequence[torch.Tensor], result: Any
-    ) -> tuple[list[Action], str]:
-        """The actions of a graph, and why there can be none; what comes before it is noted.
+    ) -> tuple[list[_Unit], str]:
+        """The actions in units of which some have graphs, and why none has.
 
-        That is the memory of what leaves, into which products then write, its views, and draws of
-        seeds.
+        Calls that are made each time, such as collectives, end a unit.
         """
-        index = pass_graphs.capturer.device_of(self._device)
-        if index is None:
-            return actions, "graphs are of a GPU"
-        calls = [one for one in actions if _is_work(one)]
-        if len(calls) < FEWEST_CALLS:
-            return actions, "it has too few launches"
+        if pass_graphs.capturer.device_of(self._device) is None:
+            return [_Unit(actions)], "graphs are of a GPU"
         if any(tensor.get_device() != tensors[0].get_device() for tensor in tensors):
-            return actions, "it reads tensors of several devices"
-        leaving = set(_places(result))
-        for action in reversed(actions):  # a base leaves with its views
-            is_view = type(action) is TorchCall and action.function.is_view
-            if is_view and not leaving.isdisjoint(action.places):
-                leaving.update(_places((action.args, action.kwargs)))
-        first: list[Action] = []
-        others: list[Action] = []
-        for action in actions:
-            if type(action) is PythonCall:
-                return actions, f"it calls {action.function.__name__} each time"
-            if type(action) is Allocation and action.place in leaving:
-                first.append(action._replace(is_zeroed=False))
-                if action.is_zeroed and action.layout.nbytes:
-                    others.append(Zeroing(action.place, action.layout.nbytes))
-            elif type(action) is TorchCall and _SEEDED in action.function.tags:
-                if any(_places((action.args, action.kwargs))):
-                    return actions, f"{action.function} draws numbers for a tensor"
-                first.append(action)  # other numbers at each call
-            elif type(action) is TorchCall and not leaving.isdisjoint(action.places):
-                known = set(_places((action.args, action.kwargs)))
-                if action.function.is_view:
-                    first.append(action)
-                elif leaving.intersection(p for p in action.places if p is not None) <= known:
-                    others.append(action)  # it returns an argument
-                elif action.made is None:
-                    return actions, f"what {action.function} returns leaves it"
-                else:
-                    (place,) = action.places
-                    assert place is not None
-                    first.append(Allocation(place, action.made, tensors[0].device, is_zeroed=False))
-                    others.append(_written_to(action, Slot(place)))
-            else:
-                others.append(action)
-        self._first = first
-        return others, ""
-
-    def _with_graphs(
-        self, actions: list[Action], code: _DriverCode | _BackendCode, result: Any
-    ) -> Callable[[Sequence[torch.Tensor | None]], Any]:
-        """A function that does what comes first, then replays or runs the actions.
-
-        Both get the tensors that they read or write, inputs and results.
-        """
-        self.graphs = PassGraphs(self._device or 0)
-        src = self._begun(code)
-        touched = {place for action in actions for place in _touched(action)}
-        here = {*range(self.count), *_made_by(self._first)}
-        given = sorted(touched & here)
-        constants = sorted(touched & set(range(self.count, self.made_from)))
-        names = "".join(f"t{place}, " for place in given)
-        with src.block("def launches(tensors):"):
-            src.add(f"{names}= tensors", "tensors.clear()")
-            self._add(src, actions, code, set(constants) | set(_places(result)))
-        with src.block("def play(launches, inputs):"):
-            self._take_inputs(src)
-            for number, action in enumerate(self._first):
-                if type(action) is Allocation:
-                    code.allocate(src, action)
-                else:
-                    assert type(action) is TorchCall
-                    _call(src, number, action, "view")
-            addresses = "".join(f"t{place}.data_ptr(), " for place in (*given, *constants))
-            src.add(f"addresses = ({addresses})", f"tensors = [{names}]")
-            passed = set(given).difference(_places(result)) if self.owns_inputs else ()
-            if passed:
-                src.add(f"{''.join(f't{place} = ' for place in sorted(passed))}None")
-            src.add(f"{src.bind('run_graph', self.graphs.run)}(launches, addresses, tensors)")
-            src.add(f"return {_expression(src, result)}")
-        functions = src.functions("launches")
-        return partial(functions["play"], functions["launches"])
+            return [_Unit(actions)], "it reads tensors of several devices"
+        pieces = [action for action in actions if type(action) is Piece]
+        of_pieces = {piece.base for piece in pieces}
+        rows = [
+            (is_call, [action for action in row if type(action) is not Piece])
+            for is_call, row in groupby(actions, lambda action: type(action) is PythonCall)
+        ]
+        units: list[_Unit] = []
+        refusals: list[str] = []
+        read = set(_places(result))
+        for is_call, row in reversed(rows):
+            places = _touched_by(row)
+            bases = [one for one in row if type(one) is Allocation and one.place in of_pieces]
+            others = [one for one in row if one not in bases]
+            row = [*bases, *(piece for piece in pieces if piece.place in places), *others]
+            unit, refusal = _Unit(row), "it has too few launches"
+            if not is_call and sum(map(_is_work, row)) >= FEWEST_CALLS:
+                unit, refusal = _graphed(row, read, tensors[0].device)
+            if unit.first is None:
+                refusals.append(refusal)
+            units.insert(0, unit)
+            read |= _touched_by(row)
+        is_any = any(unit.first is not None for unit in units)
+        return units, "" if is_any else refusals[-1]
 
     def _needed(self, leaving: set[int]) -> list[Action]:
         """The actions without views and allocations that nothing reads, and that do not leave."""
@@ -513,6 +543,42 @@ class LaunchSequence:
                 read.update(_places(action.args))
             kept.append(action)
         return kept[::-1]
+
+
+def _graphed(row: list[Action], read: set[int], device: torch.device) -> tuple[_Unit, str]:
+    """The unit of a graph of actions, and why there can be none; others ``read`` these places."""
+    leaving = set(read)
+    for action in reversed(row):  # a base leaves with its views
+        is_view = type(action) is TorchCall and action.function.is_view
+        if is_view and not leaving.isdisjoint(action.places):
+            leaving.update(_places((action.args, action.kwargs)))
+    first: list[Action] = []
+    others: list[Action] = []
+    for action in row:
+        if type(action) is Allocation and action.place in leaving:
+            first.append(action._replace(is_zeroed=False))
+            if action.is_zeroed and action.layout.nbytes:
+                others.append(Zeroing(action.place, action.layout.nbytes))
+        elif type(action) is TorchCall and _SEEDED in action.function.tags:
+            if any(_places((action.args, action.kwargs))):
+                return _Unit(row), f"{action.function} draws numbers for a tensor"
+            first.append(action)  # other numbers at each call
+        elif type(action) is TorchCall and not leaving.isdisjoint(action.places):
+            known = set(_places((action.args, action.kwargs)))
+            if action.function.is_view:
+                first.append(action)
+            elif leaving.intersection(p for p in action.places if p is not None) <= known:
+                others.append(action)  # it returns an argument
+            elif action.made is None:
+                return _Unit(row), f"what {action.function} returns leaves it"
+            else:
+                (place,) = action.places
+                assert place is not None
+                first.append(Allocation(place, action.made, device, is_zeroed=False))
+                others.append(_written_to(action, Slot(place)))
+        else:
+            others.append(action)
+    return _Unit(others, first), ""
 
 
 class _DriverCode:
@@ -541,7 +607,7 @@ class _DriverCode:
         if self.zeros:
             new = partial(torch.empty, self.zeros, dtype=torch.uint8, device=self.where)
             src.add(
-                f"zeros = {src.bind('new_zeros', new)}()  # {self.zeros} bytes",
+                f"zeros = {src.bind(f'new_zeros_{self.zeros}', new)}()  # {self.zeros} bytes",
                 "zeros_at = zeros.data_ptr()",
                 f"memset(zeros_at, 0, {self.zeros}, stream)",
             )
@@ -802,6 +868,10 @@ def _touched(action: Action) -> Iterable[int]:
         yield from _places(action.args)
         if action.place is not None:
             yield action.place
+
+
+def _touched_by(actions: Iterable[Action]) -> set[int]:
+    return {place for action in actions for place in _touched(action)}
 
 
 def _last_uses(actions: Sequence[Action], kept: set[int]) -> dict[int, list[int]]:
@@ -1115,6 +1185,8 @@ def _made_by(actions: Iterable[Action]) -> Iterable[int]:
             yield action.place
         elif type(action) is TorchCall:
             yield from (place for place in action.places if place is not None)
+        elif type(action) is PythonCall and action.place is not None:
+            yield action.place
 
 
 def _indexes_by_numbers(func: Any, args: Any) -> bool:

@@ -122,7 +122,7 @@ def compared(
 ) -> dict[str, Any]:
     """The steps of two copies, recorded and not: equal bits and equal collectives."""
     results, sent = [], []
-    replays = 0
+    replays = hits = 0
     for is_recorded in (True, False):
         own, own_recipe, each_step = copy.deepcopy(model), recipe(), []
         with contextlib.ExitStack() as stack:
@@ -136,10 +136,12 @@ def compared(
         # Messages of amaxes are as long as the list of states, to which each copy adds its own.
         sent.append([one for one in collected if any(len(shape) > 1 for shape in one[1:])])
         replays += len(played)
+        hits += sum(graph.hits for sequence in {*played} for graph in sequence.graphs)
     pairs = list(zip(*results, strict=True))
     same = [a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs]
     is_sent_alike = sent[0] == sent[1]
-    return {"same": all(same), "sent": is_sent_alike, "count": len(sent[0]), "plays": replays}
+    found = {"same": all(same), "sent": is_sent_alike, "count": len(sent[0])}
+    return {**found, "plays": replays, "hits": hits}
 
 
 def plain(number: int, model: Any, inputs: Tensors) -> Tensors:

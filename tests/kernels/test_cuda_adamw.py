@@ -171,8 +171,8 @@ def test_a_step_whose_addresses_come_back_is_replayed_as_a_graph(
         found.append([parameter.detach() for parameter in trained])
     assert all(map(torch.equal, *found))
     assert sequence is not None
-    assert sequence.graphs is not None, sequence.no_graphs
-    assert sequence.graphs.hits
+    assert sequence.graphs, sequence.no_graphs
+    assert sequence.graphs[0].hits
 
 
 def test_a_parameter_that_is_rows_of_another_tensor_is_noticed_there_in_each_step() -> None:
