@@ -15,9 +15,10 @@ from fuser.communication import (
     Pending,
     group_size,
     resolved,
+    start_all_gather,
     start_all_to_all,
 )
-from fuser.cuda.launch import refuse_recording
+from fuser.cuda.launch import refuse_recording, values_on_host
 from fuser.errors import InputError, StateError
 from fuser.formats import round_up
 from fuser.functional import permutation as ops
@@ -27,6 +28,8 @@ from fuser.precision.contexts import current_recipe
 from fuser.precision.delayed_scaling import mixes_amaxes_of
 
 Sizes = tuple[int, ...]
+SMALL_BLOCK = 128
+"""Rows of a block whose memory does not matter."""
 
 
 class ExpertParallelOperation(BasicOperation):
@@ -232,32 +235,49 @@ class Routed(NamedTuple):
         return moving.wait()
 
 
+def block_of_most(expert_indices: torch.Tensor, num_experts: int, group: Any) -> int | None:
+    """Rows of a block that holds what any rank sends to any other: the host waits for them.
+
+    The number is rounded up, so that it comes back in later steps. None if there are no rows, or if
+    equal blocks were more than 1.5 times as many as the rank gets that gets most; small blocks may.
+    """
+    ranks = torch.distributed.get_world_size(group)
+    of_ranks = expert_indices.reshape(-1, 1).div(num_experts // ranks, rounding_mode="floor")
+    numbers = torch.arange(ranks, device=expert_indices.device)
+    own = (of_ranks == numbers).sum(0, dtype=torch.int32)
+    sent = start_all_gather(own, group).wait().view(ranks, ranks)
+    most, most_received = torch.stack([sent.max(), sent.sum(0).max().int()]).tolist()
+    block = round_up(most, max(8, 1 << max(0, most.bit_length() - 6)))
+    is_small = block * ranks <= 1.5 * most_received + SMALL_BLOCK * ranks
+    return block if block and is_small else None
+
+
 def route_to_experts(
     x: torch.Tensor,
     expert_indices: torch.Tensor,
     probs: torch.Tensor,
     num_experts: int,
-    capacity: int | None,
-    drop_policy: DropPolicy,
+    block: int | None,
+    drop_policy: DropPolicy | None,
     group: Any,
     *,
     sends_rows: bool,
 ) -> Routed:
     """Send each token ``x [T, hidden]`` to the ranks of its experts.
 
-    Without ``capacity`` the numbers of rows are read on the host. With it ranks exchange equal
-    blocks, and nothing waits for the device. If not ``sends_rows``, the tokens are not sent yet.
+    Ranks exchange equal blocks of ``block`` rows, and nothing waits for the device; ``drop_policy``
+    is None if no rank has more rows for another. Without a block the numbers of rows are read on
+    the host. If not ``sends_rows``, the tokens are not sent yet.
     """
     ranks = torch.distributed.get_world_size(group)
     local = num_experts // ranks
-    block = None if capacity is None else capacity // ranks
     counts, inverse_map = _places(expert_indices, probs, num_experts, ranks, block, drop_policy)
     received = start_all_to_all(counts, group).wait()
     send_sizes: Sizes | None = None
     receive_sizes: Sizes | None = None
     if block is None:
         sizes = torch.cat([counts.sum(1, dtype=torch.int32), received.sum(1, dtype=torch.int32)])
-        counts_by_rank = sizes.tolist()  # the one place that waits for the device
+        counts_by_rank = values_on_host(sizes)  # the one place that waits for the device
         send_sizes, receive_sizes = tuple(counts_by_rank[:ranks]), tuple(counts_by_rank[ranks:])
         rows = sum(receive_sizes)
     else:
@@ -291,7 +311,7 @@ def _places(
     num_experts: int,
     ranks: int,
     block: int | None,
-    drop_policy: DropPolicy,
+    drop_policy: DropPolicy | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``counts`` of :class:`Routed`, and the places of assignments among the sent rows.
 
@@ -301,7 +321,7 @@ def _places(
     local, count = num_experts // ranks, expert_indices.numel()
     with torch.no_grad():
         ranks_of = expert_indices.div(local, rounding_mode="floor")
-        if block is not None and block < count:
+        if block is not None and block < count and drop_policy is not None:
             key = probs if drop_policy == "probs" else None
             expert_indices = within_blocks(expert_indices, key, ranks_of, ranks, block)
         sizes, _, places = ops.sort_by_expert(expert_indices, num_experts, count)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,16 @@ from fuser.basic_ops.expert_parallel import (
     Exchange,
     ExpertParallelOperation,
     Sizes,
+    block_of_most,
     packed_shape,
     route_to_experts,
     tokens_of,
 )
+from fuser.basic_ops.grouped_linear import GroupedLinear
 from fuser.basic_ops.linear_operands import plain
 from fuser.basic_ops.remote_rows import RemoteRows
-from fuser.communication import GroupArgument, divided
+from fuser.basic_ops.scaled_activation import ScaledActivation
+from fuser.communication import GroupArgument, divided, resolved
 from fuser.cuda.launch import call_each_time
 from fuser.errors import InputError
 from fuser.functional import permutation as ops
@@ -33,7 +37,9 @@ from fuser.functional.routing import (
     route,
 )
 from fuser.op import (
+    BasicOperation,
     Contexts,
+    Counter,
     OperationContext,
     StepGrads,
     StepInputs,
@@ -46,6 +52,8 @@ from fuser.op import (
 from fuser.specs import Collective, PlanKey, TensorSpec
 
 ExchangeSizes = tuple[Sizes | None, Sizes | None] | None
+BLOCK = "rows_to_each_rank"
+"""The keyword argument of a dispatch whose rows were counted before its pass."""
 
 
 class MoeDispatchSaved(NamedTuple):
@@ -107,7 +115,9 @@ class MoeDispatch(ExpertParallelOperation):
         rank's experts, equal on all ranks. Every rank sends a block of ``capacity / R`` rows to
         every rank, and drops its assignments beyond a block. Nothing waits for the device then.
         Without a capacity nothing is dropped, and the numbers of rows are read on the host, once a
-        forward.
+        forward. In one pipeline with experts and ``MoeCombine`` on a GPU, every rank then sends
+        every rank a block of the most rows that one has for another, and the passes are recorded.
+        Rows travel as they are if blocks were more than 1.5 times what the fullest rank receives.
     expert_parallel_group
         The process group over which experts are spread, or a mesh of one dimension. None: all
         experts are on this rank.
@@ -157,6 +167,26 @@ class MoeDispatch(ExpertParallelOperation):
     def is_recordable(self) -> bool:  # type: ignore[override]
         """Whether no number of rows is read on the host."""
         return self.expert_parallel_size == 1 or self.capacity is not None
+
+    def counter(self, following: Sequence[BasicOperation]) -> Counter | None:
+        """Rows for each pair of ranks, if all that reads the rows leaves unused ones out."""
+        if self.is_recordable:
+            return None
+        last = next(itertools.dropwhile(_is_of_experts, following), None)
+        name, _ = self._output_channels.get(2, ("", True))
+        is_whole = isinstance(last, MoeCombine) and last._input_channels.get(0) == name
+        return self._counted if is_whole else None
+
+    def _counted(self, x: torch.Tensor, extra_inputs: Tensors) -> Mapping[str, int | None]:
+        indices, name = extra_inputs[0], type(self).__name__
+        group = resolved(name, self.expert_parallel_group)
+        facts = f"num_experts {self.num_experts}", "rows counted before the pass"
+        self._agreement.check(
+            f"{name} counts rows and", group, None, x, *facts, compares_rows=False
+        )
+        if indices.dtype not in (torch.int32, torch.int64):  # which is refused below
+            return {}
+        return {BLOCK: block_of_most(indices, self.num_experts, group)}
 
     @property
     def rebuilds_output(self) -> bool:  # type: ignore[override]
@@ -258,7 +288,8 @@ class MoeDispatch(ExpertParallelOperation):
     def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
         (ctx,) = ctxs
         dtype = ctx.autocast_dtype or x.dtype
-        rows, outputs = self.rows_of_experts(ctx, x, inputs.extras, dtype)
+        block = inputs.kwargs[0].get(BLOCK)
+        rows, outputs = self.rows_of_experts(ctx, x, inputs.extras, dtype, block)
         return write_output(materialize(rows), inputs.quantizer), outputs
 
     def rows_of_experts(
@@ -267,14 +298,16 @@ class MoeDispatch(ExpertParallelOperation):
         input_: torch.Tensor,
         extras: Tensors,
         dtype: torch.dtype,
+        block: int | None = None,
         *,
         is_lazy: bool = False,
         may_send_bytes: bool = False,
     ) -> tuple[torch.Tensor | LazyTensor, tuple[torch.Tensor, ...]]:
         """The rows in ``dtype``, and the extra outputs; saves what backward reads.
 
-        ``is_lazy``: the rows may be lazy. ``may_send_bytes``: a quantizer of the experts then
-        decides in which form they travel.
+        ``block``: the rows that each rank sends to each, if they were counted. ``is_lazy``: the
+        rows may be lazy. ``may_send_bytes``: a quantizer of the experts then decides in which form
+        they travel.
         """
         indices, probs = extras
         check_assignments("MoeDispatch", math.prod(input_.shape[:-1]), indices, probs)
@@ -284,7 +317,7 @@ class MoeDispatch(ExpertParallelOperation):
         x = self._tokens(ctx, input_, dtype)
         ctx.state = MoeDispatchState(input_.shape, dtype)
         if self.expert_parallel_size > 1:
-            return self._from_ranks(ctx, x, indices, probs, is_lazy, may_send_bytes)
+            return self._from_ranks(ctx, x, indices, probs, block, is_lazy, may_send_bytes)
         split_sizes, row_map, inverse_map = route(
             indices, probs, self.num_experts, self.capacity, self.drop_policy
         )
@@ -309,6 +342,7 @@ class MoeDispatch(ExpertParallelOperation):
         x: torch.Tensor,
         indices: torch.Tensor,
         probs: torch.Tensor,
+        block: int | None,
         is_lazy: bool,
         may_send_bytes: bool,
     ) -> tuple[torch.Tensor | LazyTensor, tuple[torch.Tensor, ...]]:
@@ -323,9 +357,12 @@ class MoeDispatch(ExpertParallelOperation):
             "tokens as bytes or values" if may_send_bytes else "tokens as values",
             "sent by the experts" if is_lazy else "sent at once",
         )
-        options = (self.num_experts, self.capacity, self.drop_policy)
+        policy = self.drop_policy if block is None else None
+        if self.capacity is not None:
+            block = self.capacity // self.expert_parallel_size
+        options = (self.num_experts, block, policy, group)
         with torch.no_grad():
-            found = route_to_experts(x, indices, probs, *options, group, sends_rows=not is_lazy)
+            found = route_to_experts(x, indices, probs, *options, sends_rows=not is_lazy)
         if ctx.requires_grad:
             ctx.to_save = MoeDispatchSaved(found.packed)
             received, sizes = len(found.places), found.exchange.sizes
@@ -506,6 +543,11 @@ class MoeCombine(ExpertParallelOperation):
                 f"extra output 2 of a MoeDispatch over {ranks} ranks, which belongs to fewer rows. "
                 "Give both ops the same expert_parallel_group."
             )
+
+
+def _is_of_experts(op: BasicOperation) -> bool:
+    """Whether an op, fuser's own, reads the rows of experts alone, and no unused ones."""
+    return isinstance(op, (GroupedLinear, ScaledActivation)) and not op.is_external
 
 
 def _check_exchange(exchange: Exchange) -> None:

@@ -16,7 +16,7 @@ from fuser.errors import InputError
 
 
 class Agreement:
-    """The comparisons that the ranks of an op have made: one for each group and recipe.
+    """The comparisons that the ranks of an op have made: one for each op, group and recipe.
 
     They are not copied and not pickled with the op, which then compares again.
     """
@@ -53,7 +53,7 @@ class Agreement:
         # A custom recipe's functions are other objects on each rank, and may be at each step.
         is_custom = recipe is not None and recipe.custom()
         described = type(recipe).__name__ if is_custom else recipe
-        key = (id(group), described)
+        key = (op, id(group), described)
         compares_every_call = input_.device.type == "cpu" or are_ranks_debugged()
         is_compared = key in self._compared and not compares_every_call
         if is_compared or input_.is_meta or recording.is_dry:

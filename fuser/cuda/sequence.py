@@ -406,7 +406,9 @@ class LaunchSequence:
                     self._add_graph(src, units, n, code, kept | later[n])
             src.add(f"return {_expression(src, result)}")
         functions = src.functions("launches")
-        bodies = [functions[f"launches_{n}"] for n, unit in enumerate(units) if unit.first is not None]
+        bodies = [
+            functions[f"launches_{n}"] for n, unit in enumerate(units) if unit.first is not None
+        ]
         return partial(functions["play"], bodies) if bodies else functions["play"]
 
     def _add_graph(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import GroupedLinear, MoeDispatch
+from fuser.basic_ops.moe import BLOCK
 from fuser.basic_ops.remote_rows import sends_bytes
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.functional.lazy import materialize
@@ -153,6 +154,7 @@ class DispatchedExperts(FusedOperation):
             x,
             own,
             ctxs[1].autocast_dtype or up._dtype,
+            inputs.kwargs[0].get(BLOCK),
             is_lazy=True,
             may_send_bytes=self._places[0] == SPLIT_SIZES,
         )

@@ -7,7 +7,7 @@ from fuser.op.arguments import (
     method_of,
     pipeline_arguments,
 )
-from fuser.op.basic import MAX_RECIPES, BasicOperation
+from fuser.op.basic import MAX_RECIPES, BasicOperation, Counter
 from fuser.op.context import OperationContext, autocast_dtype, context_of
 from fuser.op.fused import FusedOperation
 from fuser.op.fusible import COMPUTE_METHODS, METHODS, CallResult, FusibleOperation
@@ -32,6 +32,7 @@ __all__ = [
     "COMPUTE_METHODS",
     "CallResult",
     "Contexts",
+    "Counter",
     "FusedOperation",
     "FusibleOperation",
     "Grads",

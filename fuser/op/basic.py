@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +34,9 @@ from fuser.torch_private import gradient_hooks
 MAX_RECIPES = 256
 
 _ByPlace = dict[tuple[str, int, str], Quantizer]
+
+Counter = Callable[[torch.Tensor, Sequence[torch.Tensor]], Mapping[str, Any]]
+"""Of :meth:`BasicOperation.counter`."""
 
 
 class BasicOperation(ChannelBindings, FusibleOperation):
@@ -249,6 +252,14 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     def process_groups(self) -> tuple[GroupArgument, ...]:
         """The groups over which its passes communicate: a recording has them as inputs."""
         return ()
+
+    def counter(self, following: Sequence[BasicOperation]) -> Counter | None:
+        """What reads a number on the host before each pass, on which sizes in the pass depend.
+
+        It gets the main input of the pipeline and the op's extra inputs, and returns keyword
+        arguments of the op. ``following`` are the ops after it. None, as here: nothing is read.
+        """
+        return None
 
     def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
         """The communication of the op on ``"forward"`` or ``"backward"``, in its order.

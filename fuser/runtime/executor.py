@@ -17,7 +17,7 @@ import torch
 from fuser.communication import WeakGroup, finished
 from fuser.doors import PASSES
 from fuser.errors import FuserError
-from fuser.op import BasicOperation, autocast_dtype
+from fuser.op import BasicOperation, Counter, autocast_dtype
 from fuser.plan.graph import OpGraph, Source
 from fuser.plan.parameter_slots import find_slots
 from fuser.plan.plan import FusionPlan
@@ -124,6 +124,13 @@ class CompiledPlan:
         self.source, self.saving = self.code.source, self.code.saving
         self._forward, self._backward = self.code.functions()
         self._last_forward = forward[-1][0]
+        # By op, what reads numbers on the host before a pass, and the places of the extra inputs.
+        self.counters: dict[int, tuple[Counter, list[Any]]] = {}
+        for i, op in enumerate(ops):
+            given = [source.caller_index for source in sources[i]]
+            is_inside = self.runs_kernels and all(place[0] != i for place in returned)
+            if is_inside and None not in given and (count := op.counter(ops[i + 1 :])):
+                self.counters[i] = (count, given)
         # A quantized tensor that arrives or leaves cannot be recorded.
         is_whole = neighbours.before is None and neighbours.after is None
         steps = [op for op, _ in (*forward, *backward)]
@@ -218,6 +225,8 @@ class CompiledPlan:
         if type(input_) is not torch.Tensor or not _PLAIN.issuperset(map(type, extra_inputs)):
             input_, *extra_inputs = map(finished, (input_, *extra_inputs))
             others = (*others[: len(others) - len(extra_inputs)], *extra_inputs)
+        if self.counters:
+            kwargs = self._counted(input_, extra_inputs, kwargs)
         steps = observing.steps
         of_parameters, with_buffers = layout
         if self.recorded is not None and of_parameters is not None and steps is None:
@@ -235,6 +244,13 @@ class CompiledPlan:
             note_run(self.ops, steps, has_recipe=self.key.recipe is not None)
             run = observed(run, steps)
         return run(input_, extra_inputs, kwargs)
+
+    def _counted(self, input_: Any, extra_inputs: Any, kwargs: Any) -> list[dict[str, Any]]:
+        """The keyword arguments of each op, with what is read before a pass."""
+        rows: list[dict[str, Any]] = [{**row} for row in kwargs or [{}] * len(self.ops)]
+        for i, (count, given) in self.counters.items():
+            rows[i] |= count(input_, [extra_inputs[place] for place in given])
+        return rows
 
     @functools.cached_property
     def in_ranges(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:

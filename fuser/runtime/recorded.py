@@ -123,7 +123,9 @@ class RecordingPasses(PassRunner):
 
     def recorded(self, plan: Any, steps: Iterable[FusibleOperation]) -> RecordedPasses | None:
         recipe = plan.key.recipe
-        if _refusal(recipe, [*plan.ops, *steps]) is not None:
+        others = [op for i, op in enumerate(plan.ops) if i not in plan.counters]
+        counted = {id(plan.ops[i]) for i in plan.counters}
+        if _refusal(recipe, [*others, *(op for op in steps if id(op) not in counted)]) is not None:
             return None
         return RecordedPasses(plan.ops, recipe if isinstance(recipe, DelayedScaling) else None)
 

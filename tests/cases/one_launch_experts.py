@@ -28,7 +28,7 @@ def in_one_launch(patch: pytest.MonkeyPatch) -> None:
     ) -> grouped.Groups:
         if not is_padded:
             return grouped.Groups(group_ends(split_sizes, x), None)
-        padded = padded_groups(split_sizes, len(split_sizes), len(x), x.device)
+        padded = padded_groups(split_sizes, len(split_sizes), x.shape[0], x.device)
         return grouped.Groups(padded.ends, None, padded)
 
     patch.setattr(grouped, "has_grouped_mm", lambda device, dtype: dtype is torch.bfloat16)

@@ -202,6 +202,50 @@ def of_experts(recipe: Callable[[], Any], capacity: int | None, rank: int) -> di
         return compared(model, (x, indices, probs), dy, recipe, keep)
 
 
+def of_counted_experts(name: str, load: str, rank: int) -> dict[str, Any]:
+    """Steps whose experts get other rows each time: the bits of rows in no blocks, unrecorded."""
+    recipe = RECIPES[name]
+    if name == "delayed":
+        recipe = functools.partial(recipes.DelayedScaling, amax_history_len=2, reduce_amax=False)
+    tokens = 1024 if load == "one sender" else 128
+    x = oracles.random_tensor((tokens, expert_parallel_models.HIDDEN), BF16, 10 + rank)
+    dy = oracles.random_tensor(tuple(x.shape), BF16, 20 + rank)
+    generator = torch.Generator().manual_seed(30 + rank)
+    rows = [torch.rand(tokens, 4, generator=generator) for _ in range(STEPS)]
+    if load == "one sender":  # one rank sends all of its rows to itself, the other a quarter
+        rows = [row + torch.tensor([2.0, 2, 0, 0]) for row in rows]
+    indices = [row.topk(2).indices for row in rows]
+    if load == "one sender" and rank:
+        indices = [each.masked_fill(torch.arange(tokens)[:, None] % 8 != 0, -1) for each in indices]
+    if load == "none":
+        indices = [each.masked_fill(each >= 0, -1) for each in indices]
+    probs = torch.rand(tokens, 2, generator=generator) + 0.1
+    x, dy, probs = (t.to(device_type()) for t in (x, dy, probs))
+    found: list[list[Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        as_recorded(patch)
+        if device_type() == "cpu":
+            in_one_launch(patch)
+        for is_recorded in (True, False):
+            model = expert_parallel_models.layer(dist.group.WORLD)
+            own, results = recipe(), []
+            with contextlib.ExitStack() as stack:
+                if not is_recorded:
+                    own_patch = stack.enter_context(pytest.MonkeyPatch.context())
+                    own_patch.setattr(fuser.MoeDispatch, "counter", lambda *_: None)
+                stack.enter_context(graphs() if is_recorded else without_recordings())
+                played = stack.enter_context(counted("replays"))
+                for each in indices:
+                    results += step(model, (x, each.to(device_type()), probs), dy, own)
+            found.append([results, len(played)])
+    (recorded_, plays), (expected, _) = found
+    same = [
+        a is b if a is None or b is None else torch.equal(a, b)
+        for a, b in zip(recorded_, expected, strict=True)
+    ]
+    return {"same": all(same), "plays": plays}
+
+
 def destroyed(rank: int) -> dict[str, Any]:
     """The backward of a replay whose group is gone, and a forward with it."""
     x = oracles.random_tensor((TOKENS, HIDDEN), BF16, 1)
@@ -385,6 +429,13 @@ SHARDS += [
 ]
 
 
+COUNTED: list[tuple[str, str]] = [
+    *((name, "equal") for name in RECIPES),
+    ("current", "one sender"),
+    ("none", "none"),
+]
+
+
 def cases() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     for name, recipe in RECIPES.items():
@@ -395,6 +446,8 @@ def cases() -> dict[str, Callable[..., Any]]:
     for name in ("none", "current", "mxfp8"):
         found[f"experts {name}"] = functools.partial(of_experts, RECIPES[name], 120)
     found["experts without a capacity"] = functools.partial(of_experts, RECIPES["none"], None)
+    for name, load in COUNTED:
+        found[f"counted [{name}, {load}]"] = functools.partial(of_counted_experts, name, load)
     for has_shards in (False, True):
         found[f"amax groups {has_shards}"] = functools.partial(two_amax_groups, has_shards)
     for row in SHARDS:
