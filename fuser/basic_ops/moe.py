@@ -184,8 +184,8 @@ class MoeDispatch(ExpertParallelOperation):
         self._agreement.check(
             f"{name} counts rows and", group, None, x, *facts, compares_rows=False
         )
-        if indices.dtype not in (torch.int32, torch.int64):  # which is refused below
-            return {}
+        if indices.dtype not in (torch.int32, torch.int64) or indices.device != x.device:
+            return {}  # which is refused in the pass
         return {BLOCK: block_of_most(indices, self.num_experts, group)}
 
     @property

@@ -126,10 +126,11 @@ class CompiledPlan:
         self._last_forward = forward[-1][0]
         # By op, what reads numbers on the host before a pass, and the places of the extra inputs.
         self.counters: dict[int, tuple[Counter, list[Any]]] = {}
-        for i, op in enumerate(ops):
+        counting = [i for i, op in enumerate(ops) if type(op).counter is not BasicOperation.counter]
+        for i in counting if self.runs_kernels else ():
             given = [source.caller_index for source in sources[i]]
-            is_inside = self.runs_kernels and all(place[0] != i for place in returned)
-            if is_inside and None not in given and (count := op.counter(ops[i + 1 :])):
+            count = ops[i].counter(ops[i + 1 :])
+            if count and None not in given and all(place[0] != i for place in returned):
                 self.counters[i] = (count, given)
         # A quantized tensor that arrives or leaves cannot be recorded.
         is_whole = neighbours.before is None and neighbours.after is None

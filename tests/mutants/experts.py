@@ -160,8 +160,8 @@ EXPERTS = (
         "rows are copied in the dtype of the tokens under autocast",
         OPS,
         "MoeDispatch.step_forward",
-        "dtype = ctx.autocast_dtype or x.dtype\nrows, outputs",
-        "dtype = x.dtype\nrows, outputs",
+        "dtype = ctx.autocast_dtype or x.dtype\nblock",
+        "dtype = x.dtype\nblock",
         "test_moe_ops.py::test_rows_are_copied_in_the_dtype_of_autocast",
     ),
     Mutant(

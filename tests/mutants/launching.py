@@ -56,7 +56,7 @@ PASS_GRAPHS = (
     Mutant(
         "a pass keeps what it has given to launches that are no graph",
         "cuda/sequence.py",
-        "LaunchSequence._with_graphs",
+        "LaunchSequence._add_graph",
         "if passed:",
         "if False:",
         "test_pass_graphs.py::test_a_backward_whose_graph_may_come_frees_what_its_forward_packed",
@@ -566,7 +566,7 @@ SEQUENCES = (
     Mutant(
         "a recorded backward keeps the saved tensors until it ends",
         "cuda/sequence.py",
-        "LaunchSequence._take_inputs",
+        "LaunchSequence._function",
         'src.add("inputs.clear()")',
         "pass",
         "test_recorded.py::test_without_graphs_a_recorded_backward_frees_what_it_has_read",

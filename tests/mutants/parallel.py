@@ -13,6 +13,14 @@ CONVERSIONS = (
     "test_gathered_conversions.py::"
     "test_it_trains_to_the_bit_as_with_weights_that_are_gathered_unquantized"
 )
+RECORDED_MLPS = (
+    "test_recorded_ranks.py::"
+    "test_replays_of_a_parallel_mlp_have_the_bits_and_collectives_of_the_plans_own_code"
+)
+COUNTED = (
+    "test_recorded_ranks.py::"
+    "test_replays_of_experts_whose_rows_are_counted_have_the_bits_of_exact_exchanges"
+)
 EXPERTS = "test_expert_parallel.py::test_experts_on_two_ranks_have_the_bits_of_one"
 
 PARALLEL = (
@@ -165,6 +173,105 @@ PARALLEL = (
         "call_each_time(_wait, self._work, self._kept)",
         "self._work.wait()",
         "test_recorded_ranks.py",
+    ),
+    Mutant(
+        "what a graph reads of an earlier one is in the memory of that",
+        "cuda/sequence.py",
+        "LaunchSequence._units",
+        "read |= _touched_by(row)",
+        "pass",
+        RECORDED_MLPS,
+        select="plain",
+    ),
+    Mutant(
+        "a pass frees what a later graph reads",
+        "cuda/sequence.py",
+        "LaunchSequence._function",
+        "self._add(src, unit.actions, code, kept | later[n], number)",
+        "self._add(src, unit.actions, code, kept, number)",
+        RECORDED_MLPS,
+        select="plain",
+    ),
+    Mutant(
+        "a piece of an input is taken for a tensor that is given to a graph",
+        "cuda/sequence.py",
+        "LaunchSequence._given",
+        "pieces = {action.place for action in units[n].actions if type(action) is Piece}",
+        "pieces = {action.place for action in () if type(action) is Piece}",
+        RECORDED_MLPS,
+        select="current and plain",
+    ),
+    Mutant(
+        "no launches between collectives are a graph",
+        "cuda/sequence.py",
+        "LaunchSequence._units",
+        "if not is_call and sum(map(_is_work, row)) >= FEWEST_CALLS:",
+        "if not is_call and sum(map(_is_work, row)) >= 1000 * FEWEST_CALLS:",
+        RECORDED_MLPS,
+        select="plain",
+    ),
+    Mutant(
+        "rows of experts are in blocks where an op of another kind reads them",
+        "basic_ops/moe.py",
+        "_is_of_experts",
+        "isinstance(op, (GroupedLinear, ScaledActivation)) and not op.is_external",
+        "not isinstance(op, MoeCombine)",
+        COUNTED,
+        select="another",
+    ),
+    Mutant(
+        "rows of experts are in blocks where their caller reads them",
+        "runtime/executor.py",
+        "CompiledPlan.__init__",
+        "if count and None not in given and all(place[0] != i for place in returned):",
+        "if count and None not in given:",
+        COUNTED,
+        select="returned",
+    ),
+    Mutant(
+        "equal blocks may be any number of rows",
+        "basic_ops/expert_parallel.py",
+        "block_of_most",
+        "return block if block and is_small else None",
+        "return block or None",
+        COUNTED,
+        select="sender",
+    ),
+    Mutant(
+        "ranks take their own largest block",
+        "basic_ops/expert_parallel.py",
+        "block_of_most",
+        "sent = start_all_gather(own, group).wait().view(ranks, ranks)",
+        "sent = own.repeat(ranks, 1)",
+        COUNTED,
+        select="sender",
+    ),
+    Mutant(
+        "a rank without rows has a block of none",
+        "basic_ops/expert_parallel.py",
+        "block_of_most",
+        "return block if block and is_small else None",
+        "return block if is_small else None",
+        COUNTED,
+        select="none and not equal",
+    ),
+    Mutant(
+        "a block holds fewer rows than one rank has for another",
+        "basic_ops/expert_parallel.py",
+        "block_of_most",
+        "max(0, most.bit_length() - 6)))",
+        "max(0, most.bit_length() - 6))) // 2",
+        COUNTED,
+        select="equal and none",
+    ),
+    Mutant(
+        "an exact exchange is repeated with the numbers of rows of its recording",
+        "basic_ops/expert_parallel.py",
+        "route_to_experts",
+        "counts_by_rank = values_on_host(sizes)",
+        "counts_by_rank = sizes.tolist()",
+        COUNTED,
+        select="sender",
     ),
     Mutant(
         "a replay does not say which copies of gathered weights its backward reads",

@@ -48,7 +48,7 @@ def test_replays_of_a_parallel_mlp_have_the_bits_and_collectives_of_the_plans_ow
     """
     is_plain = case.endswith("plain]")
     check(results, case, least=4 if is_plain else 1)
-    if is_plain and "none" not in case:
+    if is_plain and "none" not in case and device_type() == "cpu":  # addresses come back at once
         assert all(each["hits"] for each in results[case]), results[case]
 
 
@@ -83,7 +83,8 @@ def test_replays_of_experts_with_a_capacity_have_the_bits_of_the_plans_own_code(
     results: dict[str, list[Any]], recipe: str
 ) -> None:
     check(results, f"experts {recipe}", least=4 if recipe == "none" else 0)
-    assert recipe != "none" or all(each["hits"] for each in results["experts none"])
+    is_played = recipe == "none" and device_type() == "cpu"
+    assert not is_played or all(each["hits"] for each in results["experts none"])
 
 
 def test_experts_without_a_capacity_are_replayed(results: dict[str, list[Any]]) -> None:
@@ -94,7 +95,7 @@ def test_experts_without_a_capacity_are_replayed(results: dict[str, list[Any]]) 
 def test_replays_of_experts_whose_rows_are_counted_have_the_bits_of_exact_exchanges(
     results: dict[str, list[Any]], case: str
 ) -> None:
-    """Experts get other rows in each step; where equal blocks are too many rows, none is played."""
+    """Experts get other rows in each step; where ``block`` is too many rows, none is played."""
     # Without kernels, the amaxes of bytes that are sent are read from rows of each expert.
     has_kernels = device_type() != "cpu" or not ("current" in case or "delayed" in case)
     for each in checked(results, case):
