@@ -14,6 +14,7 @@ from fuser.communication import (
     GroupRef,
     Pending,
     group_size,
+    may_cross_hosts,
     resolved,
     start_all_gather,
     start_all_to_all,
@@ -55,9 +56,12 @@ class ExpertParallelOperation(BasicOperation):
 
     def __init__(self, group: GroupArgument) -> None:
         super().__init__()
+        name = type(self).__name__
         self._group = GroupRef(group)
         self._agreement = Agreement()
-        self.expert_parallel_size = 1 if group is None else group_size(type(self).__name__, group)
+        self.expert_parallel_size = 1 if group is None else group_size(name, group)
+        self.may_cross_hosts = group is not None and may_cross_hosts(name, group)
+        """Whether ranks may be on several hosts, between which fewer bytes take less time."""
 
     @property
     def expert_parallel_group(self) -> Any | None:
@@ -75,6 +79,7 @@ class ExpertParallelOperation(BasicOperation):
                 " Make the op with that group."
             )
         self._group = GroupRef(group)
+        self.may_cross_hosts = group is not None and may_cross_hosts(name, group)
 
     @property
     def process_groups(self) -> tuple[GroupArgument, ...]:

@@ -230,6 +230,14 @@ def rank_in(op: str, group: GroupArgument) -> int:
     return dist.get_rank(resolved(op, group))
 
 
+def may_cross_hosts(op: str, group: GroupArgument) -> bool:
+    """Whether ranks of ``group`` may be on several hosts: not if torchrun started all on one."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
+    if isinstance(group, PlannedGroup) or not local.isdecimal() or int(local) < 1:
+        return True
+    return len({rank // int(local) for rank in ranks_of(op, group)}) > 1
+
+
 def ranks_of(op: str, group: GroupArgument) -> list[int]:
     """The ranks of ``group``, as numbers in the group of all ranks.
 

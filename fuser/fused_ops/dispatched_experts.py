@@ -29,7 +29,7 @@ class DispatchedExperts(FusedOperation):
     The experts are a grouped linear, or those of :class:`GroupedMLP`. The kernels that quantize
     their input read each row from its token. Saved tensors and gradients are those of the ops.
     With experts on several ranks they read the received rows, or quantize tokens before these are
-    sent.
+    sent to another host.
     """
 
     window = (MoeDispatch, GroupedLinear, Optional(ScaledActivation), Optional(GroupedLinear))
@@ -156,7 +156,7 @@ class DispatchedExperts(FusedOperation):
             ctxs[1].autocast_dtype or up._dtype,
             inputs.kwargs[0].get(BLOCK),
             is_lazy=True,
-            may_send_bytes=self._places[0] == SPLIT_SIZES,
+            may_send_bytes=dispatch.may_cross_hosts and self._places[0] == SPLIT_SIZES,
         )
         if not all({*kwargs} <= {"is_first_microbatch"} for kwargs in inputs.kwargs[1:]):
             rows = materialize(rows)  # the caller has buffers, which are compared with the input
@@ -184,7 +184,7 @@ class DispatchedExperts(FusedOperation):
 def _sends_bytes(dispatch: MoeDispatch, up: GroupedLinear, key: PlanKey) -> bool:
     """Whether bytes of the tokens are sent to other ranks: see :class:`RemoteRows`."""
     recipe = key.recipe
-    if dispatch.expert_parallel_size == 1 or recipe is None:
+    if not dispatch.may_cross_hosts or recipe is None:
         return False
     outputs = {name: k for k, (name, _) in dispatch._output_channels.items()}
     are_experts = outputs.get(up._input_channels.get(0, "")) == SPLIT_SIZES

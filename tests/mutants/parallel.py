@@ -229,6 +229,24 @@ PARALLEL = (
         select="returned",
     ),
     Mutant(
+        "ranks of two hosts are taken for ranks of one",
+        "communication/groups.py",
+        "may_cross_hosts",
+        "rank // int(local) for rank",
+        "rank // (2 * int(local)) for rank",
+        "test_collectives.py::"
+        "test_ranks_may_be_on_several_hosts_unless_torchrun_started_all_on_one",
+    ),
+    Mutant(
+        "ranks of unknown hosts are taken for ranks of one",
+        "communication/groups.py",
+        "may_cross_hosts",
+        "isinstance(group, PlannedGroup) or not local.isdecimal() or int(local) < 1",
+        "not local.isdecimal()",
+        "test_collectives.py::"
+        "test_ranks_may_be_on_several_hosts_unless_torchrun_started_all_on_one",
+    ),
+    Mutant(
         "equal blocks may be any number of rows",
         "basic_ops/expert_parallel.py",
         "block_of_most",

@@ -197,3 +197,23 @@ def test_what_kernels_read_has_travelled_before_them(kind: str) -> None:
         "all-gather": set(tensors),
         "all-to-all": {"input", "grad_output", "grad of rows"},
     }.get(kind, set())
+
+
+@pytest.mark.parametrize(
+    ("local", "ranks", "may_cross"),
+    [
+        ("4", [0, 1, 2, 3], False),
+        ("4", [4, 6], False),
+        ("4", [2, 4], True),
+        ("1", [0, 1], True),
+        ("", [0, 1], True),
+        ("0", [0, 1], True),
+    ],
+)
+def test_ranks_may_be_on_several_hosts_unless_torchrun_started_all_on_one(
+    local: str, ranks: list[int], may_cross: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setattr(groups, "ranks_of", lambda op, group: ranks)
+    assert groups.may_cross_hosts("MoeDispatch", None) is may_cross
+    assert groups.may_cross_hosts("MoeDispatch", groups.PlannedGroup(2))

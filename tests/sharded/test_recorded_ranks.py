@@ -44,11 +44,11 @@ def test_replays_of_a_parallel_mlp_have_the_bits_and_collectives_of_the_plans_ow
 ) -> None:
     """Also where one rank replays and the other one records, or after the group has changed.
 
-    Under a recipe the launches between collectives are graphs.
+    Launches between collectives are graphs, if there are enough: under current scaling.
     """
     is_plain = case.endswith("plain]")
     check(results, case, least=4 if is_plain else 1)
-    if is_plain and "none" not in case and device_type() == "cpu":  # addresses come back at once
+    if is_plain and "current" in case and device_type() == "cpu":  # addresses come back at once
         assert all(each["hits"] for each in results[case]), results[case]
 
 
@@ -100,7 +100,8 @@ def test_replays_of_experts_whose_rows_are_counted_have_the_bits_of_exact_exchan
     has_kernels = device_type() != "cpu" or not ("current" in case or "delayed" in case)
     for each in checked(results, case):
         assert each["same"], case
-        assert bool(each["plays"]) == ("equal" in case and has_kernels), (case, each)
+        is_played = has_kernels and ("equal" in case or "one host" in case)
+        assert bool(each["plays"]) == is_played, (case, each)
 
 
 def test_a_replay_says_that_its_group_has_been_destroyed(results: dict[str, list[Any]]) -> None:
