@@ -135,15 +135,29 @@ class PassRunner:
         cache: dict[Any, Any],
         what: Hashable,
         tensors: Sequence[torch.Tensor],
-        function: Callable[[], None],
-    ) -> bool:
+        function: Callable[[], Any],
+    ) -> tuple[bool, Any]:
         """Call ``function``, which launches kernels over the same tensors at most calls.
 
         ``cache`` is of the tensors' owner, and keeps what is known of earlier calls. Returns
-        whether launches were repeated, and ``function`` was not called.
+        whether launches were repeated, and ``function`` was not called; and the result, tensors in
+        tuples.
         """
-        function()
-        return False
+        return False, function()
+
+    @staticmethod
+    def repeated_launches(
+        cache: dict[Any, Any],
+        what: Hashable,
+        tensors: Sequence[torch.Tensor],
+        function: Callable[[], Any],
+        objects: Sequence[Any] = (),
+    ) -> tuple[bool, Any]:
+        """Call ``function``, which launches kernels over tensors of the same layouts at most calls.
+
+        The rest is as in :meth:`constant_launches`; ``objects`` are process groups.
+        """
+        return False, function()
 
     @staticmethod
     def new_op(op: Any) -> None:

@@ -22,9 +22,10 @@ def constant_launches(
     cache: Cache,
     what: Hashable,
     tensors: Sequence[torch.Tensor],
-    function: Callable[[], None],
+    function: Callable[[], Any],
     inputs: Sequence[torch.Tensor] = (),
-) -> bool:
+    objects: Sequence[Any] = (),
+) -> tuple[bool, Any]:
     """Call ``function``, which launches kernels over tensors that are the same at most calls.
 
     Its launches are recorded at the second call with the same tensors, known by their identity,
@@ -34,37 +35,42 @@ def constant_launches(
     ----------
     what
         Everything that ``function`` depends on besides the tensors, with the layouts of ``inputs``.
-    inputs
-        Tensors that may be others at each call.
+    inputs, objects
+        Tensors, and process groups, that may be others at each call.
 
     Returns
     -------
-    bool
-        Whether launches were repeated, and ``function`` was not called.
+    tuple
+        Whether launches were repeated, and ``function`` was not called; and the result, tensors in
+        tuples that ``function`` makes.
     """
     if launch.recording.listener is not None:
-        function()
-        return False
+        return False, function()
     key = (id(launch.backend), what, *map(id, tensors))
     sequence = cache.get(key)
     if sequence is not None and sequence.is_complete:
-        sequence.play(inputs)
-        return True
+        return True, sequence.play((*inputs, *objects))
     if key not in cache:
         while len(cache) >= MOST_KNOWN:
             cache.pop(next(iter(cache)), None)
         cache[key] = None
-        function()
     elif sequence is None:
-        cache[key], _, _ = record(inputs, function, constants=tensors, with_calls=True)
-    else:
-        function()
-    return False
+        sequence, result, slotted = record(
+            inputs, function, constants=tensors, objects=objects, with_calls=True
+        )
+        sequence.returns(slotted(result))
+        cache[key] = sequence
+        return False, result
+    return False, function()
 
 
 def repeated_launches(
-    cache: Cache, what: Hashable, tensors: Sequence[torch.Tensor], function: Callable[[], None]
-) -> bool:
+    cache: Cache,
+    what: Hashable,
+    tensors: Sequence[torch.Tensor],
+    function: Callable[[], Any],
+    objects: Sequence[Any] = (),
+) -> tuple[bool, Any]:
     """Call ``function``, which launches kernels over tensors of the same layouts at most calls.
 
     The rest is as in :func:`constant_launches`; of the tensors nothing is held.
@@ -72,6 +78,5 @@ def repeated_launches(
     layouts = tuple(map(layout_of, tensors))
     is_one_twice = len(set(map(id, tensors))) < len(tensors)  # by which place is it read?
     if is_one_twice or None in layouts:
-        function()
-        return False
-    return constant_launches(cache, (what, layouts), (), function, tensors)
+        return False, function()
+    return constant_launches(cache, (what, layouts), (), function, tensors, objects)

@@ -26,7 +26,7 @@ from fuser.communication import WeakGroup, resolved
 from fuser.cuda import launch
 from fuser.cuda.arguments import PLAIN
 from fuser.cuda.pass_graphs import Switch
-from fuser.cuda.repeated import constant_launches
+from fuser.cuda.repeated import constant_launches, repeated_launches
 from fuser.cuda.sequence import LaunchSequence, Piece, record
 from fuser.doors import PASSES, PassRunner
 from fuser.errors import InputError, StateError
@@ -120,6 +120,7 @@ class RecordingPasses(PassRunner):
     """Passes and launches that are recorded once, and then repeated."""
 
     constant_launches = staticmethod(constant_launches)
+    repeated_launches = staticmethod(repeated_launches)
 
     def recorded(self, plan: Any, steps: Iterable[FusibleOperation]) -> RecordedPasses | None:
         recipe = plan.key.recipe

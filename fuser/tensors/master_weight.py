@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fuser.cuda.launch import kernel_refusal
 from fuser.errors import StateError
 from fuser.recipe import Recipe
 from fuser.tensors.base import QuantizedTensor
@@ -58,6 +59,8 @@ class _State:
     shard: QuantizedTensor | None = None
     is_new: bool = False  # the shard was quantized for the gathering that comes next
     backward_reads: set[str] = field(default_factory=set)
+    known: dict[Any, Any] = field(default_factory=dict)
+    """What is known of quantizations of this and the weights after it, which are repeated."""
 
     def another(self) -> _State:
         """The state of another weight."""
@@ -251,6 +254,7 @@ def _quantize(weight: MasterWeight, gathered: Gathered, *, is_backward: bool) ->
         ],
         getattr(gathered.param.mesh_info, "shard_process_group", None),
         joints,
+        weight._state.known if kernel_refusal(weight.device.type) is None else None,
     )
     for shard, plain, (one, _), joint in zip(shards, values, weights, joints, strict=True):
         if joint is not None and not shard._sharding.is_exact:

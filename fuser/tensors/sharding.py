@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fuser.doors import PASSES
 from fuser.errors import InputError
 from fuser.formats import ceil_div
 from fuser.tensors.base import USAGES, QuantizedTensor
@@ -127,11 +128,13 @@ def shards_of_values(
     parameters: Sequence[tuple[torch.Tensor, Any, Sequence[int]]],
     group: Any,
     joints: Sequence[Any] = (),
+    known: dict[Any, Any] | None = None,
 ) -> list[QuantizedTensor]:
     """This rank's shards of several parameters, given as arguments of :func:`shard_of_values`.
 
     One reduction for all amaxes; so all ranks of ``group`` give the parameters in the same order.
-    ``joints``: of each parameter, as of :class:`Part`.
+    ``joints``: of each parameter, as of :class:`Part`. ``known``: what earlier calls noted of the
+    same parameters, whose launches are repeated.
     """
     shardings, writes = [], []
     joints = joints or [None] * len(parameters)
@@ -144,9 +147,25 @@ def shards_of_values(
         own = quantizer.with_usage(**_usage_of_shard(whole, quantizer, is_whole))
         shardings.append(sharding)
         writes.append(sharding.write(own, values)._replace(joint=joint))
-    shards = list(quantized_parts(writes))
-    for shard, sharding, (_, quantizer, _) in zip(shards, shardings, parameters, strict=True):
-        shard._quantizer, shard._sharding = quantizer, sharding
+
+    def made() -> tuple[tuple[torch.Tensor | None, ...], ...]:
+        return tuple([tuple(shard.buffers().values()) for shard in quantized_parts(writes)])
+
+    sources = [write.values for write in writes]
+    if known is None or not all(quantizer.is_repeatable for _, quantizer, _ in parameters):
+        rows = made()
+    else:
+        which = tuple([None if joint is None else joints.index(joint) for joint in joints])
+        what = (which, *[(quantizer, tuple(shape)) for _, quantizer, shape in parameters])
+        groups = () if group is None else (group,)
+        _, rows = PASSES.guest.repeated_launches(known, what, sources, made, groups)
+    shards = []
+    for row, sharding, (own, quantizer, _) in zip(rows, shardings, parameters, strict=True):
+        kind = quantizer.tensor_class
+        buffers = dict(zip(kind.buffer_names, row, strict=True))
+        shard = kind(buffers, tuple(own.shape), own.dtype, own.device, quantizer)
+        shard._sharding = sharding
+        shards.append(shard)
     return shards
 
 

@@ -59,6 +59,6 @@ def use_torch(patch: pytest.MonkeyPatch) -> None:
 def without_recordings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RecordedPasses, "find", lambda self, *_: None)
-        plain = staticmethod(PassRunner.constant_launches)
-        patch.setattr(RecordingPasses, "constant_launches", plain)
+        for name in ("constant_launches", "repeated_launches"):
+            patch.setattr(RecordingPasses, name, staticmethod(getattr(PassRunner, name)))
         yield

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import fuser
 from fuser import recipe as recipes
 from fuser.communication import collectives
+from fuser.cuda import repeated
 from fuser.runtime import recorded
 from fuser.tensors import gathering
 
@@ -375,6 +376,15 @@ def trained_shards(name: str, weights: str, how: str, rank: int, *, is_recorded:
         patch.setattr(gathering, "_copies_read", noted_copies)
         stack.enter_context(graphs() if is_recorded else without_recordings())
         played = stack.enter_context(counted("replays"))
+        repeats: list[bool] = []
+        repeat = repeated.constant_launches
+
+        def noted_repeat(*given: Any) -> Any:
+            result = repeat(*given)
+            repeats.append(result[0])
+            return result
+
+        patch.setattr(repeated, "constant_launches", noted_repeat)
         for number in range(STEPS):
             leaf = (x + number).requires_grad_(how != "weights alone" or number % 2 == 0)
             if how == "unsharded by hand" and number % 3 == 0:
@@ -401,15 +411,16 @@ def trained_shards(name: str, weights: str, how: str, rank: int, *, is_recorded:
             optimizer.zero_grad()
         found += [p.to_local().detach().clone() for p in block.parameters()]
     values = [t.dequantize() if hasattr(t, "dequantize") else t for t in found]
-    return values, copies, len(played)
+    return values, copies, len(played), sum(repeats)
 
 
 def of_shards(name: str, weights: str, how: str, rank: int) -> dict[str, Any]:
-    one, copies, plays = trained_shards(name, weights, how, rank, is_recorded=True)
-    other, own_copies, none = trained_shards(name, weights, how, rank, is_recorded=False)
-    assert none == 0
+    one, copies, plays, repeats = trained_shards(name, weights, how, rank, is_recorded=True)
+    other, own_copies, *none = trained_shards(name, weights, how, rank, is_recorded=False)
+    assert none == [0, 0]
     same = all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    return {"same": same, "sent": copies == own_copies, "count": len(copies), "plays": plays}
+    facts = {"same": same, "sent": copies == own_copies, "count": len(copies), "plays": plays}
+    return {**facts, "repeats": repeats}
 
 
 SHARDS = [

@@ -229,6 +229,15 @@ PARALLEL = (
         select="returned",
     ),
     Mutant(
+        "shards are quantized step by step",
+        "tensors/sharding.py",
+        "shards_of_values",
+        "_, rows = PASSES.guest.repeated_launches(known, what, sources, made, groups)",
+        "_, rows = None, made()",
+        GATHERED,
+        select="block and gathered and plain",
+    ),
+    Mutant(
         "ranks of two hosts are taken for ranks of one",
         "communication/groups.py",
         "may_cross_hosts",

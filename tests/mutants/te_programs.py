@@ -318,8 +318,8 @@ TE_PROGRAMS = (
         "a repeated step raises no version",
         "te/pytorch/optimizers.py",
         "_step_together",
-        "if repeated_launches(known, tuple(how), tensors, step_each):",
-        "if not repeated_launches(known, tuple(how), tensors, step_each):",
+        "if is_repeated:",
+        "if not is_repeated:",
         "test_cuda_adamw.py::"
         "test_steps_of_all_parameters_are_repeated_with_the_bits_of_the_reference",
     ),

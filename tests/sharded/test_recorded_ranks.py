@@ -56,8 +56,13 @@ def test_replays_of_a_parallel_mlp_have_the_bits_and_collectives_of_the_plans_ow
 def test_replays_of_gathered_weights_have_the_bits_and_copies_of_the_plans_own_code(
     results: dict[str, list[Any]], case: str
 ) -> None:
-    """Forwards and backwards are replayed: forwards alone would be six."""
+    """Forwards and backwards are replayed: forwards alone would be six.
+
+    So are quantizations of shards, from the third step on.
+    """
     check(results, case, least=7)
+    for each in results[case]:
+        assert (each["repeats"] >= 5) == (", gathered," in case), each
 
 
 @pytest.mark.parametrize("has_shards", [False, True])

@@ -236,7 +236,8 @@ def _step_together(steps: Sequence[tuple[torch.Tensor, Step]], known: Cache) -> 
         else:
             how.append(target.dtype)
             tensors.append(target)
-    if repeated_launches(known, tuple(how), tensors, step_each):
+    is_repeated, _ = repeated_launches(known, tuple(how), tensors, step_each)
+    if is_repeated:
         for target in written:
             _note_write(target)
     return None
