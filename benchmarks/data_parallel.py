@@ -91,6 +91,8 @@ class Run:
     context: Callable[[], Any]
     steps: list[float] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
+    hosts: list[float] = field(default_factory=list)
+    """The seconds until the host has launched a step, on a device that was idle before."""
     first: Moment | None = None
 
     def watch(self, device: str) -> None:
@@ -118,6 +120,7 @@ class Run:
         assert self.first is not None
         self.steps.append(start.until(end))
         self.shares.append(backward.until(self.first) / backward.until(end))
+        self.hosts.append(end.time - start.time)
 
     def row(self) -> dict[str, object]:
         """The medians, and the spread of the steps."""
@@ -129,6 +132,7 @@ class Run:
             "step ms": round(step.median * 1e3, 3),
             "p20": round(step.p20 * 1e3, 3),
             "p80": round(step.p80 * 1e3, 3),
+            "host ms": round(Timing.of(self.hosts[WARM_UP:]).median * 1e3, 3),
         }
 
 

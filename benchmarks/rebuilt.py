@@ -124,6 +124,7 @@ def main(argv: list[str] | None = None) -> None:
                         continue
                     ratio = 0.0 if isinstance(kept, Failure) else result.median / kept.median
                     row |= {"ms": round(result.median * 1e3, 4), "/ kept": ratio, "failure": ""}
+                    row["host ms"] = round(result.host * 1e3, 4)
                     rows.append(row)
                     say(
                         f"{block:<8}{recipe:<10}{row['way']:<10}{way:<18}{row['ms']:9.3f} ms "
