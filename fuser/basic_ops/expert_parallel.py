@@ -251,7 +251,7 @@ def block_of_most(expert_indices: torch.Tensor, num_experts: int, group: Any) ->
     numbers = torch.arange(ranks, device=expert_indices.device)
     own = (of_ranks == numbers).sum(0, dtype=torch.int32)
     sent = start_all_gather(own, group).wait().view(ranks, ranks)
-    most, most_received = torch.stack([sent.max(), sent.sum(0).max().int()]).tolist()
+    most, most_received = values_on_host(torch.stack([sent.max(), sent.sum(0).max().int()]))
     block = round_up(most, max(8, 1 << max(0, most.bit_length() - 6)))
     is_small = block * ranks <= 1.5 * most_received + SMALL_BLOCK * ranks
     return block if block and is_small else None

@@ -178,6 +178,8 @@ class MoeDispatch(ExpertParallelOperation):
         return self._counted if is_whole else None
 
     def _counted(self, x: torch.Tensor, extra_inputs: Tensors) -> Mapping[str, int | None]:
+        if self.is_recordable:  # it was given a capacity since
+            return {}
         indices, name = extra_inputs[0], type(self).__name__
         group = resolved(name, self.expert_parallel_group)
         facts = f"num_experts {self.num_experts}", "rows counted before the pass"
@@ -357,9 +359,9 @@ class MoeDispatch(ExpertParallelOperation):
             "tokens as bytes or values" if may_send_bytes else "tokens as values",
             "sent by the experts" if is_lazy else "sent at once",
         )
-        policy = self.drop_policy if block is None else None
+        policy: DropPolicy | None = None
         if self.capacity is not None:
-            block = self.capacity // self.expert_parallel_size
+            block, policy = self.capacity // self.expert_parallel_size, self.drop_policy
         options = (self.num_experts, block, policy, group)
         with torch.no_grad():
             found = route_to_experts(x, indices, probs, *options, sends_rows=not is_lazy)
@@ -546,8 +548,8 @@ class MoeCombine(ExpertParallelOperation):
 
 
 def _is_of_experts(op: BasicOperation) -> bool:
-    """Whether an op, fuser's own, reads the rows of experts alone, and no unused ones."""
-    return isinstance(op, (GroupedLinear, ScaledActivation)) and not op.is_external
+    """Whether an op reads the rows of experts alone, and no unused ones."""
+    return isinstance(op, (GroupedLinear, ScaledActivation))
 
 
 def _check_exchange(exchange: Exchange) -> None:

@@ -232,10 +232,12 @@ def rank_in(op: str, group: GroupArgument) -> int:
 
 def may_cross_hosts(op: str, group: GroupArgument) -> bool:
     """Whether ranks of ``group`` may be on several hosts: not if torchrun started all on one."""
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
-    if isinstance(group, PlannedGroup) or not local.isdecimal() or int(local) < 1:
+    of_host = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if isinstance(group, PlannedGroup) or not all(map(str.isdecimal, of_host)):
         return True
-    return len({rank // int(local) for rank in ranks_of(op, group)}) > 1
+    own, count = map(int, of_host)
+    first = dist.get_rank() - own
+    return not {*ranks_of(op, group)} <= {*range(first, first + count)}
 
 
 def ranks_of(op: str, group: GroupArgument) -> list[int]:

@@ -300,8 +300,8 @@ class LaunchSequence:
         ]
         if len(chosen) < 2:
             return []
-        places = [place for action in self.actions for place in _touched(action)]
-        base, offset = 1 + max(places), 0
+        base = 1 + max(_touched_by(self.actions).union(_made_by(self.actions)))
+        offset = 0
         pieces = []
         for at in chosen:
             layout = layouts[slots[at].place]
@@ -423,6 +423,8 @@ class LaunchSequence:
         for number, action in enumerate(units[n].first or ()):
             if type(action) is Allocation:
                 code.allocate(src, action)
+            elif type(action) is Piece:
+                code.take(src, action)
             else:
                 assert type(action) is TorchCall
                 _call(src, number, action, f"view_{n}")
@@ -526,8 +528,9 @@ class LaunchSequence:
                 refusals.append(refusal)
             units.insert(0, unit)
             read |= _touched_by(row)
-        is_any = any(unit.first is not None for unit in units)
-        return units, "" if is_any else refusals[-1]
+        if any(unit.first is not None for unit in units):
+            return units, ""
+        return units, refusals[-1] if refusals else "it has too few launches"
 
     def _needed(self, leaving: set[int]) -> list[Action]:
         """The actions without views and allocations that nothing reads, and that do not leave."""
@@ -561,6 +564,9 @@ def _graphed(row: list[Action], read: set[int], device: torch.device) -> tuple[_
             first.append(action._replace(is_zeroed=False))
             if action.is_zeroed and action.layout.nbytes:
                 others.append(Zeroing(action.place, action.layout.nbytes))
+        elif type(action) is Piece and action.place in leaving:
+            first.append(action)  # of which a view leaves
+            others.append(action)
         elif type(action) is TorchCall and _SEEDED in action.function.tags:
             if any(_places((action.args, action.kwargs))):
                 return _Unit(row), f"{action.function} draws numbers for a tensor"

@@ -126,15 +126,17 @@ class CompiledPlan:
         self._last_forward = forward[-1][0]
         # By op, what reads numbers on the host before a pass, and the places of the extra inputs.
         self.counters: dict[int, tuple[Counter, list[Any]]] = {}
+        steps = [op for op, _ in (*forward, *backward)]
         counting = [i for i, op in enumerate(ops) if type(op).counter is not BasicOperation.counter]
-        for i in counting if self.runs_kernels else ():
+        if counting and not (self.runs_kernels and all(not op.is_external for op in steps)):
+            counting = []  # what is not fuser's may read unused rows
+        for i in counting:
             given = [source.caller_index for source in sources[i]]
             count = ops[i].counter(ops[i + 1 :])
             if count and None not in given and all(place[0] != i for place in returned):
                 self.counters[i] = (count, given)
         # A quantized tensor that arrives or leaves cannot be recorded.
         is_whole = neighbours.before is None and neighbours.after is None
-        steps = [op for op, _ in (*forward, *backward)]
         # The input, and the first parameter that needs a gradient. Only if a backward does not need
         # one of these two, it is found out which others it needs: each question costs 0.4 us.
         params = [param for op in key.ops for param in op.params]

@@ -25,6 +25,7 @@ import fuser
 from fuser import recipe as recipes
 from fuser.communication import collectives
 from fuser.cuda import repeated
+from fuser.fused_ops.grouped_mlp import GroupedMLP
 from fuser.runtime import recorded
 from fuser.tensors import gathering
 
@@ -204,6 +205,34 @@ def of_experts(recipe: Callable[[], Any], capacity: int | None, rank: int) -> di
         return compared(model, (x, indices, probs), dy, recipe, keep)
 
 
+class BySizes(GroupedMLP):
+    """Reads all rows that it gets."""
+
+    def step_forward(self, ctxs: Any, x: Any, inputs: Any) -> Any:
+        assert x.shape[0] == int(inputs.extras[0].sum())
+        return super().step_forward(ctxs, x, inputs)
+
+
+class Weighted(fuser.BasicOperation):
+    """Multiplies by the mean probability of the rows of experts."""
+
+    parameter_names = ()
+    num_extra_inputs = 1
+
+    def op_forward(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    def op_backward(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Any, **given: Any) -> Any:
+        ((probs,),) = given["basic_op_extra_inputs"]
+        return input_ * probs.float().mean().to(input_.dtype), [()]
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **given: Any) -> Any:
+        return grad_output, [()], [(None,)]
+
+
 def of_counted_experts(name: str, load: str, rank: int) -> dict[str, Any]:
     """Steps whose experts get other rows each time: the bits of rows in no blocks, unrecorded."""
     recipe = RECIPES[name]
@@ -228,11 +257,18 @@ def of_counted_experts(name: str, load: str, rank: int) -> dict[str, Any]:
         if device_type() == "cpu":
             in_one_launch(patch)
         for is_recorded in (True, False):
-            model = expert_parallel_models.layer(dist.group.WORLD, returns=load == "returned")
+            fusions = [BySizes if f is GroupedMLP else f for f in fuser.FUSIONS]
+            model = expert_parallel_models.layer(
+                dist.group.WORLD,
+                returns=load == "returned",
+                fusions=fusions if load == "a user's fusion" else fuser.FUSIONS,
+            )
             if load == "another op":
                 model = fuser.Sequential(*model[:4], fuser.GELU(), model[4])
             own, results = recipe(), []
             with contextlib.ExitStack() as stack:
+                if load == "read later":
+                    model.append(Weighted().set_extra_input_channel(0, "probs"))
                 if load == "one host" and is_recorded:  # tokens travel as values
                     model[0].may_cross_hosts = False
                 if not is_recorded:
@@ -240,7 +276,9 @@ def of_counted_experts(name: str, load: str, rank: int) -> dict[str, Any]:
                     own_patch.setattr(fuser.MoeDispatch, "counter", lambda *_: None)
                 stack.enter_context(graphs() if is_recorded else without_recordings())
                 played = stack.enter_context(counted("replays"))
-                for each in indices:
+                for number, each in enumerate(indices):
+                    if load == "a capacity later" and number == 4:
+                        model[0].capacity = 2 * tokens
                     results += step(model, (x, each, probs), dy, own)
             found.append([results, len(played)])
     (recorded_, plays), (expected, _) = found
@@ -450,6 +488,9 @@ COUNTED: list[tuple[str, str]] = [
     ("none", "none"),
     ("none", "returned"),  # the rows have a reader that would see unused ones
     ("none", "another op"),
+    ("none", "read later"),
+    ("none", "a capacity later"),
+    ("none", "a user's fusion"),
     *((name, "one host") for name in ("current", "delayed")),
 ]
 

@@ -86,6 +86,24 @@ PASS_GRAPHS = (
         "test_pass_graphs.py::test_a_result_that_leaves_otherwise_too_is_in_memory_of_its_own",
     ),
     Mutant(
+        "a view of a piece is taken before the piece",
+        "cuda/sequence.py",
+        "_graphed",
+        "elif type(action) is Piece and action.place in leaving:",
+        "elif type(action) is Piece and action.place in ():",
+        "test_pass_graphs.py::"
+        "test_a_view_of_a_piece_that_is_read_after_its_graph_is_taken_before_it",
+    ),
+    Mutant(
+        "pieces are in the place of a buffer that nothing reads",
+        "cuda/sequence.py",
+        "LaunchSequence.pack",
+        "base = 1 + max(_touched_by(self.actions).union(_made_by(self.actions)))",
+        "base = 1 + max(_touched_by(self.actions))",
+        "test_pass_graphs.py::"
+        "test_pieces_are_in_memory_of_their_own_if_nothing_reads_the_last_buffer",
+    ),
+    Mutant(
         "a product makes memory of its own in place of its piece",
         "cuda/sequence.py",
         "LaunchSequence._into_pieces",

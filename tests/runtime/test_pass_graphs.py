@@ -23,7 +23,7 @@ from recordable_op import Square, with_square
 from test_recorded import BF16, BLOCKS, MODELS, PAIRS, RECIPES, under
 
 import fuser
-from fuser.cuda import pass_graphs, sequence
+from fuser.cuda import launch, pass_graphs, sequence
 from fuser.cuda.pass_graphs import PassGraphs
 from fuser.runtime.compiled_runner import Runner
 from fuser.tensors import Float8CurrentScalingQuantizer
@@ -500,6 +500,68 @@ def test_results_that_leave_a_graph_have_the_options_of_their_calls(capturer: Cp
         assert all(map(torch.equal, found, calls()))
     assert made.graphs, made.no_graphs
     assert made.graphs[0].hits
+
+
+def test_a_pass_that_does_nothing_is_repeated(
+    capturer: CpuCapturer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fuser.Sequential(fuser.Identity())
+    for _ in range(4):
+        x = torch.randn(8, 8, requires_grad=True)
+        y = model(x)
+        y.sum().backward()
+        assert torch.equal(y, x)
+        assert x.grad is not None
+        assert x.grad.eq(1).all()
+
+
+def noted(tensor: torch.Tensor) -> None:
+    """Stands for a collective."""
+
+
+def test_a_view_of_a_piece_that_is_read_after_its_graph_is_taken_before_it(
+    capturer: CpuCapturer,
+) -> None:
+    x = torch.randn(4, 8)
+
+    def calls() -> tuple[Any, ...]:
+        y = (x + 1) * 2
+        saved = y * 3
+        flat = y.view(-1)
+        launch.call_each_time(noted, flat)
+        return torch.exp(flat.abs().sqrt() + 1), (), (y, saved)
+
+    made, result, slotted = sequence.record([x], calls, with_calls=True)
+    made.returns(slotted(result))
+    made.drop_names()
+    assert made.pack(made.result[2]) == [0, 1]
+    for step in range(6):
+        x = torch.randn(4, 8) if step % 3 == 0 else x
+        output, _, (packed,) = made.play([x], True)
+        expected = calls()
+        assert torch.equal(output, expected[0])
+        for piece, tensor in zip(made.pieces, expected[2], strict=True):
+            assert torch.equal(piece.of(packed), tensor)
+    assert len(made.graphs) == 2, made.no_graphs
+
+
+def test_pieces_are_in_memory_of_their_own_if_nothing_reads_the_last_buffer(
+    capturer: CpuCapturer,
+) -> None:
+    x = torch.ones(8, 8)
+
+    def calls() -> tuple[Any, ...]:
+        y = x * 2
+        return (y + 1) * 3, (), (y, torch.zeros(64, 8))
+
+    made, result, slotted = sequence.record([x], calls, with_calls=True)
+    made.returns(slotted(result))
+    made.drop_names()
+    assert made.pack(made.result[2]) == [0, 1]
+    for _ in range(4):
+        output, _, (packed,) = made.play([x], True)
+        assert torch.equal(output, calls()[0])
+        assert [piece.of(packed).unique().tolist() for piece in made.pieces] == [[2], [0]]
 
 
 @pytest.mark.parametrize("join", [torch.stack, torch.cat])

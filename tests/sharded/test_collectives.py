@@ -200,20 +200,30 @@ def test_what_kernels_read_has_travelled_before_them(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("local", "ranks", "may_cross"),
+    ("rank", "local", "count", "ranks", "may_cross"),
     [
-        ("4", [0, 1, 2, 3], False),
-        ("4", [4, 6], False),
-        ("4", [2, 4], True),
-        ("1", [0, 1], True),
-        ("", [0, 1], True),
-        ("0", [0, 1], True),
+        (0, "0", "4", [0, 1, 2, 3], False),
+        (3, "3", "4", [0, 1, 2, 3], False),
+        (6, "2", "4", [4, 6], False),
+        (2, "2", "4", [2, 4], True),
+        (4, "0", "4", [2, 4], True),
+        (8, "0", "16", [7, 8], True),  # after a host of eight ranks
+        (0, "0", "1", [0, 1], True),
+        (0, "", "2", [0, 1], True),
+        (0, "0", "", [0, 1], True),
     ],
 )
 def test_ranks_may_be_on_several_hosts_unless_torchrun_started_all_on_one(
-    local: str, ranks: list[int], may_cross: bool, monkeypatch: pytest.MonkeyPatch
+    rank: int,
+    local: str,
+    count: str,
+    ranks: list[int],
+    may_cross: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", count)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(groups, "ranks_of", lambda op, group: ranks)
     assert groups.may_cross_hosts("MoeDispatch", None) is may_cross
     assert groups.may_cross_hosts("MoeDispatch", groups.PlannedGroup(2))
