@@ -19,7 +19,7 @@ from fuser.communication import (
     start_all_gather,
     start_all_to_all,
 )
-from fuser.cuda.launch import refuse_recording, values_on_host
+from fuser.cuda.launch import refuse_recording
 from fuser.errors import InputError, StateError
 from fuser.formats import round_up
 from fuser.functional import permutation as ops
@@ -29,6 +29,7 @@ from fuser.precision.contexts import current_recipe
 from fuser.precision.delayed_scaling import mixes_amaxes_of
 
 Sizes = tuple[int, ...]
+READS = "numbers of rows are read on the host"
 SMALL_BLOCK = 128
 """Rows of a block whose memory does not matter."""
 
@@ -191,7 +192,7 @@ class Exchange(NamedTuple):
         if sizes is None:
             sizes = getattr(packed, "exchange_sizes", None)
         if sizes is None:
-            refuse_recording("numbers of rows are read on the host")
+            refuse_recording(READS)
             counts = flat[end : end + 2 * ranks].tolist()
             sizes = tuple(counts[:ranks]), tuple(counts[ranks:])
         return cls(flat[: tokens * k].view(tokens, k), flat[tokens * k : end], *sizes)
@@ -251,7 +252,8 @@ def block_of_most(expert_indices: torch.Tensor, num_experts: int, group: Any) ->
     numbers = torch.arange(ranks, device=expert_indices.device)
     own = (of_ranks == numbers).sum(0, dtype=torch.int32)
     sent = start_all_gather(own, group).wait().view(ranks, ranks)
-    most, most_received = values_on_host(torch.stack([sent.max(), sent.sum(0).max().int()]))
+    refuse_recording(READS)
+    most, most_received = torch.stack([sent.max(), sent.sum(0).max().int()]).tolist()
     block = round_up(most, max(8, 1 << max(0, most.bit_length() - 6)))
     is_small = block * ranks <= 1.5 * most_received + SMALL_BLOCK * ranks
     return block if block and is_small else None
@@ -282,7 +284,8 @@ def route_to_experts(
     receive_sizes: Sizes | None = None
     if block is None:
         sizes = torch.cat([counts.sum(1, dtype=torch.int32), received.sum(1, dtype=torch.int32)])
-        counts_by_rank = values_on_host(sizes)  # the one place that waits for the device
+        refuse_recording(READS)
+        counts_by_rank = sizes.tolist()  # the one place that waits for the device
         send_sizes, receive_sizes = tuple(counts_by_rank[:ranks]), tuple(counts_by_rank[ranks:])
         rows = sum(receive_sizes)
     else:

@@ -212,8 +212,9 @@ class LaunchSequence:
     def described(self) -> str:
         """How the repetitions of the function have run."""
         graphs = self.graphs
-        refusals = [self.no_graphs, *(each.refusal for each in graphs)]
-        refusal = next(filter(None, refusals), None)
+        refusal = None if graphs else self.no_graphs
+        for each in graphs:
+            refusal = refusal or each.refusal
         if not pass_graphs.Switch.is_on:
             refusal = "graphs are turned off"
         if refusal is None:
@@ -379,7 +380,7 @@ class LaunchSequence:
         of_graphs = [touched[n] for n, unit in enumerate(units) if unit.first is not None]
         code = self._code(apart, returned.union(*of_graphs))
         src = self._begun(code)
-        self.graphs = []
+        graphs: list[PassGraphs] = []
         number = 0
         for n, unit in enumerate(units):
             if unit.first is not None:
@@ -403,8 +404,10 @@ class LaunchSequence:
                     self._add(src, unit.actions, code, kept | later[n], number)
                     number += len(unit.actions)
                 else:
-                    self._add_graph(src, units, n, code, kept | later[n])
+                    graphs.append(self._add_graph(src, units, n, code, kept | later[n]))
             src.add(f"return {_expression(src, result)}")
+        if graphs:  # there are none in ranges of the profiler
+            self.graphs = graphs
         functions = src.functions("launches")
         bodies = [
             functions[f"launches_{n}"] for n, unit in enumerate(units) if unit.first is not None
@@ -418,8 +421,8 @@ class LaunchSequence:
         n: int,
         code: _DriverCode | _BackendCode,
         kept: set[int],
-    ) -> None:
-        """Write what comes before the graph of a unit, and its replay."""
+    ) -> PassGraphs:
+        """Write what comes before the graph of a unit, and its replay by what is returned."""
         for number, action in enumerate(units[n].first or ()):
             if type(action) is Allocation:
                 code.allocate(src, action)
@@ -436,9 +439,9 @@ class LaunchSequence:
         if passed:
             src.add(f"{''.join(f't{place} = ' for place in passed)}None")
         graphs = PassGraphs(self._device or 0)
-        body = f"bodies[{len(self.graphs)}]"
-        self.graphs.append(graphs)
+        body = f"bodies[{sum(unit.first is not None for unit in units[:n])}]"
         src.add(f"{src.bind(f'run_graph_{n}', graphs.run)}({body}, addresses, tensors)")
+        return graphs
 
     def _given(self, units: Sequence[_Unit], n: int) -> list[int]:
         """The places of the tensors that the graph of a unit reads or writes, constants apart."""

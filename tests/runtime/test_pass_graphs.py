@@ -502,9 +502,24 @@ def test_results_that_leave_a_graph_have_the_options_of_their_calls(capturer: Cp
     assert made.graphs[0].hits
 
 
-def test_a_pass_that_does_nothing_is_repeated(
-    capturer: CpuCapturer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profiled_repetition_leaves_the_graphs_of_others(capturer: CpuCapturer) -> None:
+    x = torch.randn(4, 4)
+
+    def calls() -> tuple[torch.Tensor, ...]:
+        return x + 1, x * 2, x - 3
+
+    made, result, slotted = sequence.record([x], calls, with_calls=True)
+    made.returns(slotted(result))
+    for _ in range(4):
+        made.play([x])
+    before = made.described()
+    assert before.startswith("a CUDA graph in 2 of 4 repetitions")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert all(map(torch.equal, made.play([x]), calls()))
+    assert made.described() == before
+
+
+def test_a_pass_that_does_nothing_is_repeated(capturer: CpuCapturer) -> None:
     model = fuser.Sequential(fuser.Identity())
     for _ in range(4):
         x = torch.randn(8, 8, requires_grad=True)
