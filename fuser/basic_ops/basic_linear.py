@@ -289,8 +289,8 @@ class BasicLinear(LinearWeight):
             saved_weight = weight if ctx.input_requires_grad else None
             is_kept = wants_grad and ctx.keeps_input
             ctx.to_save = (x if is_kept else None, saved_weight)
-            # The rowwise copy has the values of forward.
-            note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)
+            if isinstance(weight, QuantizedTensor):  # its rowwise copy has the values of forward
+                note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)
         if self._parallel is not None:
             x = self._parallel.whole_input(self, ctx, input_, x)
         return x, weight

@@ -19,7 +19,7 @@ from fuser.cuda.launch import kernels_support
 from fuser.errors import KernelUnavailable
 from fuser.functional.lazy import LazyTensor, as_stored
 from fuser.reference import chain as reference
-from fuser.reference.activation import NATIVE
+from fuser.reference.activation import NATIVE, activation, activation_backward
 from fuser.wrapper_tensor import WrapperTensor
 
 Result = torch.Tensor | LazyTensor
@@ -42,10 +42,12 @@ def chain(
     """The output of ``stages``, each rounded to the dtype of ``x``; see the reference.
 
     ``operands``, one for each stage: a bias, an extra input, a dropout's seed, scales, or None.
-    Biases and extra inputs have the dtype of ``x``. ``is_plain``: nothing around an activation is
-    quantized, so that torch's rounding is acceptable too.
+    Biases and extra inputs have the dtype of ``x``. ``is_plain``: the one stage is an activation
+    and nothing around it is quantized, so that torch's rounding is acceptable too.
     """
-    if not kernels_take(x) or prefers_torch(stages[0], x.numel(), is_plain=is_plain):
+    if is_plain and prefers_torch(stages[0], x.numel()):
+        return activation(stages[0], x)
+    if not kernels_take(x):
         return reference.forward(stages, x, operands)
     return _Forward(stages, x, _contiguous(operands))
 
@@ -64,13 +66,15 @@ def chain_backward(
     """Gradients of the input of ``stages`` and, if ``needed``, of the operands; see the reference.
 
     ``x`` is the input of stage number ``saved``. Tensors that no later activation reads again may
-    be None: ``x``, a bias, an extra input. ``is_plain`` as in :func:`chain`, of the stage that
-    reads ``x``. ``output``: what :func:`chain` returned again for this x. If it is lazy, and one
-    kernel can store it and the gradient, that kernel does, in the memory of ``dy``, which nothing
-    reads later.
+    be None: ``x``, a bias, an extra input. ``is_plain`` as in :func:`chain`, of the last stage,
+    which reads ``x``; those before it are biases.
+    ``output``: what :func:`chain` returned again for this x. If it is lazy, and one kernel can
+    store it and the gradient, that kernel does, in the memory of ``dy``, which nothing reads later.
     """
-    is_torchs = prefers_torch(stages[saved], dy.numel(), is_plain=is_plain)
-    if is_torchs or not kernels_take(dy, x):
+    if is_plain and x is not None and prefers_torch(stages[-1], x.numel()):
+        dx = activation_backward(stages[-1], dy, x)
+        return dx, [reference.sum_over_rows(dx) if is_bias else None for is_bias in needed]
+    if not kernels_take(dy, x):
         return reference.backward(stages, dy, x, operands, needed, saved)
     *leading, width = dy.shape
     grads: list[torch.Tensor | None] = []
@@ -99,9 +103,9 @@ def constant_scale(x: torch.Tensor, scale: float) -> Result:
     return chain((Stage("constant_scale", (scale,)),), x)
 
 
-def prefers_torch(stage: Stage, count: int, *, is_plain: bool) -> bool:
+def prefers_torch(stage: Stage, count: int) -> bool:
     """Whether torch's own function runs for so many elements, as fast; see `chain`."""
-    return is_plain and stage.name in NATIVE and count < FEW_ELEMENTS
+    return stage.name in NATIVE and count < FEW_ELEMENTS
 
 
 def reads_in_place(x: torch.Tensor) -> bool:

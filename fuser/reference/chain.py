@@ -42,26 +42,36 @@ def backward(
     None for a stage without an operand, and for one that is not ``needed``, by default all are.
     ``x`` is the input of stage number ``saved``; None if no stage reads it.
     """
-    inputs: list[torch.Tensor | None] = [None] * saved
-    for i in range(saved, len(stages)):
-        inputs.append(x)
-        # Up to the last activation: later stages do not need their inputs.
-        reads_again = any(stage.is_activation for stage in stages[i + 1 :])
-        x = _forward(stages[i], x, operands[i]) if x is not None and reads_again else None
-    needed = [True] * len(stages) if needed is None else needed
-    grads: list[torch.Tensor | None] = []
-    steps = list(zip(stages, inputs, operands, needed, strict=True))
-    for stage, input_, operand, is_needed in reversed(steps):
-        dy, grad = _backward(stage, dy, input_, operand, is_needed)
-        grads.insert(0, grad)
+    grads: list[torch.Tensor | None] = [None] * len(stages)
+    inputs = {saved: x} if saved + 1 == len(stages) else _inputs(stages, x, operands, saved)
+    for i in range(len(stages) - 1, -1, -1):
+        is_needed = needed is None or needed[i]
+        dy, grads[i] = _backward(stages[i], dy, inputs.get(i), operands[i], is_needed)
     return dy, grads
 
 
+def sum_over_rows(dy: torch.Tensor) -> torch.Tensor:
+    """The gradient ``[columns]`` of a bias, from that of its sum, ``[..., columns]``."""
+    return (dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])).sum(0)
+
+
+def _inputs(
+    stages: Stages, x: torch.Tensor | None, operands: Operands, saved: int
+) -> dict[int, torch.Tensor | None]:
+    """The inputs of stage ``saved`` and of those after it, up to the last activation."""
+    inputs = {saved: x}
+    last = max((i for i, stage in enumerate(stages) if stage.is_activation), default=saved)
+    for i in range(saved, last):
+        x = None if x is None else _forward(stages[i], x, operands[i])
+        inputs[i + 1] = x
+    return inputs
+
+
 def _forward(stage: Stage, x: torch.Tensor, operand: torch.Tensor | None) -> torch.Tensor:
-    if stage.name == "constant_scale":
-        return x * stage.scalars[0]
     if stage.is_activation and not stage.is_scaled:
         return activation(stage, x)
+    if stage.name == "constant_scale":
+        return x * stage.scalars[0]
     own = STAGES[stage.name].forward
     if own is not None and not stage.is_activation:
         y: torch.Tensor = own(x.float(), *stage.scalars)
@@ -79,20 +89,21 @@ def _backward(
     operand: torch.Tensor | None,
     is_needed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if stage.is_activation:
+        assert x is not None
+        if not stage.is_scaled:
+            return activation_backward(stage, dy, x), None
+        assert operand is not None
+        return scaled_activation_backward(stage, dy, x, operand, wants_dscales=is_needed)
+    if stage.name == "bias":
+        return dy, sum_over_rows(dy) if is_needed else None
     if stage.name == "constant_scale":
         return dy * stage.scalars[0], None
-    if stage.name == "bias":
-        return dy, dy.reshape(-1, dy.shape[-1]).sum(0) if is_needed else None
     if stage.name == "add_extra_input":
         return dy, dy if is_needed else None
     if stage.name == "dropout":
         assert operand is not None
         return dropout(dy, operand, *stage.scalars), None
     own = STAGES[stage.name].backward
-    if own is not None and not stage.is_activation:
-        return own(dy.float(), *stage.scalars).to(dy.dtype), None
-    assert x is not None
-    if stage.is_scaled:
-        assert operand is not None
-        return scaled_activation_backward(stage, dy, x, operand, wants_dscales=is_needed)
-    return activation_backward(stage, dy, x), None
+    assert own is not None
+    return own(dy.float(), *stage.scalars).to(dy.dtype), None

@@ -251,12 +251,18 @@ class PlanCodegen:
         else:
             extras = _tuple(extra for i in indices for extra in self._extra_inputs(op, i, indices))
             outputs = _tuple(f"out{i}_{k}" for i, k in self.places if i in indices)
-            rows = f"kwargs[{first}:{indices[-1] + 1}] if kwargs else "
-            rows += _tuple(["no_kwargs"] * len(indices))
+            none = _tuple(["no_kwargs"] * len(indices))
+            rows = f"kwargs[{first}:{indices[-1] + 1}]"
+            if (extras, after) == ("()", "None"):  # the same at every call without arguments
+                same = StepInputs((), None, (_EMPTY,) * len(indices))
+                same_inputs = self.src.bind(f"inputs{number}", same)
+                given = f"inputs(((), None, {rows})) if kwargs else {same_inputs}"
+            else:
+                given = f"inputs(({extras}, {after}, {rows} if kwargs else {none}))"
             self.src.add(
                 f"x, {outputs if outputs != '()' else '_'} = "
                 f"{forward}(({self._each('c{i}, ', indices)}), {main},",
-                f"    inputs(({extras}, {after}, {rows})))",
+                f"    {given})",
             )
             self._add_output_specs(indices)
         if op.is_external:

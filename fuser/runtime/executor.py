@@ -381,7 +381,9 @@ class _PipelineFunction(torch.autograd.Function):
         output, produced, op_ctxs, saved, ends, specs = results
         parts = None
         if ends is not None and (
-            any(map(_shares_values, saved)) if run.recorded is None else is_in_checkpoint()
+            not _UNWRAPPED.issuperset(map(type, saved)) and any(map(_shares_values, saved))
+            if run.recorded is None
+            else is_in_checkpoint()
         ):
             parts, saved = taken_apart(saved)
         ctx.to_save = saved  # the only effect of save_for_backward, without the 0.4 us of its call
@@ -519,6 +521,7 @@ def _without_main_gradient(
 
 
 _PLAIN = frozenset([torch.Tensor])
+_UNWRAPPED = frozenset([torch.Tensor, torch.nn.Parameter, type(None)])
 
 # torch wraps ``apply`` for functorch's transforms. The wrapper costs 2 us, and no such transform
 # is allowed here.

@@ -150,8 +150,8 @@ def _reading_of(graph: OpGraph, side: str, i: int, result: bool) -> _Reading | N
             return _norm(math.prod(op.normalized_shape), spec.dtype, result)
         case L2Normalization():
             return _norm(spec.shape[-1], output.dtype, result)
-        case Activation() if pointwise.prefers_torch(
-            op.function, math.prod(spec.shape), is_plain=key.recipe is None
+        case Activation() if key.recipe is None and pointwise.prefers_torch(
+            op.function, math.prod(spec.shape)
         ):
             return None
         case Dropout() if not op.training or op.dropout_probability == 0:
