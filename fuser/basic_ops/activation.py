@@ -157,7 +157,8 @@ class Activation(BasicOperation):
 
     def saved_input(self, ctx: OperationContext) -> torch.Tensor:
         """The input of the forward, rounded if it was saved quantized."""
-        x: torch.Tensor = ctx.saved_tensors[0]  # of ActivationSaved
+        x: torch.Tensor
+        (x,) = ctx.saved_tensors  # of ActivationSaved
         if isinstance(x, QuantizedTensor):  # once: one kernel may compute from it what two ask for
             x = x.dequantize()
             ctx.saved_tensors = ActivationSaved(x)
