@@ -53,6 +53,8 @@ class Sizes:
     vocabulary: int = train_lm.VOCABULARY
     is_tied: bool = False
     """Whether the last product reads the weight of the embedding."""
+    seed: int = 0
+    """Of the first weights, and of the batches of :func:`losses`."""
 
 
 SIZES = {"cuda": Sizes(), "cpu": Sizes(2, 256, 384, 2, 1, 64, 2)}
@@ -194,9 +196,9 @@ class Model(nn.Module):
         return self.loss_of(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def initialised(model: Model) -> Model:
+def initialised(model: Model, seed: int = 0) -> Model:
     """The same weights for all plain variants; those of fuser's own layers are drawn alike."""
-    generator = torch.Generator(model.cos.device).manual_seed(0)
+    generator = torch.Generator(model.cos.device).manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -207,7 +209,7 @@ def initialised(model: Model) -> Model:
 
 
 def plain(sizes: Sizes, device: str) -> nn.Module:
-    return initialised(Model(sizes, device, is_fused=False))
+    return initialised(Model(sizes, device, is_fused=False), sizes.seed)
 
 
 def compiled(sizes: Sizes, device: str) -> nn.Module:
@@ -221,7 +223,7 @@ def torchao(recipe: str | None) -> Callable[[Sizes, str], nn.Module]:
 
     def make(sizes: Sizes, device: str) -> nn.Module:
         float8 = importlib.import_module("torchao.float8")
-        model = initialised(Model(sizes, device, is_fused=False))
+        model = initialised(Model(sizes, device, is_fused=False), sizes.seed)
         config = None if recipe is None else float8.Float8LinearConfig.from_recipe_name(recipe)
         float8.convert_to_float8_training(model.layers, config=config)
         model.compile(dynamic=False)
@@ -243,7 +245,7 @@ def converted_compiled(sizes: Sizes, device: str) -> nn.Module:
 
 
 def fused(sizes: Sizes, device: str) -> nn.Module:
-    model = initialised(Model(sizes, device, is_fused=True))
+    model = initialised(Model(sizes, device, is_fused=True), sizes.seed)
     model.compile(dynamic=False, fullgraph=True)
     return model
 
@@ -301,7 +303,7 @@ def losses(variant: Variant, sizes: Sizes, device: str, count: int) -> dict[str,
     """The mean loss of the first and of the last steps of a training."""
     text = corpus.library_corpus(sizes.context)
     assert text is not None
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + sizes.seed)
     try:
         step = training(variant, sizes, device)
         found = []

@@ -8,7 +8,8 @@ recipe, of torchao (where it is installed) and of fuser; heads are in bf16.
 
 The variants of a model run one after the other, so that the largest has the memory of the GPU; with
 --losses each also trains on the sources of Python's library, from the same weights and on the same
-batches. On a CPU sizes are small, to try the script.
+batches; with --seeds several times, each from other weights and on other batches. On a CPU sizes
+are small, to try the script.
 
     python benchmarks/whole_models.py --losses 300 --out out/models.csv --chart out/models.png
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -75,7 +77,9 @@ def variant(
     """The plain model, changed; and the recipe of its steps."""
 
     def make(sizes: Sizes, device: str) -> nn.Module:
-        model: nn.Module = llama_layers.initialised(Model(sizes, device, is_fused=False))
+        model: nn.Module = llama_layers.initialised(
+            Model(sizes, device, is_fused=False), sizes.seed
+        )
         for change in changes:
             model = change(model)
         return model
@@ -111,6 +115,19 @@ def records_of(
     return records
 
 
+def losses(name: str, sizes: Sizes, device: str, count: int, seeds: int) -> dict[str, Any]:
+    """The mean losses of a variant's trainings, one for each seed, and each of the last ones."""
+    rows: list[dict[str, Any]] = []
+    for seed in range(seeds):
+        clean(device)
+        row = llama_layers.losses(VARIANTS[name], replace(sizes, seed=seed), device, count)
+        if row.get("failure"):
+            return {**row, "losses": ""}
+        rows.append(row)
+    means = {k: round(statistics.mean(row[k] for row in rows), 4) for k in rows[0]}
+    return {**means, "losses": ", ".join(str(row["loss"]) for row in rows)}
+
+
 def clean(device: str) -> None:
     """Free the models and the graphs of earlier variants."""
     torch._dynamo.reset()
@@ -121,7 +138,10 @@ def clean(device: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print, draw, and write where asked."""
-    texts = {"losses": "steps of a training whose losses are reported; by default none"}
+    texts = {
+        "losses": "steps of a training whose losses are reported; by default none",
+        "seeds": "trainings of each variant; default: 1",
+    }
     parser = new_parser(__doc__ or "", texts)
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="by default all of them")
@@ -140,10 +160,14 @@ def main(argv: list[str] | None = None) -> None:
         records = records_of(model, sizes, chosen, device, given.rounds)
         say(table(records))
         for row in progress(records, "losses") if given.losses else ():
-            clean(device)
-            row |= llama_layers.losses(VARIANTS[row["variant"]], sizes, device, given.losses)
+            row |= losses(row["variant"], sizes, device, given.losses, given.seeds or 1)
         if given.losses:
-            say("\n".join(f"{r['variant']:<30} loss {r['loss']} {r['failure']}" for r in records))
+            say(
+                "\n".join(
+                    f"{r['variant']:<30} loss {r['loss']} ({r['losses'] or r['failure']})"
+                    for r in records
+                )
+            )
         sink.write(records)
         every += records
     if given.chart:

@@ -362,7 +362,18 @@ def test_whole_models_have_a_panel_each_and_a_variant_that_fails_stops_no_other(
     monkeypatch.setitem(whole_models.VARIANTS, "torchao float8, compiled", broken)
     out, chart = tmp_path / "models.csv", tmp_path / "models.svg"
     variants = ["torch eager", "torchao float8, compiled", "fuser current, launched"]
-    options = ["--device", "cpu", "--rounds", "1", "--losses", "2", "--variants", *variants]
+    options = [
+        "--device",
+        "cpu",
+        "--rounds",
+        "1",
+        "--losses",
+        "2",
+        "--seeds",
+        "2",
+        "--variants",
+        *variants,
+    ]
     whole_models.main([*options, "--out", str(out), "--chart", str(chart)])
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -370,6 +381,9 @@ def test_whole_models_have_a_panel_each_and_a_variant_that_fails_stops_no_other(
     for eager, failed, ours in (rows[:3], rows[3:]):
         assert "division by zero" in failed["failure"]
         assert float(ours["loss"]) == pytest.approx(float(eager["loss"]), abs=0.05)
+        first, second = map(float, eager["losses"].split(", "))
+        assert first != second
+        assert float(eager["loss"]) == pytest.approx((first + second) / 2, abs=1e-3)
         rate = float(ours["tokens/s"]) / float(eager["tokens/s"])
         assert float(ours["/ eager"]) == pytest.approx(rate, abs=2e-3)
     drawn = chart.read_text()
