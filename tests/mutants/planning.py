@@ -966,7 +966,7 @@ REBUILT = (
         "copies of weights are kept for many rows",
         "plan/saved_inputs.py",
         "Limit.of_rows",
-        "x.numel() < many_rows * (columns := x.shape[-1])",
+        "x.numel() < many_rows * x.shape[-1]",
         "True",
         "test_many_rows.py::test_few_rows_keep_the_copies_and_many_do_not",
     ),
