@@ -397,6 +397,15 @@ def is_in_selective_checkpoint() -> bool:
     return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
 
 
+def is_traced_with_proxies() -> bool:
+    """Whether each call of an operator becomes a node of a graph, as under ``make_fx``."""
+    if not dispatch_modes():
+        return False
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes a second
+
+    return get_proxy_mode() is not None
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has sizes and no values, as those of a function that is traced."""
     return isinstance(tensor, FakeTensor)

@@ -21,7 +21,7 @@ from fuser.communication import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from fuser.errors import StateError
+from fuser.errors import InputError, StateError
 from fuser.op import BasicOperation, Grads, OperationContext, write_grad_input, write_output
 from fuser.precision.contexts import current_recipe
 from fuser.specs import Collective, PlanKey, TensorSpec
@@ -40,7 +40,8 @@ class CollectiveOperation(BasicOperation):
     Raises
     ------
     InputError
-        If this rank is not a member of the group.
+        If this rank is not a member of the group; if ``process_group`` is set to a group of another
+        size.
     StateError
         If a group is given and torch.distributed is not initialised.
     """
@@ -65,6 +66,13 @@ class CollectiveOperation(BasicOperation):
 
     @process_group.setter
     def process_group(self, group: GroupArgument) -> None:
+        name = type(self).__name__
+        ranks = group_size(name, group)
+        if ranks != self.process_group_size:
+            raise InputError(
+                f"{name} was made for {self.process_group_size} ranks, and got a process_group of "
+                f"{ranks}. Make the op with that group."
+            )
         self._group = GroupRef(group)
 
     @property

@@ -100,6 +100,7 @@ class GroupedLinear(GroupParameters):
     """
 
     can_quantize_output: tuple[str, ...] = ("forward", "backward")
+    step_keywords = None  # output, grad_input and is_first_microbatch
     module_type = "grouped_linear"
     takes_floating_extras = True
     index_extras = (0,)

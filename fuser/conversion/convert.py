@@ -260,7 +260,7 @@ class _Search:
         if module in self._seen or is_fuser(module):
             return
         self._seen.add(module)
-        first_row = len(self.rows)
+        first_row, before = len(self.rows), len(self.units)
         for name, child in module.named_children():
             self.visit(child, joint(path, name))
         stacked = any(p is not None and p.dim() == 3 for p in module._parameters.values())
@@ -274,7 +274,7 @@ class _Search:
             # The rows of its parts: they run alone only where the whole does not.
             inside = {joint(path, p) for c in unit.chains for p, _ in c.replaced}
             self.rows[first_row:] = [r for r in self.rows[first_row:] if r.path not in inside]
-            self._add(path, module, unit)
+            self._add(path, module, unit, len(self.units) - before)
         elif (shared := self._shared(module, path)) is not None:
             names = {joint(path, name) for name in shared.linears}
             self.rows[first_row:] = [r for r in self.rows[first_row:] if r.path not in names]
@@ -282,8 +282,15 @@ class _Search:
         elif unit is not None:
             self.rows.append(ConversionRow(path, _name(module), False, unit))
 
-    def _add(self, path: str, module: torch.nn.Module, unit: Unit) -> None:
+    def _add(self, path: str, module: torch.nn.Module, unit: Unit, inside: int = 0) -> None:
+        """Convert a module; the last ``inside`` units are those of the modules in it."""
         is_kept = self._keeps(path, unit)
+        if is_kept and inside:
+            linears = _linears_of(path, unit)
+            self.units[-inside:] = [
+                (p, m, replace(u, is_in_kept=u.is_in_kept or _linears_of(p, u) <= linears))
+                for p, m, u in self.units[-inside:]
+            ]
         self.units.append((path, module, replace(unit, is_quantized=not is_kept)))
         text = unit.text + self._never * is_kept
         self.rows.append(ConversionRow(path, _name(module), True, text))

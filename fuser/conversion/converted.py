@@ -239,7 +239,9 @@ def joined_linears(model: torch.nn.Module) -> list[list[tuple[str, Any]]]:
             linears = {joint(path, name): child_of(module, name) for name in part.names}
             is_first = seen.isdisjoint(linears) and None not in linears.values()
             seen.update(linears)
-            if is_first and runner.unit.is_quantized and not part.is_transposed:
+            unit = runner.unit
+            is_read = unit.is_quantized and not (unit.is_in_kept or part.is_transposed)
+            if is_first and is_read:
                 read_as_one.append([*linears.items()])
     return read_as_one
 

@@ -111,6 +111,8 @@ class Unit:
         What the forward has read from objects that the modules hold.
     change
         Of a copy of a module that has changed since it was converted: how, else None.
+    is_in_kept
+        Whether a module around this one runs its linears, and unquantized.
     shares_input
         Whether its chain is a product of several linears with one input, in a forward that is the
         module's own.
@@ -122,6 +124,7 @@ class Unit:
     is_quantized: bool = True
     reads: tuple[Read, ...] = ()
     change: str | None = None
+    is_in_kept: bool = False
     shares_input: bool = False
 
     @property

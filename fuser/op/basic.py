@@ -108,6 +108,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     rows_are_sharded: bool = False
     """Whether each rank has some rows of the input, so that gradients of parameters that are
     DTensors are sums over these rows, which backward adds over the ranks of the mesh."""
+    step_keywords: tuple[str, ...] | None = ()
+    """The keyword arguments of a caller that ``step_forward`` takes; None if it checks them."""
     can_quantize_output: tuple[str, ...] = ()
     """Sides on which the op can quantize for its neighbour: ``"forward"`` its output,
     ``"backward"`` the gradient of its input. On other sides the neighbour quantizes."""

@@ -32,6 +32,7 @@ from fuser.plan.graph import Source
 from fuser.plan.saved_inputs import rebuilding
 from fuser.report.text import span
 from fuser.runtime.diagnose import (
+    check_grad_input,
     explain_backward,
     explain_forward,
     refuse_dropped,
@@ -381,6 +382,9 @@ class PlanCodegen:
             params = f"({self._each('p{i}, ', indices)})" if is_rows else f"p{first}"
             contexts = self._each("c{i}, ", indices)
             src.add(f"dx, {params}, {extras} = backward{number}(({contexts}), dx, {grads})")
+        if op.is_external or op.has_own_methods():
+            check = functools.partial(check_grad_input, op)
+            src.add(f"if type(dx) is not tensor: {src.bind(f'check_dx{number}', check)}(dx)")
         if number + 1 < len(self.steps["backward"]):
             refuse = functools.partial(refuse_dropped, op, indices)
             src.add(f"if dx is None: {src.bind(f'no_gradient_{first}', refuse)}()")

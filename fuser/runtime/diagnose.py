@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from fuser.errors import FuserError, FuserWarning, StateError
+from fuser.functional.lazy import LazyTensor
 from fuser.op import BasicOperation, FusibleOperation, OperationContext, method_of
 from fuser.specs import TensorSpec
 from fuser.tensors import Quantizer
@@ -91,6 +92,13 @@ def refuse_output(op: FusibleOperation, output: Any) -> NoReturn:
     raise StateError(f"The output of {method} must be a tensor; it is a {kind}.")
 
 
+def check_grad_input(op: FusibleOperation, grad_input: Any) -> None:
+    """Raise an error that names the method whose gradient of the input is not a tensor."""
+    if grad_input is not None and not isinstance(grad_input, (torch.Tensor, LazyTensor)):
+        method, kind = f"{type(op).__name__}.{method_of(op, 'backward')}", type(grad_input).__name__
+        raise StateError(f"The grad_input of {method} must be a tensor or None; it is a {kind}.")
+
+
 def explain_backward(
     ops: Sequence[BasicOperation],
     steps: Steps,
@@ -116,7 +124,8 @@ def explain_backward(
                 spec = None if op.num_extra_inputs else op.output_spec(spec, (), autocast)
         if spec is not None:
             _check_shape(f"Op {_origin(ops, window[-1] + 1)}", dx, "its input", spec.shape)
-    is_missing = "to unpack" in str(error) or "Saved.__new__() " in str(error)
+    signs = ("to unpack", "Saved.__new__() ", "tuple index out of range")
+    is_missing = any(sign in str(error) for sign in signs)
     for i in window if is_missing else ():
         ran, of = next(each for each in steps["forward"] if i in each[1])
         saved = contexts[i].saved_tensors
@@ -150,8 +159,13 @@ def check_grad_shapes(
             _check_shape(owner, grad, tensor, shape)
 
 
-def _check_shape(owner: str, grad: torch.Tensor, tensor: str, shape: tuple[int, ...]) -> None:
-    """Raise if autograd cannot sum a gradient to the shape of its tensor."""
+def _check_shape(owner: str, grad: Any, tensor: str, shape: tuple[int, ...]) -> None:
+    """Raise if a gradient is no tensor, or autograd cannot sum it to the shape of its tensor."""
+    if not isinstance(grad, torch.Tensor):
+        raise StateError(
+            f"{owner} returned a {type(grad).__name__} as the gradient of {tensor}, which must be "
+            "a tensor or None."
+        )
     grad_shape = tuple(grad.shape)
     last = zip(reversed(shape), reversed(grad_shape), strict=False)
     if len(shape) > len(grad_shape) or any(size not in (1, summed) for size, summed in last):

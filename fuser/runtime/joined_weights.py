@@ -9,7 +9,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from fuser.basic_ops.shared_memory import is_seen_by_others
-from fuser.torch_private import is_fake, storage_uses
+from fuser.torch_private import is_fake, is_traced_with_proxies, storage_uses
 
 DEVICES = ("cpu", "cuda")
 """Where parameters are moved into one memory."""
@@ -62,7 +62,7 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0]
     memory = _like_joined(parts) if parts[0].is_meta else memory_of(parts)
-    if memory is None:
+    if memory is None or is_traced_with_proxies():  # a graph has no storages
         return torch.cat(list(parts))
     whole: torch.Tensor = _Joined.apply(memory, *parts)  # type: ignore[no-untyped-call]
     return whole

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
 from fuser.doors import VIEW
 from fuser.errors import StateError
+from fuser.functional.lazy import LazyTensor
 from fuser.op import BasicOperation, FusibleOperation, StepInputs
 from fuser.op.step import Contexts, rows
 from fuser.plan.graph import assumes_extra_outputs
@@ -20,6 +21,8 @@ _RESULTS = {
     "fuser_forward": ("output", "extra_outputs"),
     "fuser_backward": ("grad_input", "param_grads", "grad_extra_inputs"),
 }
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
 class UsersMethods:
@@ -67,7 +70,8 @@ class UsersMethods:
             basic_op_kwargs=list(kwargs),
         )
         output, outputs = parts_of(self.op, "fuser_forward", result)
-        if not self.has_outputs and not any(outputs):
+        is_row = outputs is None or torch.Tensor in map(type, outputs)
+        if not (self.has_outputs or is_row or any(outputs)):
             return output, ()
         of_ops = self._checked(outputs, "extra outputs", self.output_counts)
         for place, k, read in self.needed:
@@ -99,7 +103,8 @@ class UsersMethods:
         """One row of tensors for each basic op; those of the last ops may be left out if empty."""
         if type(given) is list and len(given) == 1 == len(counts):  # as of most ops
             (row,) = given
-            if type(row) is tuple and len(row) == counts[0]:
+            is_right = type(row) is tuple and len(row) == counts[0]
+            if is_right and _PLAIN.issuperset(map(type, row)):
                 return given
         method = "fuser_forward" if what == "extra outputs" else "fuser_backward"
         if isinstance(given, torch.Tensor):
@@ -110,11 +115,19 @@ class UsersMethods:
                 f"{name} returned None in the place of its rows of {what}; it returns "
                 f"{len(counts)}, for ops {first} to {last}, of {counts} {what}."
             )
+        part = f"{'' if what == 'extra outputs' else 'gradients of '}{what}"
+        if not _is_row(given):
+            raise _of_other_form(self.op, method, given, f" as its {part}")
         checked = []
         for row in given:
             if isinstance(row, torch.Tensor):
                 raise _of_other_form(self.op, method, row)
+            if row is not None and not _is_row(row):
+                raise _of_other_form(self.op, method, row, f" as the {part} of an op")
             checked.append(tuple(row or ()))
+            for value in checked[-1]:
+                if value is not None and not isinstance(value, (torch.Tensor, LazyTensor)):
+                    raise _of_other_form(self.op, method, value, f" among its {part}")
         checked += [()] * (len(counts) - len(checked))
         if [len(row) for row in checked] != counts:
             raise StateError(
@@ -128,22 +141,33 @@ def parts_of(op: FusibleOperation, method: str, result: Any) -> Any:
     """The parts of the result of a method. A tensor is none, though it may have as many rows."""
     names, parts = _RESULTS[method], result
     if type(result) is not tuple:
-        try:
-            parts = tuple(result)
-        except TypeError:
-            parts = ()
-    if len(parts) == len(names):
-        if not isinstance(parts[1], torch.Tensor):
-            return parts
-        result = parts[1]
-    raise _of_other_form(op, method, result)
+        parts = tuple(result) if _is_row(result) else ()
+    if len(parts) != len(names):
+        raise _of_other_form(op, method, result)
+    second = parts[1]
+    if type(second) in (tuple, list) or second is None or _is_row(second):
+        return parts
+    is_tensor = isinstance(second, torch.Tensor)
+    raise _of_other_form(op, method, second, "" if is_tensor else f" as its {names[1]}")
 
 
-def _of_other_form(op: FusibleOperation, method: str, result: Any) -> StateError:
-    """The error that names the method whose result, or a part of it, has another form."""
+def _is_row(value: object) -> bool:
+    """Whether it has parts in an order that mean something: no tensor, text, mapping or set."""
+    others = (torch.Tensor, str, bytes, Mapping, Set)
+    return isinstance(value, Iterable) and not isinstance(value, others)
+
+
+def _of_other_form(
+    op: FusibleOperation, method: str, result: object, place: str = ""
+) -> StateError:
+    """The error that names the method whose result, or a part of it, has another form.
+
+    ``place`` says which part.
+    """
     form = type(result).__name__
     if isinstance(result, (tuple, list)):
         form = f"{form} of {len(result)}"
+    form += place
     cls = type(op).__name__
     parts = ", ".join(_RESULTS[method])
     return StateError(f"{cls}.{method} returns ({parts}); it returned a {form}.")

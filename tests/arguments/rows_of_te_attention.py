@@ -28,6 +28,7 @@ import fuser
 from fuser import recipe
 from fuser.communication import PlannedGroup
 from fuser.te import pytorch as te
+from fuser.te.pytorch.attention import DotProductAttention
 from fuser.te.pytorch.layers import TransformerEngineBaseModule
 
 LENGTH, BATCH, HIDDEN, HEADS = 6, 2, 8, 4
@@ -348,14 +349,14 @@ def _sequences_of_a_block_are_not_shared(given: Given) -> None:
 
 @sets(f"{MHA}.set_tensor_parallel_group", tp_group=Of(TWO, instead=PlannedGroup(2)))
 def _the_group_of_the_layers_of_a_block(given: Given) -> None:
-    """Each linear of a block has it, also in a layer."""
+    """Each linear of a block has it, and its attention, also in a layer."""
     ranks: Given = {"set_parallel_mode": True, "tp_group": PlannedGroup(2)}
     for block in (blocks(**ranks), transformers(**ranks)):
         block.set_tensor_parallel_group(**given)
-        linears = [m for m in block.modules() if isinstance(m, TransformerEngineBaseModule)]
-        groups = [linear.tp_group for linear in linears]
-        assert groups
-        assert all(group is TWO for group in groups)
+        kinds = (TransformerEngineBaseModule, DotProductAttention)
+        layers = [m for m in block.modules() if isinstance(m, kinds)]
+        assert {*map(type, layers)} > {DotProductAttention}
+        assert all(layer.tp_group is TWO for layer in layers)
 
 
 ignores(

@@ -17,6 +17,7 @@ from pipeline_kernels import on_kernels
 from test_compiled_changes import _nothing_compiled_yet
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -138,6 +139,25 @@ def test_weights_that_lie_in_one_memory_are_a_view_of_it() -> None:
     whole = JoinedPart(2).tensor([gate, up])
     assert whole.data_ptr() != gate.data_ptr()
     assert torch.equal(whole, torch.cat([gate, up]))
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT], ids=["none", "current"])
+@pytest.mark.parametrize("after", [0, 4])
+def test_make_fx_traces_a_product_of_several_weights(after: int, recipe: Any) -> None:
+    """Its graph reads the parameters themselves, also after they have changed."""
+    model, x = converted(recipe), rows(1)
+    for number in range(after):
+        step(model, model, rows(number))
+
+    def gradients(leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = model(leaf)
+        return y, *torch.autograd.grad((y * y).sum(), [leaf, *model.parameters()])
+
+    graph = make_fx(gradients)(rows(2).requires_grad_())
+    step(model, model, rows(3))
+    with torch.no_grad():
+        found = graph(x)
+    assert_equal([*found], [*gradients(x.requires_grad_())])
 
 
 def moved(model: Any) -> None:

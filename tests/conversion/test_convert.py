@@ -33,6 +33,7 @@ import fuser
 from fuser.conversion.leaves import activation_like
 from fuser.conversion.unit import Runner
 from fuser.runtime import joined_weights
+from fuser.tensors.master_weight import MasterWeight
 
 HIDDEN, WIDTH = 64, 96
 CURRENT = fuser.recipe.Float8CurrentScaling()
@@ -1117,6 +1118,22 @@ def test_a_kept_linear_does_not_take_quantization_from_other_blocks() -> None:
     fuser.convert(only_middle[1], recipe=CURRENT, keep=())
     torch.testing.assert_close(y, only_middle(x), rtol=0, atol=1e-6)
     assert not torch.allclose(y, seeded(lambda: nn.Sequential(*(PreNorm() for _ in range(3))))(x))
+
+
+def test_a_linear_in_a_chain_that_is_kept_is_not_gathered_quantized() -> None:
+    """Neither the one that ``keep`` names nor those of its chain, whatever module is given."""
+    for kept in ("gate", "down"):
+        model = seeded(lambda: nn.Sequential(PreNorm(), PreNorm()))
+        fuser.convert(model, recipe=CURRENT, keep=(f"0.*{kept}",))
+        kept_block, other = model.children()
+        linears = [m for m in kept_block.modules() if isinstance(m, nn.Linear)]
+        assert len(linears) == 3
+        for given in (kept_block, *linears, *copy.deepcopy(linears)):
+            with pytest.raises(fuser.InputError, match="that runs quantized"):
+                fuser.distributed.gather_quantized(given, CURRENT)
+        fuser.distributed.gather_quantized(other.mlp.down, CURRENT)
+        gathered = [p for p, w in model.named_parameters() if isinstance(w, MasterWeight)]
+        assert gathered == ["1.mlp.down.weight"]
 
 
 def test_an_argument_too_many_is_not_dropped() -> None:

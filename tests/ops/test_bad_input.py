@@ -24,6 +24,7 @@ from said import holds, said, sentence
 
 import fuser
 import fuser.runtime.pipeline
+from fuser.basic_ops.moe import BLOCK
 from fuser.op import BasicOperation, FusedOperation, OperationContext
 from fuser.specs import TensorSpec
 
@@ -581,6 +582,32 @@ def test_a_keyword_that_an_op_does_not_take_is_refused_fused_or_not(
     torch.testing.assert_close(model(X), mlp()(X))
 
 
+@pytest.mark.parametrize(
+    ("op", "extras"),
+    [
+        (fuser.MoeDispatch(4), (torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))),
+        (fuser.MoeCombine(), (torch.arange(3, dtype=torch.int32).view(3, 1),)),
+        (fuser.ScaledSwiGLU(), (torch.ones(3),)),
+        (fuser.AdaptiveLayerNorm(8), (torch.ones(3, 8), torch.ones(3, 8))),
+        (fuser.AddExtraInput(), (X,)),
+        (fuser.MakeExtraOutput(), ()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("keyword", ["factor", BLOCK])
+def test_an_op_with_extra_tensors_refuses_a_keyword_that_it_does_not_take(
+    op: Any, extras: Any, keyword: str
+) -> None:
+    """Also the one that a pipeline itself gives to MoeDispatch."""
+    words = said("checks-no-keyword-argument", holds(type(op).__name__), repr(keyword), "none")
+    model, given = fuser.Sequential(op), {keyword: 3}
+    model(X, *extras)
+    with pytest.raises(fuser.InputTypeError, match=words):
+        model(X, *extras, op_kwargs={0: given})
+    with pytest.raises(fuser.InputTypeError, match=words):
+        op(X, *extras, **given)
+
+
 # -- channels ---------------------------------------------------------------------------------
 
 
@@ -946,6 +973,102 @@ def test_an_op_that_returns_a_tensor_for_a_row_of_gradients_is_named(part: int) 
         "_RowOfNoTuple.fuser_backward returns (grad_input, param_grads, grad_extra_inputs); it "
         "returned a Tensor."
     )
+
+
+_WRONG: dict[str, tuple[Any, str]] = {
+    "forward: dict": ({"output": X, "extra_outputs": []}, "it returned a dict."),
+    "forward: str": ("xy", "it returned a str."),
+    "forward: set": ({1, 2}, "it returned a set."),
+    "forward: output": (("x", [(), ()]), "must be a tensor; it is a str."),
+    "forward: no rows": ((X, None), "returned None in the place of its rows of extra outputs"),
+    "forward: int for rows": ((X, 3), "it returned a int as its extra_outputs."),
+    "forward: dict for rows": ((X, {}), "it returned a dict as its extra_outputs."),
+    "forward: one row": ((X, (X, X)), "it returned a Tensor."),
+    "forward: str for a row": ((X, ["a", ()]), "a str as the extra outputs of an op."),
+    "forward: str in a row": ((X, [("a",), ()]), "a str among its extra outputs."),
+    "backward: dict": ({"dx": X, "dw": [], "extras": []}, "it returned a dict."),
+    "backward: str": ("xyz", "it returned a str."),
+    "backward: gradient": (({"dx": X}, [(), ()], [(), ()]), "a tensor or None; it is a dict."),
+    "backward: int for rows": ((X, 3, [(), ()]), "it returned a int as its param_grads."),
+    "backward: dict for rows": ((X, {"w": X}, ()), "it returned a dict as its param_grads."),
+}
+
+
+@pytest.mark.parametrize("name", _WRONG)
+@pytest.mark.parametrize("tail", [[], [fuser.Bias(8)]], ids=["last", "before"])
+def test_a_fusion_that_returns_another_kind_is_named(name: str, tail: list[Any]) -> None:
+    side, (result, words) = name.partition(":")[0], _WRONG[name]
+
+    def wrong(self: Any, ctxs: Any, x: torch.Tensor, **kwargs: Any) -> Any:
+        return result
+
+    body = {"side": side, f"fuser_{side}": wrong, "window": (fuser.GELU, fuser.ConstantScale)}
+    fusion = type("Odd", (FusedOperation,), body)
+    ops = (fuser.Bias(8), fuser.GELU(), fuser.ConstantScale(2.0), *tail)
+    with pytest.raises(fuser.StateError) as caught:
+        fuser.Sequential(*ops, fusions=(fusion,))(X.clone().requires_grad_()).sum().backward()
+    assert "Odd" in str(caught.value)
+    assert words in str(caught.value)
+
+
+class _OddOp(_NoTuple):
+    """Returns what it was given, from the method that was named."""
+
+    def __init__(self, method: str, result: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+        self.method, self.result = method, result
+
+    def op_forward(self, ctx: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
+        return self.result if self.method == "op_forward" else input_ * self.weight
+
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("method", "result", "words"),
+    [
+        ("op_forward", {"y": X}, "must be a tensor; it is a dict."),
+        ("op_forward", "y", "must be a tensor; it is a str."),
+        ("op_backward", {"dx": X, "dw": X}, "it returned a dict."),
+        ("op_backward", "xy", "it returned a str."),
+        ("op_backward", ("x", (None,)), "must be a tensor or None; it is a str."),
+        ("op_backward", (X, 3), "it returned a int as its param_grads."),
+        ("op_backward", (X, {"w": X}), "it returned a dict as its param_grads."),
+        ("op_backward", (X, ["w"]), "a str as the gradient of its parameter 0, which must be"),
+    ],
+)
+@pytest.mark.parametrize("around", [[], [fuser.Bias(8)]], ids=["alone", "between"])
+def test_an_op_that_returns_another_kind_is_named(
+    method: str, result: Any, words: str, around: list[Any]
+) -> None:
+    model = fuser.Sequential(*around, _OddOp(method, result), *around)
+    with pytest.raises(fuser.StateError) as caught:
+        model(X.clone().requires_grad_()).sum().backward()
+    assert "_OddOp" in str(caught.value)
+    assert words in str(caught.value)
+
+
+class _OneOfEach(fuser.BasicOperation):
+    num_extra_inputs = num_extra_outputs = 1
+
+
+@pytest.mark.parametrize("part", ["outputs", "inputs"])
+@pytest.mark.parametrize("wrong", ["x", 3, ["x"], [3], [{"a": X}], [("x",)], {"a": X}])
+def test_an_op_that_returns_other_kinds_for_extra_tensors_is_named(part: str, wrong: Any) -> None:
+    def forward(self: Any, ctxs: Any, x: torch.Tensor, **kwargs: Any) -> Any:
+        return x * 1, wrong if part == "outputs" else [(x * 2,)]
+
+    def backward(self: Any, ctxs: Any, dy: torch.Tensor, **kwargs: Any) -> Any:
+        return dy, [()], wrong
+
+    methods: dict[str, Any] = {"fuser_forward": forward, "fuser_backward": backward}
+    op = type("Odd", (_OneOfEach,), methods)()
+    x = X.clone().requires_grad_()
+    with pytest.raises(fuser.StateError, match=f"extra.{part}") as caught:
+        fuser.Sequential(op, fuser.GELU())(x, torch.ones_like(x))[0].sum().backward()
+    assert "Odd.fuser_" in str(caught.value)
 
 
 @pytest.mark.parametrize("part", ["extras", "all"])

@@ -545,6 +545,18 @@ def test_without_process_groups_ops_communicate_nothing() -> None:
     assert "all-" not in str(model.plan(X))
 
 
+@pytest.mark.parametrize("kind", [fuser.AllGather, fuser.ReduceScatter, fuser.AllReduce])
+def test_a_collective_takes_no_group_of_another_size(kind: Any) -> None:
+    op, another = kind(TWO), PlannedGroup(2)
+    for group, ranks in ((FOUR, 4), (None, 1)):
+        words = said("collectives-made-make-op", kind.__name__, 2, ranks)
+        with pytest.raises(fuser.InputError, match=words):
+            op.process_group = group
+        assert op.process_group is TWO
+    op.process_group = another
+    assert op.process_groups == (another,)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("rows", range(7))
 def test_rows_that_ranks_do_not_divide_are_refused(rows: int, ranks: int) -> None:

@@ -67,6 +67,8 @@ class _Block(torch.nn.Module):
         for child in self.children():
             if isinstance(child, (TransformerEngineBaseModule, _Block)):
                 child.set_tensor_parallel_group(tp_group)
+            elif isinstance(child, DotProductAttention):  # after the linears, which check the size
+                child.tp_group = tp_group
 
     def set_context_parallel_group(
         self,
