@@ -433,8 +433,12 @@ class LaunchSequence:
                 _call(src, number, action, f"view_{n}")
         given = self._given(units, n)
         constants = _touched_by(units[n].actions).intersection(range(self.count, self.made_from))
-        addresses = "".join(f"t{place}.data_ptr(), " for place in (*given, *sorted(constants)))
-        src.add(f"addresses = ({addresses})", f"tensors = [{self._names(given)}]")
+        address_of = src.bind("address_of", torch.Tensor.data_ptr)  # there may be hundreds
+        of_constants = "".join(f"t{place}.data_ptr(), " for place in sorted(constants))
+        src.add(
+            f"tensors = [{self._names(given)}]",
+            f"addresses = (*map({address_of}, tensors), {of_constants})",
+        )
         passed = [place for place in given if place not in kept]
         if passed:
             src.add(f"{''.join(f't{place} = ' for place in passed)}None")

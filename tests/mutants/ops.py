@@ -6,6 +6,30 @@ GRADIENTS_OF_EVERY_OP = "test_ops.py::test_output_and_every_gradient_are_no_wors
 
 BASIC_OPS = (
     Mutant(
+        "the bias before an activation gets the sum of the gradient behind it",
+        "functional/pointwise.py",
+        "chain_backward",
+        "reference.sum_over_rows(dx)",
+        "reference.sum_over_rows(dy)",
+        "test_executor.py",
+    ),
+    Mutant(
+        "a value that shares a caller's memory is saved with its quantized tensor",
+        "runtime/executor.py",
+        "_PipelineFunction.forward",
+        "not _UNWRAPPED.issuperset(map(type, saved)) and any(map(_shares_values, saved))",
+        "not _UNWRAPPED and any(map(_shares_values, saved))",
+        "test_exact_weight_gradients.py",
+    ),
+    Mutant(
+        "a fused step that quantizes its output gets the constant inputs of one that does not",
+        "runtime/codegen.py",
+        "PlanCodegen._add_forward_step",
+        'if (extras, after) == ("()", "None"):',
+        'if extras == "()" and after is not None:',
+        "test_call_counts.py",
+    ),
+    Mutant(
         "the norm before a column parallel linear is not marked",
         "modules/layers.py",
         "LayerNormLinear.__init__",
