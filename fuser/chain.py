@@ -186,9 +186,6 @@ class Stage:
     interleave: int | None = None
     is_scaled: bool = False
     _bits: bytes = field(init=False, repr=False, default=b"")
-    # Of the stage's traits, here because every call of a small pipeline asks.
-    is_activation: bool = field(init=False, repr=False, compare=False, default=False)
-    is_gated: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         traits = STAGES.get(self.name)
@@ -217,8 +214,16 @@ class Stage:
         if self.name == "dropout" and not 0 <= self.scalars[0] <= 1:
             raise InputError(f"A dropout got p={self.scalars[0]}; it must be between 0 and 1.")
         object.__setattr__(self, "_bits", struct.pack(f"{traits.scalars}d", *self.scalars))
-        object.__setattr__(self, "is_activation", traits.is_activation)
-        object.__setattr__(self, "is_gated", traits.is_gated)
+
+    @functools.cached_property  # every call of a small pipeline asks
+    def is_activation(self) -> bool:
+        """Whether backward reads the input of this stage."""
+        return STAGES[self.name].is_activation
+
+    @functools.cached_property
+    def is_gated(self) -> bool:
+        """Whether the output has half the columns of the input."""
+        return STAGES[self.name].is_gated
 
     @property
     def operand(self) -> str | None:

@@ -399,7 +399,8 @@ def is_in_selective_checkpoint() -> bool:
 
 def is_traced_with_proxies() -> bool:
     """Whether each call of an operator becomes a node of a graph, as under ``make_fx``."""
-    if not dispatch_modes():
+    earlier: Any = torch._ops._len_torch_dispatch_stack_pre_dispatch  # before autograd
+    if not (dispatch_modes() or earlier()):
         return False
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes a second
 

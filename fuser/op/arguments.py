@@ -35,8 +35,9 @@ def pipeline_arguments(cls: type[BasicOperation]) -> tuple[str, ...]:
 def keyword_names(cls: type[BasicOperation]) -> tuple[str, ...] | None:
     """The keyword arguments that an op of this class takes from its caller; None for any."""
     if not is_plain(cls, "forward"):
-        has_own = cls.fuser_forward is not BasicOperation.fuser_forward
-        return None if has_own else cls.step_keywords
+        is_own = cls.step_forward.__module__.partition(".")[0] == "fuser"
+        has_other = cls.fuser_forward is not BasicOperation.fuser_forward
+        return cls.step_keywords if is_own and not has_other else None
     parameters = list(inspect.signature(cls.op_forward).parameters.values())[3:]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None

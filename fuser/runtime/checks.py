@@ -190,7 +190,8 @@ def check_keywords(name: str, op: BasicOperation, given: Any) -> None:
             f"{name} takes its keyword arguments as a dict; got {type(given).__name__} "
             f"({given!r:.60})."
         )
-    taken, own = keyword_names(type(op)), pipeline_arguments(type(op))
+    own = pipeline_arguments(type(op))
+    taken = None if "fuser_forward" in op.__dict__ else keyword_names(type(op))
     for key in given:
         if key in own:
             raise InputTypeError(

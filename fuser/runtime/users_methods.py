@@ -70,9 +70,10 @@ class UsersMethods:
             basic_op_kwargs=list(kwargs),
         )
         output, outputs = parts_of(self.op, "fuser_forward", result)
-        is_row = outputs is None or torch.Tensor in map(type, outputs)
-        if not (self.has_outputs or is_row or any(outputs)):
-            return output, ()
+        if not self.has_outputs and outputs is not None:
+            outputs = [*outputs]
+            if torch.Tensor not in map(type, outputs) and not any(outputs):
+                return output, ()
         of_ops = self._checked(outputs, "extra outputs", self.output_counts)
         for place, k, read in self.needed:
             if of_ops[place][k] is None:
@@ -154,7 +155,8 @@ def parts_of(op: FusibleOperation, method: str, result: Any) -> Any:
 def _is_row(value: object) -> bool:
     """Whether it has parts in an order that mean something: no tensor, text, mapping or set."""
     others = (torch.Tensor, str, bytes, Mapping, Set)
-    return isinstance(value, Iterable) and not isinstance(value, others)
+    has_parts = isinstance(value, Iterable) or hasattr(type(value), "__getitem__")
+    return has_parts and not isinstance(value, others)
 
 
 def _of_other_form(

@@ -160,6 +160,13 @@ def test_make_fx_traces_a_product_of_several_weights(after: int, recipe: Any) ->
     assert_equal([*found], [*gradients(x.requires_grad_())])
 
 
+def test_make_fx_before_the_dispatcher_traces_a_forward_with_joined_weights() -> None:
+    model = converted(None)
+    graph = make_fx(lambda x: model(x), pre_dispatch=True)(rows(2))
+    step(model, model, rows(3))
+    assert_equal([graph(rows(1))], [model(rows(1))])
+
+
 def moved(model: Any) -> None:
     model.to(torch.bfloat16).to(torch.float32)
 

@@ -10,6 +10,7 @@ import copy
 import inspect
 import itertools
 import math
+import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -608,6 +609,23 @@ def test_an_op_with_extra_tensors_refuses_a_keyword_that_it_does_not_take(
         op(X, *extras, **given)
 
 
+def tripled(self: Any, ctxs: Any, x: torch.Tensor, **kwargs: Any) -> Any:
+    return x * kwargs["basic_op_kwargs"][0]["scale"], [()]
+
+
+class AddsScaled(fuser.AddExtraInput):
+    def step_forward(self, ctxs: Any, x: torch.Tensor, inputs: Any) -> Any:
+        return x * inputs.kwargs[0]["scale"], ()
+
+
+def test_a_method_of_a_user_gets_any_keyword() -> None:
+    own = fuser.AddExtraInput()
+    own.fuser_forward = types.MethodType(tripled, own)  # type: ignore[method-assign]
+    for op in (own, AddsScaled()):
+        y = fuser.Sequential(op)(X, X, op_kwargs={0: {"scale": 3.0}})
+        torch.testing.assert_close(y, X * 3.0)
+
+
 # -- channels ---------------------------------------------------------------------------------
 
 
@@ -992,6 +1010,35 @@ _WRONG: dict[str, tuple[Any, str]] = {
     "backward: int for rows": ((X, 3, [(), ()]), "it returned a int as its param_grads."),
     "backward: dict for rows": ((X, {"w": X}, ()), "it returned a dict as its param_grads."),
 }
+
+
+class Rows:
+    """As programs had them before iterators: a length and items."""
+
+    def __init__(self, *rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> Any:
+        return self.rows[place]
+
+
+@pytest.mark.parametrize("kind", [iter, list, tuple, lambda rows: map(tuple, rows), Rows])
+def test_rows_may_be_anything_that_has_an_order(kind: Any) -> None:
+    class Tripling(BasicOperation):
+        num_extra_outputs = 1
+
+        def fuser_forward(self, basic_op_ctxs: Any, input_: Any, **kwargs: Any) -> Any:
+            rows = [(input_ * 3,)]
+            return input_ * 2, Rows(*rows) if kind is Rows else kind(rows)
+
+        def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
+            return grad_output * 2, [()], [()]
+
+    y, extra = fuser.Sequential(Tripling())(X.clone().requires_grad_())
+    torch.testing.assert_close((y, extra), (X * 2, X * 3))
 
 
 @pytest.mark.parametrize("name", _WRONG)

@@ -13,6 +13,7 @@ from pipeline_kernels import on_kernels
 
 import fuser
 from fuser import recipe as recipes
+from fuser.chain import Stage
 from fuser.cuda.launch import kernels_support
 from fuser.formats import DType
 from fuser.functional import grouped
@@ -121,3 +122,13 @@ def test_training_with_kernels_equals_training_with_torch(recipe: Any) -> None:
     with on_kernels():
         found = train(block())
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_a_stage_is_does_not_depend_on_what_was_saved_with_it() -> None:
+    """Whole modules are pickled with their stages, of which earlier releases stored other facts."""
+    stage, of_fields = Stage("swiglu", interleave=4), object.__new__(Stage)
+    names = ("name", "scalars", "interleave", "is_scaled", "_bits")
+    of_fields.__dict__.update({name: getattr(stage, name) for name in names})
+    assert of_fields.is_activation
+    assert of_fields.is_gated
+    assert of_fields == stage
