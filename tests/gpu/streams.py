@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from quantize_cases import GPU, Input, assert_same
 
-# Long enough on any GPU that a launch on the wrong stream runs before it ends.
-SLEEP_CYCLES = 50_000_000
+# Long enough on any GPU, 0.2 s, that a launch on the wrong stream runs before it ends, and that the
+# host gets there, where 15 processes share a GPU.
+SLEEP_CYCLES = 400_000_000
 
 Run = Callable[[torch.Tensor], list[torch.Tensor]]
 """Makes outputs, launches over an input, returns the outputs."""
