@@ -28,12 +28,11 @@ from normalization_cases import (
     plain,
     same_bits,
 )
+from streams import SLEEP_CYCLES
 
 from fuser.cuda import normalization as launchers
 from fuser.cuda import normalization_backward as backward_launchers
 
-# Long enough on any GPU that a launch on the wrong stream runs before it ends.
-SLEEP_CYCLES = 50_000_000
 MODEL = Case("rmsnorm", BF16, BF16, BF16, 513, 4096, adds=True)
 
 

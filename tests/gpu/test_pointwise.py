@@ -8,14 +8,12 @@ import pointwise_cases as cases
 import pytest
 import torch
 from pointwise_cases import Case, activation, tensors_of
+from streams import SLEEP_CYCLES
 
 from fuser.chain import ACTIVATIONS, Stage
 from fuser.cuda.pointwise import pointwise, pointwise_backward, workspace_size
 from fuser.cuda.pointwise_instantiations import BIAS_GELU, EVERYTHING, LINEAR, SWIGLU
 from fuser.reference import chain as reference
-
-# Long enough on any GPU that a launch on the wrong stream runs before it ends.
-SLEEP_CYCLES = 50_000_000
 
 LARGE = tuple(
     Case(stages, rows, columns, dtype, wanted=wanted)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from said import holds, said
+from streams import SLEEP_CYCLES
 
 import fuser
 from fuser.cuda import module
@@ -25,8 +26,6 @@ from fuser.errors import InputError, KernelUnavailable, StateError
 from fuser.testing import doctor
 
 SCALE = 0.37
-# Long enough on any GPU that a launch on the wrong stream runs before it ends.
-SLEEP_CYCLES = 50_000_000
 
 
 @pytest.fixture(autouse=True)
