@@ -397,10 +397,13 @@ def is_in_selective_checkpoint() -> bool:
     return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
 
 
+_is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
 def is_traced_with_proxies() -> bool:
     """Whether each call of an operator becomes a node of a graph, as under ``make_fx``."""
-    earlier: Any = torch._ops._len_torch_dispatch_stack_pre_dispatch  # before autograd
-    if not (dispatch_modes() or earlier()):
+    if not (dispatch_modes() or _is_included(_PRE_DISPATCH)):
         return False
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes a second
 

@@ -23,6 +23,7 @@ ELEMENTS = {
 
 # Tensors whose layout says everything: other classes have contents of their own.
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN_OR_NONE = PLAIN | {type(None)}
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fuser.communication import WeakGroup, finished
+from fuser.cuda.arguments import PLAIN_OR_NONE
 from fuser.doors import PASSES
 from fuser.errors import FuserError
 from fuser.op import BasicOperation, Counter, autocast_dtype
@@ -381,7 +382,7 @@ class _PipelineFunction(torch.autograd.Function):
         output, produced, op_ctxs, saved, ends, specs = results
         parts = None
         if ends is not None and (
-            not _UNWRAPPED.issuperset(map(type, saved)) and any(map(_shares_values, saved))
+            not PLAIN_OR_NONE.issuperset(map(type, saved)) and any(map(_shares_values, saved))
             if run.recorded is None
             else is_in_checkpoint()
         ):
@@ -521,7 +522,6 @@ def _without_main_gradient(
 
 
 _PLAIN = frozenset([torch.Tensor])
-_UNWRAPPED = frozenset([torch.Tensor, torch.nn.Parameter, type(None)])
 
 # torch wraps ``apply`` for functorch's transforms. The wrapper costs 2 us, and no such transform
 # is allowed here.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fuser.cuda.arguments import PLAIN_OR_NONE
 from fuser.doors import VIEW
 from fuser.errors import StateError
 from fuser.functional.lazy import LazyTensor
@@ -21,8 +22,6 @@ _RESULTS = {
     "fuser_forward": ("output", "extra_outputs"),
     "fuser_backward": ("grad_input", "param_grads", "grad_extra_inputs"),
 }
-
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
 class UsersMethods:
@@ -105,7 +104,7 @@ class UsersMethods:
         if type(given) is list and len(given) == 1 == len(counts):  # as of most ops
             (row,) = given
             is_right = type(row) is tuple and len(row) == counts[0]
-            if is_right and _PLAIN.issuperset(map(type, row)):
+            if is_right and PLAIN_OR_NONE.issuperset(map(type, row)):
                 return given
         method = "fuser_forward" if what == "extra outputs" else "fuser_backward"
         if isinstance(given, torch.Tensor):

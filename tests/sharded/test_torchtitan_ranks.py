@@ -49,7 +49,9 @@ def test_in_fp8_all_linears_run_pipelines_and_checkpoints_and_graphs_keep_the_bi
         # Two blocks of four linears and a chain, and the head.
         assert found["counts"] == [11] * len(found["counts"])
         assert found["losses"] != plain["losses"]
-        # The loss of one small batch varies with the order of a machine's sums; the mean less.
-        torch.testing.assert_close(found["losses"], plain["losses"], rtol=0.03, atol=0)
+        # In bf16 the loss of one small batch varies with the order of a machine's sums, by 2.2% on
+        # one; the mean varies less.
+        most = 0.03 if way == "in bf16" else 0.02
+        torch.testing.assert_close(found["losses"], plain["losses"], rtol=most, atol=0)
         means = [torch.stack(each["losses"]).mean() for each in (found, plain)]
         torch.testing.assert_close(*means, rtol=0.01, atol=0)
