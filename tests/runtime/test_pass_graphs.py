@@ -513,7 +513,7 @@ def test_a_profiled_repetition_leaves_the_graphs_of_others(capturer: CpuCapturer
     for _ in range(4):
         made.play([x])
     before = made.described()
-    assert before.startswith("a CUDA graph in 2 of 4 repetitions")
+    assert before.startswith("a CUDA graph in 3 of 4 repetitions")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert all(map(torch.equal, made.play([x]), calls()))
     assert made.described() == before
