@@ -90,21 +90,21 @@ class Chains:
         """The longest chain whose output is ``node``, and of whose values nothing else is read."""
         stops: set[fx.Node] = set()
         while True:
-            found = self._chain(node, stops)
-            if found is None:
+            chain = self._chain(node, stops)
+            if chain is None:
                 return None
-            inner = found.nodes - {node}
-            read = {n for n in inner if not set(n.users) <= found.nodes}
+            inner = chain.nodes - {node}
+            read = {n for n in inner if not set(n.users) <= chain.nodes}
             if not read:
-                return found
+                return chain
             stops |= read
 
-    def replaced(self, found: FoundChain) -> tuple[tuple[str, type], ...]:
+    def replaced(self, chain: FoundChain) -> tuple[tuple[str, type], ...]:
         """The modules that the chain replaces, also those around its own: paths and classes."""
-        kept = {part.name for part in found.parts if isinstance(part, ModulePart)}
+        kept = {part.name for part in chain.parts if isinstance(part, ModulePart)}
         paths = dict.fromkeys(
             prefix
-            for node in sorted(found.nodes, key=lambda n: n.name)
+            for node in sorted(chain.nodes, key=lambda n: n.name)
             if node.op == "call_module" and node.target not in kept
             for prefix in prefixes(str(node.target))
         )
@@ -168,10 +168,10 @@ class Chains:
         part = self._part(module, str(node.target))
         if part is None:
             return self._activation(node, stops)
-        found = self._below(node.args[0], stops)
-        found.links.append(Link(node, part))
-        found.nodes.add(node)
-        return found
+        chain = self._below(node.args[0], stops)
+        chain.links.append(Link(node, part))
+        chain.nodes.add(node)
+        return chain
 
     def _part(self, module: torch.nn.Module, path: str) -> Part | None:
         if isinstance(module, torch.nn.Dropout) and module.p:
@@ -185,24 +185,24 @@ class Chains:
         if len(operands) != 2:
             return None
         chains = [self._below(operand, stops) for operand in operands]
-        for found, other in zip(chains, reversed(operands), strict=True):
-            places = {link.node: i for i, link in enumerate(found.links, 1)}
-            place = 0 if other is found.inputs[0] else places.get(other)
-            if place is None or not found.links:
+        for chain, other in zip(chains, reversed(operands), strict=True):
+            places = {link.node: i for i, link in enumerate(chain.links, 1)}
+            place = 0 if other is chain.inputs[0] else places.get(other)
+            if place is None or not chain.links:
                 continue
             channel = f"residual {node.name}"
-            found.links.insert(place, Link(other, ForkPart(channel)))
-            found.links.append(Link(node, AddPart(channel)))
-            found.nodes.add(node)
-            return found
-        found = max(chains, key=lambda chain: len(chain.links))
-        other = operands[1 - chains.index(found)]
-        if other in found.nodes:
+            chain.links.insert(place, Link(other, ForkPart(channel)))
+            chain.links.append(Link(node, AddPart(channel)))
+            chain.nodes.add(node)
+            return chain
+        chain = max(chains, key=lambda chain: len(chain.links))
+        other = operands[1 - chains.index(chain)]
+        if other in chain.nodes:
             return None
-        found.links.append(Link(node, AddPart(None)))
-        found.inputs.append(other)
-        found.nodes.add(node)
-        return found
+        chain.links.append(Link(node, AddPart(None)))
+        chain.inputs.append(other)
+        chain.nodes.add(node)
+        return chain
 
     def _activation(self, node: fx.Node, stops: Collection[fx.Node]) -> FoundChain | None:
         """An activation of one value, or the product of one with another half."""
@@ -235,10 +235,10 @@ class Chains:
             link = self._joined(gate, [linear for linear in linears if linear is not None])
         if (packed is None and link is None) or not nodes.isdisjoint(stops):
             return None
-        found = self._below(source, stops)
-        found.links += [Link(node, part)] if link is None else [link, Link(node, part)]
-        found.nodes |= nodes
-        return found
+        chain = self._below(source, stops)
+        chain.links += [Link(node, part)] if link is None else [link, Link(node, part)]
+        chain.nodes |= nodes
+        return chain
 
     def _plain_activation(
         self, node: fx.Node, base: fx.Node, inner: set[fx.Node], stops: Collection[fx.Node]
@@ -249,13 +249,13 @@ class Chains:
         part = None if known is None else activation_part(known, is_gated=False)
         if (part is None and not is_nothing) or not inner.isdisjoint(stops):
             return None
-        found = self._below(base, stops)
+        chain = self._below(base, stops)
         if part is not None:
-            found.links.append(Link(node, part))
-        elif not found.links:
+            chain.links.append(Link(node, part))
+        elif not chain.links:
             return None
-        found.nodes |= inner
-        return found
+        chain.nodes |= inner
+        return chain
 
     # -- facts about nodes --------------------------------------------------------
 

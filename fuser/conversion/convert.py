@@ -145,7 +145,7 @@ def convert(
         gains = Gains(model, recipe, rounding)
         left = tuple(search.left(model, parts, gains))
     rows = {row.path for row in search.rows if row.is_converted}
-    units = [each for each in search.units if each[0] in rows]
+    units = [unit for unit in search.units if unit[0] in rows]
     for path, module, unit in units:
         if not unit.is_quantized:
             gains.note(path, module, unit.chains, is_converted=True)

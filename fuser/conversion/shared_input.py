@@ -70,8 +70,8 @@ class SharedProduct:
             return None  # a write to it would go unseen, for it counts none
         conditions = _conditions(x)
         if name == self.names[0]:
-            linears = [child_of(owner, each) for each in self.names]
-            whole, columns = self._product(owner, x), [each.weight.shape[0] for each in linears]
+            linears = [child_of(owner, linear) for linear in self.names]
+            whole, columns = self._product(owner, x), [linear.weight.shape[0] for linear in linears]
             parts = _Parts.apply(whole, columns)  # type: ignore[no-untyped-call]
             pairs = zip(parts, map(_versions, linears), strict=True)
             outputs = dict(zip(self.names, pairs, strict=True))

@@ -528,8 +528,8 @@ class Pipeline:
             before = [held[name] for held, name in self._slots]
             try:
                 values = [
-                    each[0] if len(each) == 1 else self._joined(number, each)
-                    for number, each in enumerate(parameters)
+                    tensors[0] if len(tensors) == 1 else self._joined(number, tensors)
+                    for number, tensors in enumerate(parameters)
                 ]
                 for (held, name), value in zip(self._slots, values, strict=True):
                     held[name] = value
@@ -591,20 +591,20 @@ def unit_of(
     for node in reversed(nodes):
         if node in taken:
             continue
-        found = chains.ending_at(node)
-        if found is not None and found.is_worthwhile and found.nodes.isdisjoint(taken):
-            ends[node] = found
-            taken |= found.nodes
+        in_graph = chains.ending_at(node)
+        if in_graph is not None and in_graph.is_worthwhile and in_graph.nodes.isdisjoint(taken):
+            ends[node] = in_graph
+            taken |= in_graph.nodes
     if not ends:
         return chains.stop(nodes) or NO_CHAIN
     parameters = parameters_of(module)
     defaults = {p.name: p.default for p in parameters}
     optional = {p.name for p in parameters if p.default is not p.empty}
-    for found in ends.values():
-        if any(n.op == "placeholder" and n.target in optional for n in found.inputs):
+    for in_graph in ends.values():
+        if any(n.op == "placeholder" and n.target in optional for n in in_graph.inputs):
             return NO_CHAIN  # it may be no tensor
         paths = [
-            name for part in found.parts if isinstance(part, LinearPart) for name in part.names
+            name for part in in_graph.parts if isinstance(part, LinearPart) for name in part.names
         ]
         linears = [child_of(module, path) for path in paths]
         every = [m for _, m in module.named_modules(remove_duplicate=False)]
@@ -632,13 +632,13 @@ def unit_of(
             output = with_refs(node.args[0])
             continue
         if node in ends:
-            found = ends[node]
-            start = min(order[part] for part in found.nodes)
+            in_graph = ends[node]
+            start = min(order[part] for part in in_graph.nodes)
             for earlier in nodes[start : order[node]]:
-                if earlier not in taken and _may_write(earlier, module, found.inputs):
+                if earlier not in taken and _may_write(earlier, module, in_graph.inputs):
                     return f"{earlier.target} is called within a chain, whose input it may write"
-            chain = Chain(found.parts, chains.replaced(found))
-            step = Step(chain, tuple(places[n] for n in found.inputs))
+            chain = Chain(in_graph.parts, chains.replaced(in_graph))
+            step = Step(chain, tuple(places[n] for n in in_graph.inputs))
         elif node in taken or (not node.users and node.target is operator.getitem):
             continue
         else:

@@ -755,7 +755,7 @@ CONVERTING = (
         "a chain reads what a module that is called within it has written",
         UNIT,
         "unit_of",
-        "if earlier not in taken and _may_write(earlier, module, found.inputs):",
+        "if earlier not in taken and _may_write(earlier, module, in_graph.inputs):",
         "if False:",
         "test_reshaped_rows.py::test_a_chain_reads_what_a_module_that_is_called_in_it_has_not_written",
     ),
