@@ -52,16 +52,9 @@ class Link:
 
 @dataclass
 class FoundChain:
-    """A chain in a graph.
+    """A chain in a graph: its links from the input to the output, and all nodes that it replaces.
 
-    Parameters
-    ----------
-    inputs
-        The nodes that it reads: the main input, and one for each ``AddPart(None)``.
-    links
-        From the input to the output.
-    nodes
-        All nodes that it replaces.
+    ``inputs`` are the nodes that it reads: the main input, and one for each ``AddPart(None)``.
     """
 
     inputs: list[fx.Node]

@@ -23,13 +23,7 @@ from fuser.conversion.converted import (
 from fuser.conversion.experts import experts_unit
 from fuser.conversion.gains import Gains
 from fuser.conversion.held_objects import recorded_reads
-from fuser.conversion.leaves import (
-    SMALLEST_LINEAR,
-    are_close,
-    is_fuser,
-    linear_part,
-    norm_part,
-)
+from fuser.conversion.leaves import SMALLEST_LINEAR, are_close, is_fuser, linear_part, norm_part
 from fuser.conversion.modules import (
     OWN_FORWARD,
     attributes_of,

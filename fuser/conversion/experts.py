@@ -35,20 +35,11 @@ GATES = {"SwiGLU": basic_ops.ScaledSwiGLU, "ClampedSwiGLU": basic_ops.ScaledClam
 class ExpertsPart(Part):
     """Experts: a gated feed-forward for each, of tokens that a router has assigned to them.
 
-    Parameters
-    ----------
-    up, down
-        Names of the parameters ``[experts, 2 * width, hidden]`` and ``[experts, hidden, width]``.
-    experts, hidden, width
-        The sizes.
-    biases
-        Names of the parameters ``[experts, 2 * width]`` and ``[experts, hidden]``, if it has them.
-    is_transposed
-        Whether the weights are ``[experts, in, out]``.
-    gate, scalars
-        A name in ``GATES``, and the scalars of its formula.
-    is_alternating
-        Whether the rows of gate and up alternate, in place of one half after the other.
+    ``up`` and ``down`` name the parameters ``[experts, 2 * width, hidden]`` and ``[experts, hidden,
+    width]``, which are ``[experts, in, out]`` if they are transposed, and ``biases`` those of shape
+    ``[experts, 2 * width]`` and ``[experts, hidden]``, if there are any. ``gate`` is a name in
+    ``GATES``, with the scalars of its formula; the rows of gate and up alternate, or are one half
+    after the other.
     """
 
     up: str

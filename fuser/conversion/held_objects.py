@@ -32,16 +32,10 @@ SPECIAL = ("__call__", "__contains__", "__iter__", "__len__", "__bool__", "__eq_
 
 @dataclass(frozen=True)
 class Read:
-    """A value that a forward has read from an object.
+    """A value that a forward has read from an object; AttributeError if there was none.
 
-    Parameters
-    ----------
-    path
-        The module that holds the object, from the owner of the forward.
-    steps
-        Whether each step from the module is an item, and its name.
-    value
-        What was read; AttributeError if there was none.
+    ``path`` is that of the module that holds the object, from the owner of the forward. ``steps``
+    from there have whether each is an item, and its name.
     """
 
     path: str

@@ -99,16 +99,9 @@ class Part(ABC):
 class LinearPart(Part):
     """A linear, or several with one input, whose outputs follow one another.
 
-    Parameters
-    ----------
-    names
-        Paths of the linears from the owner.
-    shape
-        Of their weights together, as ``[out, in]``.
-    has_bias, is_transposed
-        Whether they have a bias; whether their weights are ``[in, out]``.
-    outputs
-        The number of outputs of each, if they differ.
+    ``names`` are their paths from the owner, ``shape`` is that of their weights together, as
+    ``[out, in]``, though each is ``[in, out]`` if they are transposed. ``outputs`` has the number
+    of outputs of each, if they differ.
     """
 
     names: tuple[str, ...]
@@ -315,14 +308,9 @@ class AddPart(Part):
 
 @dataclass(frozen=True)
 class Chain:
-    """Parts that follow one another, and what they stand for.
+    """Parts that follow one another, from the input to the output, and what they stand for.
 
-    Parameters
-    ----------
-    parts
-        From the input to the output.
-    replaced
-        Every module that is not called any more: its path from the owner, and its class.
+    ``replaced`` has every module that is not called any more: its path from the owner, its class.
     """
 
     parts: tuple[Part, ...]

@@ -25,12 +25,8 @@ from fuser.precision.contexts import current_recipe
 class SharedProduct:
     """The product of linears with one input, during a call of their owner's forward.
 
-    Parameters
-    ----------
-    names
-        Of the linears in their owner, in the order of their calls.
-    product
-        Computes the outputs of all, side by side, from the owner and the input.
+    ``names`` are in the order of the calls. ``product`` computes the outputs of all, side by side,
+    from the owner and the input.
     """
 
     def __init__(

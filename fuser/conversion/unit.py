@@ -77,16 +77,10 @@ class Method:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a converted forward.
+    """A step of a converted forward: the call of a chain, a module by its path, or a function.
 
-    Parameters
-    ----------
-    target
-        A chain; else the path of a module, a function, or a :class:`Method`.
-    args, keywords
-        Of the call, with :class:`Ref` for values.
-    takes_others
-        Whether the call also gets the keyword arguments that the forward does not name.
+    The function may be a :class:`Method`. Values among the arguments are a :class:`Ref`. A step
+    that takes others also gets the keyword arguments that the forward does not name.
     """
 
     target: Any
@@ -97,35 +91,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Unit:
-    """A forward with chains.
-
-    Parameters
-    ----------
-    inputs
-        Names of its parameters, and their defaults.
-    steps, output
-        What it runs, and what it returns.
-    is_quantized
-        False to run unquantized, also inside of autocast.
-    reads
-        What the forward has read from objects that the modules hold.
-    change
-        Of a copy of a module that has changed since it was converted: how, else None.
-    is_in_kept
-        Whether a module around this one runs its linears, and unquantized.
-    shares_input
-        Whether its chain is a product of several linears with one input, in a forward that is the
-        module's own.
-    """
+    """A forward with chains: names and defaults of its parameters, its steps, and its output."""
 
     inputs: tuple[tuple[str, Any], ...]
     steps: tuple[Step, ...]
     output: Any
     is_quantized: bool = True
+    """False to run unquantized, also inside of autocast."""
     reads: tuple[Read, ...] = ()
+    """What the forward has read from objects that the modules hold."""
     change: str | None = None
+    """Of a copy of a module that has changed since it was converted: how."""
     is_in_kept: bool = False
+    """Whether a module around this one runs its linears, and unquantized."""
     shares_input: bool = False
+    """Whether it is one product of several linears, in a forward that is the module's own."""
 
     @property
     def chains(self) -> list[Chain]:

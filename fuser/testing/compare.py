@@ -11,12 +11,7 @@ from fuser.precision.quantizer_for import role_format
 from fuser.recipe import CustomRecipe, Recipe
 
 # Relative to the largest magnitude of the tensor: some roundings of a result, and a short sum.
-OF_DTYPE = {
-    torch.float64: 1e-9,
-    torch.float32: 2e-5,
-    torch.float16: 4e-3,
-    torch.bfloat16: 3e-2,
-}
+OF_DTYPE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Root mean square, relative to that of the tensor. One quantization has an error of 2.6% in E4M3,
 # 5% in E5M2 and about 10% in E2M1; an op has two or three of them, and x^2 doubles an error.
 OF_FP8, OF_FP4 = 0.15, 0.45
