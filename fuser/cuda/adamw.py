@@ -2,6 +2,7 @@
 
 The weights of a step are in fp32, and a parameter has them rounded to its dtype, or quantized:
 :func:`producer` makes the rounded values for a kernel that quantizes, and takes the step there.
+InputError if a tensor does not match its description.
 """
 
 from __future__ import annotations
@@ -41,24 +42,9 @@ def adamw(
 ) -> None:
     """Take the step, in one pass.
 
-    Moves 24 bytes an element, those of the gradient, and those of ``values``.
-
-    Parameters
-    ----------
-    step
-        Master weights and moments are read and written.
-    dtype
-        fp32, fp16 or bf16, that of the parameter.
-    values
-        Written: the new weights in ``dtype``, contiguous. None writes none.
-    amax
-        fp32 ``[1]``, not negative: raised to the amax of the rounded weights; a NaN is above all
-        numbers. None looks for none.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    Moves 24 bytes an element, those of the gradient, and those of ``values``: the new weights in
+    ``dtype``, that of the parameter. ``amax``, fp32 ``[1]``, not negative, is raised to the amax of
+    the rounded weights; a NaN is above all numbers.
     """
     what = "adamw"
     _check(what, step)
@@ -72,13 +58,9 @@ def adamw(
 
 
 def producer(step: Step, dtype: torch.dtype) -> Producer:
-    """The producer of the new weights, rounded to ``dtype``: the kernel that takes it takes the
-    step. It reads 12 bytes an element and the gradient, and writes 12.
+    """The producer of the new weights, rounded to ``dtype``; its kernel takes the step.
 
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or :func:`are_aligned` is false.
+    It reads 12 bytes an element and the gradient, and writes 12. The step :func:`are_aligned`.
     """
     what = "adamw"
     _check(what, step, alignment=16)
@@ -93,13 +75,7 @@ def producer(step: Step, dtype: torch.dtype) -> Producer:
 
 
 def rounded_producer(x: torch.Tensor, dtype: torch.dtype) -> Producer:
-    """The producer that loads fp32 ``[M, K]``, contiguous, and rounds it to ``dtype``.
-
-    Raises
-    ------
-    InputError
-        If ``x`` does not match its description, or is not at a multiple of 16 bytes.
-    """
+    """The producer that loads fp32 ``[M, K]``, at 16 bytes, and rounds it to ``dtype``."""
     m, k = x.shape
     check_buffer("rounded_producer", "x", x, torch.float32, (m, k), 16)
     kind = rounded_type(ELEMENTS[dtype])

@@ -1,4 +1,7 @@
-"""Checks of launchers: element types and their C++ names, tensors and their layout."""
+"""Checks of launchers: element types and their C++ names, tensors and their layout.
+
+They raise InputError.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,7 @@ def bits_of(value: float) -> np.uint32:
 
 
 def check_element(what: str, x: torch.Tensor) -> str:
-    """The C++ name of the dtype of ``x``; ``what`` names the launcher.
-
-    Raises
-    ------
-    InputError
-        If it is none of fp32, fp16 and bf16.
-    """
+    """The C++ name of the dtype of ``x``, fp32, fp16 or bf16; ``what`` names the launcher."""
     name = ELEMENTS.get(x.dtype)
     if name is None:
         raise InputError(f"{what} takes float32, float16 and bfloat16, not {x.dtype}.")
@@ -51,13 +48,7 @@ def check_element(what: str, x: torch.Tensor) -> str:
 
 
 def check_matrix(what: str, x: torch.Tensor) -> tuple[int, int]:
-    """The sizes of a matrix: rows at any distance, the elements of a row adjacent.
-
-    Raises
-    ------
-    InputError
-        If ``x`` is no such matrix.
-    """
+    """The sizes of a matrix: rows at any distance, the elements of a row adjacent."""
     if x.dim() != 2:
         raise InputError(f"{what} takes a matrix [M, K]; got the shape {tuple(x.shape)}.")
     m, k = x.shape
@@ -70,13 +61,7 @@ def check_matrix(what: str, x: torch.Tensor) -> tuple[int, int]:
 
 
 def check_float8(what: str, dtype: DType) -> str:
-    """The C++ name of E4M3 or E5M2.
-
-    Raises
-    ------
-    InputError
-        If ``dtype`` is another.
-    """
+    """The C++ name of E4M3 or E5M2."""
     name = FLOAT8.get(dtype)
     if name is None:
         raise InputError(f"{what} takes elements E4M3 and E5M2, not {dtype.label}.")
@@ -91,13 +76,7 @@ def check_buffer(
     shape: tuple[int, ...],
     alignment: int = 1,
 ) -> None:
-    """Refuse a buffer with the wrong dtype, shape or layout; None is accepted.
-
-    Raises
-    ------
-    InputError
-        If it is not contiguous, of ``dtype`` and ``shape``, at a multiple of ``alignment`` bytes.
-    """
+    """Refuse a tensor that is not contiguous, or of another dtype, shape or alignment; not None."""
     if tensor is None:
         return
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
@@ -122,13 +101,7 @@ def check_copy(
     scale_dtype: torch.dtype,
     scale_shape: tuple[int, ...],
 ) -> None:
-    """Refuse a quantized copy with the wrong data, which is uint8, or the wrong scales.
-
-    Raises
-    ------
-    InputError
-        If only one of the two is given, or :func:`check_buffer` refuses one.
-    """
+    """Refuse a quantized copy without data or scales, or with wrong ones; data is uint8."""
     if (data is None) != (scale is None):
         given, missing = (name, scale_name) if scale is None else (scale_name, name)
         raise InputError(f"{what} got {given} without {missing}; a copy is data and scales.")
@@ -137,26 +110,14 @@ def check_copy(
 
 
 def check_tiles(what: str, tiles: torch.Tensor | None, rows: int) -> None:
-    """Refuse ``tiles`` of groups that are not int32 ``[rows / 128, 4]``; None is accepted.
-
-    Raises
-    ------
-    InputError
-        If they are not.
-    """
+    """Refuse ``tiles`` of groups that are not int32 ``[rows / 128, 4]``; None is accepted."""
     check_buffer(what, "tiles", tiles, torch.int32, (rows // GROUP_TILE, 4))
 
 
 def check_buffers(
     what: str, layout: Layout, m: int, k: int, buffers: Mapping[str, torch.Tensor | None]
 ) -> bool:
-    """Refuse buffers that are not those of copies of ``[m, k]``; return whether there is a copy.
-
-    Raises
-    ------
-    InputError
-        If a copy is given in part, or :func:`check_buffer` refuses a buffer.
-    """
+    """Refuse buffers that are not those of copies of ``[m, k]``; return whether there is a copy."""
     for names in (layout.rowwise[:2], layout.columnwise[:2]):
         if len(names) == 2 and (buffers.get(names[0]) is None) != (buffers.get(names[1]) is None):
             given, missing = names if buffers.get(names[1]) is None else names[::-1]

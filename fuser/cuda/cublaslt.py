@@ -182,26 +182,10 @@ def multiply(
 ) -> torch.Tensor:
     """``out = alpha * a @ b (+ addend) (+ bias)``, accumulated in fp32 and rounded once.
 
-    Parameters
-    ----------
-    operands
-        The matrices.
-    scales, modes
-        Of 8-bit operands: fp32 factors, and their arrangement.
-    alpha
-        A factor of the product.
-    is_split
-        Whether sums of 8-bit products are added to fp32 registers more often.
-
-    Raises
-    ------
-    StateError
-        If cuBLASLt has no such product: ask :func:`serves` first.
-
-    Returns
-    -------
-    Tensor
-        ``out``. Use this one: selective checkpointing may have kept another.
+    8-bit operands have fp32 ``scales`` in these ``modes``; ``is_split`` says whether sums of their
+    products are added to fp32 registers more often. StateError if cuBLASLt has no such product: ask
+    :func:`serves` first. Returns ``out``; use that one, as selective checkpointing may have kept
+    another.
     """
     scale_a, scale_b = scales or (None, None)
     mode_a, mode_b = modes or (0, 0)

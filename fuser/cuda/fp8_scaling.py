@@ -29,10 +29,9 @@ from fuser.cuda.checks import (
 from fuser.cuda.launch import TILE, Kernel, Launch, tiles
 from fuser.cuda.tiled import (
     as_producer,
-    block_decoder,
     block_decoders,
+    decode_blocks,
     decoder_types,
-    launch_decoder,
     launch_store,
     quantizing_kernels,
     store_kernel,
@@ -57,20 +56,9 @@ def amax(
 ) -> None:
     """Raise ``out`` to ``max |x|``; a NaN is above all numbers. Reads ``b`` bytes an element.
 
-    Parameters
-    ----------
-    x
-        Read; ``[M, K]``, or contiguous of any shape, or a producer.
-    out
-        fp32 ``[1]``, zeroed by the caller; read and written.
-    tiles
-        Of groups of rows, whose padded rows ``x`` produces: read; int32 ``[M / 128, 4]``. ``out``
-        is then ``[G]``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    ``x`` is ``[M, K]``, or contiguous of any shape, or a producer; ``out`` is fp32 ``[1]``, zeroed
+    by the caller. ``tiles``, int32 ``[M / 128, 4]``, are those of groups whose padded rows ``x``
+    produces; ``out`` is then ``[G]``.
     """
     if tiles is None and isinstance(x, torch.Tensor) and x.is_contiguous():
         check_buffer("amax", "out", out, torch.float32, (1,))
@@ -95,34 +83,15 @@ def quantize(
 ) -> None:
     """Quantize ``x`` and raise ``recorded`` to its amax, in one pass.
 
-    Moves ``b + 1`` bytes an element for one copy, ``b + 2`` for both.
+    Moves ``b + 1`` bytes an element for one copy, ``b + 2`` for both. ``x`` is ``[M, K]``, or a
+    producer of such values.
 
-    Parameters
-    ----------
-    format_
-        FP8 with one scale, of E4M3 or E5M2.
-    x
-        Read; ``[M, K]``, or a producer of such values.
-    buffers
-        Written.
-    amax_value
-        Read; fp32 ``[1]``: the amax from which the scale follows, as in current scaling.
-    scale
-        Read; fp32 ``[1]``, as in delayed scaling. With both, the smaller of it and the format's
-        largest value over ``amax_value``, if that is finite. If neither is given, and ``x`` is one
-        tile (:func:`is_one_tile`), the kernel computes the amax.
-    pow2, eps
-        As in the reference of current scaling.
-    recorded
-        Read and written; fp32 ``[1]``, not negative; for example an entry of an amax history.
-    tiles
-        As :func:`amax` takes them. The fp32 vectors then have a value of each group, ``[G]``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or there is neither ``amax_value`` nor
-        ``scale``, and ``x`` is not one tile.
+    The scale follows from ``amax_value``, with ``pow2`` and ``eps`` as in the reference of current
+    scaling; or it is ``scale``, as in delayed scaling. With both, it is the smaller of ``scale``
+    and the format's largest value over ``amax_value``, if that is finite. If neither is given, and
+    ``x`` is one tile (:func:`is_one_tile`), the kernel computes the amax. ``recorded`` is not
+    negative; for example an entry of an amax history. These three are fp32 ``[1]``, or with the
+    ``tiles`` of groups, as :func:`amax` takes them, ``[G]``.
     """
     what, layout, is_grouped = "FP8 quantize", format_.layout, tiles is not None
     to = check_float8(what, format_.element)
@@ -166,13 +135,7 @@ def is_one_tile(rows: int, columns: int) -> bool:
 
 
 def transpose(data: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Transpose ``data [M, K]``, uint8 and contiguous, to ``out [K, M]``. 2 bytes an element.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
-    """
+    """Transpose ``data [M, K]``, uint8 and contiguous, to ``out [K, M]``. 2 bytes an element."""
     m, k = check_matrix("transpose", data)
     check_buffer("transpose", "data", data, torch.uint8, (m, k))
     check_buffer("transpose", "out", out, torch.uint8, (k, m))
@@ -190,21 +153,7 @@ def dequantize(
 ) -> None:
     """Write ``data * scale_inv``, rounded once, to ``out``. Moves ``1 + b`` bytes an element.
 
-    Parameters
-    ----------
-    data
-        Read; uint8, contiguous, of any shape.
-    scale_inv
-        Read; fp32 ``[1]``.
-    dtype
-        E4M3 or E5M2.
-    out_dtype, out
-        Written; contiguous, of this dtype and of data's shape.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    ``data`` is contiguous, of any shape, which ``out`` has too.
     """
     check_buffer("dequantize", "data", data, torch.uint8, data.shape)
     check_buffer("dequantize", "scale_inv", scale_inv, torch.float32, (1,))
@@ -228,35 +177,18 @@ def dequantize_groups(
 ) -> None:
     """As :func:`dequantize`, with a scale of each 128 rows, which belong to one group.
 
-    Parameters
-    ----------
-    data
-        Read; uint8 ``[M, K]``, or ``[K, M]`` if ``columnwise``, which is transposed back.
-    scale_inv
-        Read; fp32 ``[M / 128]``.
-    dtype
-        E4M3 or E5M2.
-    out_dtype, out
-        Written; ``[M, K]``, contiguous and of this dtype.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    ``data`` is ``[M, K]``, or ``[K, M]`` if ``columnwise``, which is transposed back; ``scale_inv``
+    is ``[M / 128]``.
     """
     what = "dequantize_groups"
     rows, columns = check_matrix(what, data)
-    m, k = (columns, rows) if columnwise else (rows, columns)
     check_buffer(what, "data", data, torch.uint8, (rows, columns))
-    check_buffer(what, "scale_inv", scale_inv, torch.float32, (m // TILE,))
-    check_buffer(what, "out", out, out_dtype, (m, k))
-    aligned = is_aligned(data, 8) and k % 8 == 0 and is_aligned(out, 16)
+    tiles_of_rows = (columns if columnwise else rows) // TILE
+    check_buffer(what, "scale_inv", scale_inv, torch.float32, (tiles_of_rows,))
     # A scale for 128 rows of [M, K], which are 128 columns of the transposed copy.
     strides = (int32(0), int64(0), int64(1)) if columnwise else (int32(7), int64(1), int64(0))
     producer = Struct((data, scale_inv, int32(columns), *strides))
-    element, of = check_element(what, out), check_float8(what, dtype)
-    kernel = block_decoder("grouped_fp8", element, of, aligned, columnwise)
-    launch_decoder(kernel, producer, out, rows, columns, columnwise)
+    decode_blocks("grouped_fp8", what, producer, dtype, out_dtype, columnwise, out)
 
 
 def update_delayed(
@@ -270,24 +202,9 @@ def update_delayed(
 ) -> None:
     """Apply the reference's ``update_delayed`` to many states, up to 96 in one launch.
 
-    Parameters
-    ----------
-    amax_histories
-        Read and written; fp32 ``[length, n]`` each, row 0 the newest. Not negative.
-    scales
-        Read and written; fp32 ``[n]`` each.
-    max_fp8
-        Read; fp32 ``[n]`` each, the largest value of each tensor's format.
-    amaxes
-        Read; fp32 ``[n]`` each, or None, as in the reference. None: none for any state.
-    margin, algorithm
-        As in the reference.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or ``algorithm`` is neither ``"max"`` nor
-        ``"most_recent"``.
+    Of each state there is a history, fp32 ``[length, n]``, row 0 the newest, and fp32 ``[n]``
+    scales, largest values of the formats, and newest amaxes or None, as in the reference. Histories
+    and scales are read and written.
     """
     if algorithm not in ("max", "most_recent"):
         raise InputError(

@@ -218,24 +218,13 @@ def compile_options(root: Path, capability: tuple[int, int]) -> tuple[str, ...]:
 def kernel(name: str | Path, symbol: str, device: int) -> Any:
     """The handle (``cupy.RawKernel``) of a kernel on a device, compiled on first use.
 
-    Parameters
-    ----------
-    name
-        The source is ``fuser/cuda/kernels/<name>.cu``; a path is that of a user's.
-    symbol
-        An ``extern "C"`` function, or an instantiation of a template as a C++
-        name expression, e.g. ``fuser_swiglu<float, 4>``.
-    device
-        CUDA device index.
+    The source is ``fuser/cuda/kernels/<name>.cu``, or a user's, whose path ``name`` is. ``symbol``
+    is an ``extern "C"`` function, or an instantiation of a template as a C++ name expression, such
+    as ``fuser_swiglu<float, 4>``.
 
-    Raises
-    ------
-    KernelUnavailable
-        If CUDA kernels are not available here, or the source does not compile,
-        with the compiler's log. After that all kernels are disabled.
-    StateError
-        If the source does not exist, or has no such kernel; if a user's does
-        not compile, with the compiler's log. Other kernels are still taken.
+    KernelUnavailable if CUDA kernels are not available here, or the source does not compile, with
+    the compiler's log; after that all kernels are disabled. StateError if the source does not
+    exist, has no such kernel, or is a user's and does not compile; other kernels are still taken.
     """
     reason = kernels_unavailable()
     if reason is not None:
@@ -253,15 +242,10 @@ def kernel(name: str | Path, symbol: str, device: int) -> Any:
 
 @functools.cache
 def function(name: str | Path, symbol: str, device: int, *, has_dynamic_memory: bool) -> int:
-    """The driver's handle (``CUfunction``) of such a kernel.
+    """The driver's handle (``CUfunction``) of such a :func:`kernel`.
 
-    With ``has_dynamic_memory``, a launch may use all the shared memory that a block can have on
-    the device. Without it, a block has 48 KB, which include the kernel's static shared memory.
-
-    Raises
-    ------
-    KernelUnavailable, StateError
-        As :func:`kernel`.
+    With ``has_dynamic_memory``, a launch may use all the shared memory that a block can have on the
+    device. Without it, a block has 48 KB, which include the kernel's static shared memory.
     """
     handle = kernel(name, symbol, device)
     import cupy

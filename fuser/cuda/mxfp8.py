@@ -50,22 +50,9 @@ def quantize(
     """Quantize ``x`` in blocks of 32, or 32x32 as the format says, in one pass.
 
     Moves ``b + 1`` bytes an element for one copy and ``b + 2`` for both, and 1 for every 32
-    elements and copy.
-
-    Parameters
-    ----------
-    format_
-        MXFP8, of E4M3 or E5M2. With the layout ``MXFP8_SWIZZLED`` scales have the order of the
-        reference's ``swizzle``; columnwise scales are transposed first.
-    x
-        Read; ``[M, K]``, multiples of 32, or a producer of such values.
-    buffers
-        Written; one copy or both.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or M or K is not a multiple of 32.
+    elements and copy. ``x`` is ``[M, K]``, multiples of 32, or a producer of such values. The
+    format is MXFP8 of E4M3 or E5M2; with the layout ``MXFP8_SWIZZLED`` scales have the order of the
+    reference's ``swizzle``, and columnwise scales are transposed first.
     """
     what, layout = "MXFP8 quantize", format_.layout
     producer, to = as_producer(what, x), check_float8(what, format_.element)
@@ -91,19 +78,8 @@ def dequantize(
 ) -> None:
     """Write ``data * 2^(e - 127)``, rounded once, to ``out``. Moves ``1 + b`` bytes an element.
 
-    Parameters
-    ----------
-    data, scale
-        Read; the columnwise copy if ``columnwise``, else the rowwise one; scales not swizzled.
-    dtype
-        E4M3 or E5M2.
-    out_dtype, out
-        Written; ``[M, K]``, contiguous and of this dtype.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or M or K is not a multiple of 32.
+    ``data`` and ``scale``, which is not swizzled, are the columnwise copy if ``columnwise``, else
+    the rowwise one.
     """
     what = "MXFP8 dequantize"
     m, k = check_matrix(what, data)

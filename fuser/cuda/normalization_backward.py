@@ -123,7 +123,8 @@ def norm_backward(
     With ``x_hat = (x - mean) * rstd`` and ``d_hat = dy * gamma`` the gradient of a LayerNorm is
     ``dx = (d_hat - mean(d_hat) - x_hat * mean(d_hat * x_hat)) * rstd + d_extra``. Of an RMSNorm the
     means of x and of d_hat are 0. An L2 normalization has no gamma either, and the sum of
-    ``d_hat * x_hat``. Over the rows, ``dgamma = sum(dy * x_hat)`` and ``dbeta = sum(dy)``.
+    ``d_hat * x_hat``. Over the rows, ``dgamma = sum(dy * x_hat)`` and ``dbeta = sum(dy)``:
+    ``[columns]``, contiguous, fp32, fp16 or bf16, both in one dtype; None is not written.
 
     The kernel adds ``d_extra`` in fp32 and rounds the sum to the dtype of dx: one rounding, where a
     separate addition would round twice. It sums dgamma and dbeta in fp32, in an order that depends
@@ -133,21 +134,6 @@ def norm_backward(
     8. It also writes and reads the workspace. Without dx it moves 2 bytes less, and with neither dx
     nor amax it does not read d_extra, another 2 bytes less. The kernel reads rows twice if they
     have more than 16384 elements of 16 bits or 8192 of 32, or are not aligned to 16 bytes.
-
-    Parameters
-    ----------
-    tensors
-        What is read and written, gradients of parameters apart.
-    dgamma, dbeta
-        Written; [columns], contiguous, fp32, fp16 or bf16, both in one dtype. None does not write
-        it.
-    zero_centered_gamma
-        Whether the gain is ``1 + gamma``.
-
-    Raises
-    ------
-    InputError
-        If a dtype, shape or layout is wrong.
     """
     dy, x, gamma, beta, mean, _, d_extra, dx, rounded_dx, y, workspace, means, amax = tensors
     norm = "RMSNorm" if mean is None else "LayerNorm"
@@ -233,19 +219,8 @@ def _checked(function: str, tensors: Backward) -> tuple[int, int]:
 def norm_backward_producer(tensors: Backward, *, zero_centered_gamma: bool = False) -> Producer:
     """The producer of dx in the dtype of x, with the bits that the backward writes.
 
-    Reads dy, x and d_extra once: 4 bytes an element of 16 bits, with ``d_extra`` 6.
-
-    Parameters
-    ----------
-    tensors
-        Read: what the backward reads, beta apart, and the means that it wrote.
-    zero_centered_gamma
-        As in the backward.
-
-    Raises
-    ------
-    InputError
-        If a dtype, shape or layout is wrong, or a mean comes without gamma.
+    Reads dy, x and d_extra once: 4 bytes an element of 16 bits, with ``d_extra`` 6. Of ``tensors``
+    it reads what the backward reads, beta apart, and the means that it wrote.
     """
     name = "norm_backward_producer"
     dy, x, gamma, _, mean, rstd, d_extra, *_, means, _ = tensors
@@ -297,12 +272,7 @@ def _has_room(norm: str, x: torch.dtype, vectors: int, threads: int) -> bool:
 def workspace_shape(x: torch.Tensor, *, has_beta: bool) -> tuple[int, int, int]:
     """The shape of the fp32 workspace for the partial sums of the parameters' gradients.
 
-    Parameters
-    ----------
-    x
-        The x of the backward, for its shape, dtype and device.
-    has_beta
-        Whether the norm is a LayerNorm.
+    ``x`` is that of the backward; ``has_beta`` says whether the norm is a LayerNorm.
     """
     rows, columns = x.shape
     device = (shared_bytes(x.device), multiprocessors(x.device))

@@ -58,24 +58,9 @@ def hadamard_amax(
     """Raise ``out[0]`` to ``max |x|`` and ``out[1]`` to that of its Hadamard transform along M.
 
     A NaN is above all numbers. Reads ``b`` bytes an element, once. Without a transform, use
-    ``fp8_scaling.amax``.
-
-    Parameters
-    ----------
-    x
-        Read; ``[M, K]``, multiples of 16, or a producer of such values.
-    random_signs
-        As in the reference.
-    out
-        fp32 ``[2]``, zeroed by the caller; read and written.
-    tiles
-        Of groups of rows, whose padded rows ``x`` produces: read; int32 ``[M / 128, 4]``. ``out``
-        is then ``[G, 2]``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or M or K is not a multiple of 16.
+    ``fp8_scaling.amax``. ``x`` is ``[M, K]``, multiples of 16, or a producer of such values;
+    ``out`` is fp32 ``[2]``, zeroed by the caller. ``tiles``, int32 ``[M / 128, 4]``, are those of
+    groups whose padded rows ``x`` produces; ``out`` is then ``[G, 2]``.
     """
     what = "NVFP4 hadamard_amax"
     producer = as_producer(what, x)
@@ -107,29 +92,10 @@ def quantize(
     """Quantize ``x`` in blocks of 16, or 16x16 as the format says, for the given amax.
 
     Moves ``b + 1/2`` bytes an element for one copy and ``b + 1`` for both, and 1 for every 16
-    elements and copy.
-
-    Parameters
-    ----------
-    format_
-        NVFP4.
-    x
-        Read; ``[M, K]``, multiples of 16, or a producer of such values.
-    buffers
-        Written; one copy or both. Nothing is written if ``x`` is empty.
-    amax_value
-        Read; fp32 ``[1]``, or ``[2]`` with one amax for the rowwise and one for the columnwise
-        copy, as :func:`hadamard_amax` computes them.
-    hadamard, random_signs, stochastic, seed, offset
-        As in the reference.
-    tiles
-        As :func:`hadamard_amax` takes them; ``amax_value`` is then ``[G, 1]`` or ``[G, 2]``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, ``offset`` is negative, or M or K is no
-        multiple of 16.
+    elements and copy; nothing if ``x`` is empty. ``x`` is ``[M, K]``, multiples of 16, or a
+    producer of such values. ``amax_value`` is fp32 ``[1]``, or ``[2]`` with one amax for the
+    rowwise and one for the columnwise copy (:func:`hadamard_amax`); with the ``tiles`` of groups it
+    is ``[G, 1]`` or ``[G, 2]``. The options are as in the reference.
     """
     what, layout = "NVFP4 quantize", format_.layout
     producer = as_producer(what, x)
@@ -168,22 +134,11 @@ def dequantize(
     columnwise: bool,
     out: torch.Tensor,
 ) -> None:
-    """Write ``q * (scale * amax / (6 * 448))``, rounded once, to ``out``.
+    """Write ``q * (scale * amax / (6 * 448))``, rounded once, to ``out [M, K]``.
 
-    Moves ``1/2 + b`` bytes an element. Does not invert a Hadamard transform.
-
-    Parameters
-    ----------
-    data, scale, amax
-        Read; a rowwise copy, or a columnwise copy, which is transposed back; amax fp32 ``[1]``, or
-        of each 128 rows of groups, ``[M / 128]``.
-    out_dtype, out
-        Written; ``[M, K]``, contiguous and of this dtype.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or M or K is not a multiple of 16.
+    Moves ``1/2 + b`` bytes an element. Reads a rowwise copy, or a columnwise copy, which is
+    transposed back; does not invert a Hadamard transform. ``amax`` is fp32 ``[1]``, or of each 128
+    rows of groups, ``[M / 128]``.
     """
     what = "NVFP4 dequantize"
     rows, bytes_of_row = check_matrix(what, data)

@@ -917,30 +917,15 @@ def record(
 ) -> tuple[LaunchSequence, Result, Callable[[Any], Any]]:
     """Call ``function``, and record its actions.
 
-    Parameters
-    ----------
-    tensors
-        The inputs of the sequence.
-    function
-        Called once.
-    constants, owns_inputs
-        As of :class:`LaunchSequence`.
-    runs
-        First addresses, and the addresses after the last, of inputs that follow one another in one
-        memory whenever the sequence is played. A view may reach from one into the next.
-    objects
-        Inputs after the tensors, for calls that are made each time: process groups.
-    with_calls
-        Whether the sequence may call torch, besides allocating.
-    pieces
-        Tensors in the memory of an input, with how they are there; the place of one is not read,
-        and its base is the place of the input.
+    ``tensors`` are the inputs of the sequence; after them come ``objects``, process groups for
+    calls that are made each time. ``runs`` are first addresses, and the addresses after the last,
+    of inputs that follow one another in one memory whenever the sequence is played: a view may
+    reach from one into the next. ``with_calls`` says whether the sequence may call torch, besides
+    allocating. ``pieces`` are tensors in the memory of an input, with how they are there; the place
+    of one is not read, and its base is the place of the input.
 
-    Returns
-    -------
-    tuple
-        The sequence, whose ``result`` is not set; the result; and a function that puts slots in
-        place of the tensors in a value.
+    Returns the sequence, whose ``result`` is not set; the result; and a function that puts slots in
+    place of the tensors in a value.
     """
     count = len(tensors) + len(objects)
     sequence = LaunchSequence(count, constants, owns_inputs=owns_inputs)

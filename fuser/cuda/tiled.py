@@ -2,7 +2,8 @@
 
 The rules of these launchers, on top of what each one says: outputs are keyword arguments, and a
 launcher writes all of every output, the padding of scales with zeros. Inputs are fp32, fp16 or
-bf16, of ``b`` bytes an element. A launcher allocates nothing and does not wait for the device.
+bf16, of ``b`` bytes an element. A launcher raises InputError if a tensor does not match its
+description, allocates nothing, and does not wait for the device.
 
 The rows of a matrix may be at any distance, but the elements of a row are next to each other. A
 kernel reads and writes unaligned data (views at odd offsets, odd widths) one element at a time.
@@ -25,7 +26,15 @@ import torch
 
 from fuser.cuda import launch
 from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int32, int64
-from fuser.cuda.checks import FLOAT8, boolean, check_element, check_matrix, is_aligned
+from fuser.cuda.checks import (
+    FLOAT8,
+    boolean,
+    check_buffer,
+    check_element,
+    check_float8,
+    check_matrix,
+    is_aligned,
+)
 from fuser.cuda.launch import TILE, TILE_THREADS, Kernel, Launch, tiles
 from fuser.errors import KernelUnavailable, StateError
 from fuser.formats import DType, ceil_div
@@ -37,14 +46,7 @@ ALIGNED = ((True, True), (True, False), (False, False))
 
 
 def as_producer(what: str, x: torch.Tensor | Producer) -> Producer:
-    """The producer that loads a matrix; a producer is returned as it is.
-
-    Raises
-    ------
-    InputError
-        If the elements of a row of ``x`` are not adjacent, ``x`` is no matrix, or its dtype is not
-        fp32, fp16 or bf16. ``what`` names the launcher.
-    """
+    """The producer that loads a matrix for the launcher ``what``; a producer remains as it is."""
     if isinstance(x, Producer):
         return x
     m, k = check_matrix(what, x)
@@ -186,6 +188,29 @@ def launch_decoder(
     """Launch a producer that decodes ``[rows, columns]`` to ``out``, transposed or not."""
     target = Struct((out,)) if transposed else out
     kernel(tiles(rows, columns), producer, target, int64(rows), int32(columns))
+
+
+def decode_blocks(
+    source: str,
+    what: str,
+    producer: Struct,
+    dtype: DType,
+    out_dtype: torch.dtype,
+    columnwise: bool,
+    out: torch.Tensor,
+) -> None:
+    """Launch the producer of checked data, its first field, whose blocks are along its columns.
+
+    ``out`` is ``[M, K]``, contiguous and of ``out_dtype``; ``columnwise`` data is transposed back.
+    """
+    data = producer.fields[0]
+    rows, columns = data.shape
+    check_buffer(what, "out", out, out_dtype, (columns, rows) if columnwise else (rows, columns))
+    element, of = check_element(what, out), check_float8(what, dtype)
+    aligned = is_aligned(data, 8) and columns % 8 == 0 and is_aligned(out, 16)
+    aligned = aligned and not (columnwise and rows % 8)
+    kernel = block_decoder(source, element, of, aligned, columnwise)
+    launch_decoder(kernel, producer, out, rows, columns, columnwise)
 
 
 # -- kernels ------------------------------------------------------------------
