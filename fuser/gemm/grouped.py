@@ -87,24 +87,11 @@ def multiplies_quantized(device: torch.device, dtype: torch.dtype) -> bool:
 def groups_of(
     split_sizes: torch.Tensor, x: torch.Tensor, *, is_read: bool, is_padded: bool = False
 ) -> Groups:
-    """The groups of the rows of ``x``, from the number of rows of each.
+    """The groups of the rows of ``x [T, K]``, from the number of rows of each.
 
-    Parameters
-    ----------
-    split_sizes
-        ``[G]``, integers. On the CPU they are checked; on another device they are not read unless
-        ``is_read``. Sizes below zero then count as zero, and groups end at the last row.
-    x
-        ``[T, K]``.
-    is_read
-        Whether the sizes are needed on the host.
-    is_padded
-        Whether padded groups are needed.
-
-    Raises
-    ------
-    InputError
-        If sizes that are read are negative, or sum to more than the rows.
+    ``split_sizes`` are integers ``[G]``, checked on the CPU; on another device they are not read
+    unless ``is_read``, for which they are needed on the host: sizes below zero then count as zero,
+    and groups end at the last row. ``is_padded``: padded groups are needed too.
     """
     rows, sizes = x.shape[0], None
     if is_read:  # not the caller's tensor, which may change before the backward

@@ -33,15 +33,8 @@ def quantize(
     high-precision values; with 2, the columnwise data is the transpose of the rowwise bytes.
     ``pow2`` rounds scales down to powers of two; amaxes below ``eps`` count as ``eps``.
 
-    Returns
-    -------
-    row, row_scale_inv, col, col_scale_inv
-        Data ``[M, K]`` and ``[K, M]``, scales in their padded shapes; None if not requested.
-
-    Raises
-    ------
-    InputError
-        If ``block_dim`` is neither 1 nor 2.
+    Returns row, row_scale_inv, col, col_scale_inv: data ``[M, K]`` and ``[K, M]``, scales in their
+    padded shapes; None if not requested.
     """
     m, k = x.shape
     row_shape = fp8_block_scale_shape(m, k, False, block_dim)

@@ -25,14 +25,9 @@ def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
 def dropout_mask(seed: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.Tensor:
     """The mask of a dropout, True for kept elements: word i of Philox4x32-7 is >= ``p 2^32``.
 
-    Parameters
-    ----------
-    seed
-        Two int64: the key, and the upper half of the counter. The lower half is ``i // 4``.
-    shape
-        Of the mask; i counts its elements in memory.
-    p
-        The probability that an element is zeroed.
+    ``seed`` is two int64: the key, and the upper half of the counter, whose lower half is
+    ``i // 4``; i counts the elements of the mask in memory. ``p`` is the probability that an
+    element is zeroed.
     """
     index = torch.arange(math.prod(shape), device=seed.device)
     words = torch.stack(philox(index // 4, seed[1], seed[0]))

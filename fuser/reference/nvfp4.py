@@ -54,40 +54,25 @@ def quantize(
     four_over_six: str | None = None,
     e4m3_max: float = E4M3_MAX,
 ) -> tuple[Wanted, Wanted, Wanted, Wanted, Wanted, Wanted]:
-    """Quantize ``x [M, K]``.
+    """Quantize ``x [M, K]``, multiples of 16.
 
-    Parameters
-    ----------
-    two_dimensional
-        Blocks of 16x16 share a scale, so that both copies dequantize to the same values.
-    row_scaled
-        Each row of a copy, ``[M]`` of one and ``[K]`` of the other, has an amax of its own.
-    hadamard, random_signs
-        Transform the columnwise copy along M (:func:`hadamard_transform`), before its amax is
-        taken.
-    stochastic, seed, offset
-        Round stochastically. Element ``i`` of a copy, counted in the order it is stored in, uses
-        word ``offset + i`` of the copy's stream (:func:`random_words`).
-    amax_value
-        fp32 ``[1]``, or ``[2]`` (rowwise, columnwise): the amax, if a group has reduced it. With
-        ``row_scaled`` fp32 ``[K]``: those of the rows of the columnwise copy.
-    four_over_six
-        ``"MAE"`` or ``"MSE"``: of each block keep the one of two quantizations with the smaller sum
-        of absolute errors, or of their squares: with its largest value at 6, or at 4 (on equal
-        sums at 6). Not with ``stochastic``.
-    e4m3_max
-        The largest block scale, where the largest value is at 6: 448, or 256.
+    ``two_dimensional``: blocks of 16x16 share a scale, so that both copies dequantize to the same
+    values. ``row_scaled``: each row of a copy, ``[M]`` of one and ``[K]`` of the other, has an amax
+    of its own. ``hadamard``: the columnwise copy is transformed along M
+    (:func:`hadamard_transform`), before its amax is taken. ``stochastic``: element ``i`` of a copy,
+    counted in the order it is stored in, is rounded by word ``offset + i`` of the copy's stream
+    (:func:`random_words`).
 
-    Returns
-    -------
-    row, row_scale, amax_row, col, col_scale, amax_col
-        Data ``[M, K / 2]`` and ``[K, M / 2]``, scales in their padded shapes, amaxes fp32 ``[1]``,
-        or of rows ``[M]`` and ``[K]``; None if not requested.
+    ``amax_value`` is the amax, if a group has reduced it: fp32 ``[1]``, or ``[2]`` (rowwise,
+    columnwise), or with ``row_scaled`` ``[K]``, those of the rows of the columnwise copy.
+    ``four_over_six`` is ``"MAE"`` or ``"MSE"``: of each block keep the one of two quantizations
+    with the smaller sum of absolute errors, or of their squares: with its largest value at 6, or at
+    4 (on equal sums at 6); not with ``stochastic``. ``e4m3_max`` is the largest block scale, where
+    the largest value is at 6: 448, or 256.
 
-    Raises
-    ------
-    InputError
-        If M or K is not a multiple of 16.
+    Returns row, row_scale, amax_row, col, col_scale, amax_col: data ``[M, K / 2]`` and
+    ``[K, M / 2]``, scales in their padded shapes, amaxes fp32 ``[1]``, or of rows ``[M]`` and
+    ``[K]``; None if not requested.
     """
     check_multiple("NVFP4", x.shape[0], x.shape[1], NVFP4_BLOCK)
     x = x.float()

@@ -29,12 +29,9 @@ def quantize(
     """Quantize ``x [M, K]`` with a scale for each row, and one for each column.
 
     ``pow2`` rounds scales down to powers of two; amaxes below ``eps`` count as ``eps``.
-    ``col_amax``, fp32 ``[K]``, replaces the amaxes of the columns.
-
-    Returns
-    -------
-    row, row_scale_inv, col, col_scale_inv
-        Data ``[M, K]`` and ``[K, M]``, scales ``[M]`` and ``[K]``; None if not requested.
+    ``col_amax``, fp32 ``[K]``, replaces the amaxes of the columns. Returns row, row_scale_inv, col,
+    col_scale_inv: data ``[M, K]`` and ``[K, M]``, scales ``[M]`` and ``[K]``; None if not
+    requested.
     """
     x32 = x.float()
     row = row_scale_inv = col = col_scale_inv = None

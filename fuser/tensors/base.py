@@ -349,12 +349,8 @@ class QuantizedTensor(WrapperTensor):
     def _present(self, usage: str | None = None) -> QuantizedTensor:
         """This tensor; of a gathered parameter, only the copies that are in memory now.
 
-        A backward makes the copy that it reads if the forward left it out.
-
-        Raises
-        ------
-        StateError
-            If none is, or if the copy ``usage`` is not and cannot be made from the other.
+        A backward makes the copy that it reads if the forward left it out. StateError if none is in
+        memory, or if the copy ``usage`` is not and cannot be made from the other.
         """
         if self._gathering is None:
             return self
@@ -855,13 +851,7 @@ def rebuild(
     is_parameter: bool = False,
     attributes: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Unpickle a quantized tensor; safe for ``torch.load(weights_only=True)``.
-
-    Raises
-    ------
-    InputError
-        If the file was written by a version whose tensors had other buffers.
-    """
+    """Unpickle a quantized tensor; safe for ``torch.load(weights_only=True)``."""
     if unknown := buffers.keys() - set(cls.buffer_names):
         raise InputError(
             f"The file has a {cls.__name__} with {', '.join(sorted(unknown))}; in this version it "

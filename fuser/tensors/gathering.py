@@ -113,11 +113,7 @@ class Gathering:
 
         It is made of the other copy, or gathered. Of torch's group of parameters all copies that
         backward reads are gathered together; all ranks read the first of them at the same place.
-
-        Raises
-        ------
-        StateError
-            If the shard was written since the forward.
+        StateError if the shard was written since the forward.
         """
         if not (usage == "columnwise" and self.lacks_columns() and _is_in_backward()):
             return False
@@ -205,13 +201,7 @@ def fsdp_pre_all_gather(
     module: torch.nn.Module,
     mp_policy: Any,
 ) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """The bytes and scales of this shard that the pass needs from every rank, for ``fully_shard``.
-
-    Raises
-    ------
-    StateError
-        If other code than torch's ``fully_shard`` calls it.
-    """
+    """What ``fully_shard`` gathers: the bytes and scales of this shard that the pass needs."""
     return gather(self, calling_gatherer(self), outer_size)
 
 
@@ -264,13 +254,7 @@ def gather(
 
 
 def calling_gatherer(tensor: torch.Tensor) -> Gathered:
-    """Torch's objects that call ``fsdp_pre_all_gather`` of ``tensor`` now.
-
-    Raises
-    ------
-    StateError
-        If other code calls it.
-    """
+    """Torch's objects that call ``fsdp_pre_all_gather`` of ``tensor`` now; other code may not."""
     callers = fsdp_callers()
     param, group = callers.get("FSDPParam"), callers.get("FSDPParamGroup")
     if param is None or group is None:
@@ -290,14 +274,7 @@ def fsdp_post_all_gather(
     *,
     out: torch.Tensor | None = None,
 ) -> Any:
-    """Make the whole parameter for ``fully_shard``, or fill the buffers of ``out``, made before.
-
-    Raises
-    ------
-    StateError
-        If bytes with other scales were copied into some of the shards, in a format with one
-        scale for the whole tensor.
-    """
+    """Make the whole parameter for ``fully_shard``, or fill the buffers of ``out``, made before."""
     sent: _Sent = metadata
     gathering = sent.gathering
     if not sent.names:
@@ -322,11 +299,10 @@ def fsdp_post_all_gather(
 def _copies_read(quantizer: Any, sharding: Sharding, gathered: Gathered) -> tuple[str, ...]:
     """The copies that a gathered parameter needs until it is resharded.
 
-    Forward reads the rowwise copy. Backward
-    reads what the ops said in their forward. If they said nothing, as ops of others do, it needs
-    every copy; if they said that they read none, any copy will do. A parameter that stays gathered
-    after backward needs every copy, and one that stays gathered after forward is completed in
-    backward, unless that would gather its values twice.
+    Forward reads the rowwise copy. Backward reads what the ops said in their forward. If they said
+    nothing, as ops of others do, it needs every copy; if they said that they read none, any copy
+    will do. A parameter that stays gathered after backward needs every copy, and one that stays
+    gathered after forward is completed in backward, unless that would gather its values twice.
     """
     copies = tuple([name for name in USAGES if getattr(quantizer, name)])
     if len(copies) == 1:

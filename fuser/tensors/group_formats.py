@@ -47,16 +47,11 @@ class Float8GroupsTensor(Float8Tensor):
 class Float8GroupsQuantizer(Quantizer):
     """FP8 with one scale a group, of the rows of padded ``groups``.
 
-    Parameters
-    ----------
-    groups
-        Where the groups are.
-    alone
-        The quantizer of one group; of delayed scaling that of the same elements.
-    scales, amaxes
-        Delayed scaling: fp32 ``[1]`` for each group, or one ``[G]`` for all of them. ``amaxes``
-        become the maxima of themselves and the amaxes of the groups; empty if nothing is recorded.
-        If ``scales`` is empty, scales follow from the amaxes of the groups.
+    ``alone`` is the quantizer of one group; of delayed scaling that of the same elements.
+    ``scales`` and ``amaxes`` are those of delayed scaling: fp32 ``[1]`` for each group, or one
+    ``[G]`` for all of them. ``amaxes`` become the maxima of themselves and the amaxes of the
+    groups; empty if nothing is recorded. If ``scales`` is empty, scales follow from the amaxes of
+    the groups.
     """
 
     groups: PaddedGroups

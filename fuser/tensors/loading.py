@@ -53,12 +53,8 @@ def _takes_chunk(
     """Whether the bytes of a checkpoint's chunk can be written to rows of a tensor with one scale.
 
     The tensor has the scale of the chunk then. False if its scale is another, and rows have it that
-    the load has written, or that are not in the checkpoint: their values are kept.
-
-    Raises
-    ------
-    StateError
-        If the tensor is a shard, and chunks of this load have several scales.
+    the load has written, or that are not in the checkpoint: their values are kept. StateError if
+    the tensor is a shard, and chunks of this load have several scales.
     """
     view = target._view_of
     if view is None or view.is_turned:

@@ -37,24 +37,17 @@ from fuser.torch_private import (
 class Sharding:
     """What a shard knows of the parameter that it is a part of; shared by all views of the shard.
 
-    Parameters
-    ----------
-    group
-        The process group over which the rows are split; None for one rank. It is not pickled.
-    rows
-        The number of rows of the shard, as a matrix. Rows of zeros may follow, so that the shards
-        of all ranks are equally large.
-    is_exact
-        Whether the bytes of shards are those of the whole parameter. Then their scales are those of
-        the whole parameter too.
-    high_precision_init_val
-        The shard's rows of the values before quantization, if they were kept.
+    The rows are split over ``group``, None for one rank; it is not pickled. ``rows`` is the number
+    of rows of the shard, as a matrix. Rows of zeros may follow, so that the shards of all ranks are
+    equally large.
     """
 
     group: Any
     rows: int
     is_exact: bool
+    """Whether the bytes of shards, and their scales, are those of the whole parameter."""
     high_precision_init_val: torch.Tensor | None = None
+    """The shard's rows of the values before quantization, if they were kept."""
     is_agreed: bool = False
     """Whether the ranks were found to have one scale, in a format with one for the tensor."""
     has_new_bytes: bool = False
@@ -86,13 +79,7 @@ HANDLERS[aten.new_zeros.default] = _new_zeros
 
 
 def _zeros_of_shard(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor | None:
-    """Zeros for a shard of ``tensor`` if ``fully_shard`` is asking, or ``tensor`` is a shard.
-
-    Raises
-    ------
-    InputError
-        If the tensor cannot be sharded along this dimension, or by these mesh dimensions.
-    """
+    """Zeros for a shard of ``tensor`` if ``fully_shard`` is asking, or ``tensor`` is a shard."""
     sharding, quantizer = tensor._sharding, tensor._quantizer
     if sharding is None:
         param = fsdp_caller("FSDPParam", "_init_sharded_param")
@@ -254,12 +241,6 @@ def initialise_shard(
     ``make`` quantizes the shard's values (:func:`shard_of_values`); None leaves them unquantized.
     ``part`` is the dimension and the ranks of tensor parallelism, whose parts have scales of their
     own; None without it.
-
-    Raises
-    ------
-    InputError
-        If the parameter is on meta, or if the rows of a part, or of the whole, are sharded over
-        several dimensions of the mesh, or its columns.
     """
     mesh, placements, shape = parameter.device_mesh, parameter.placements, list(parameter.shape)
     if parameter.is_meta:
@@ -319,13 +300,7 @@ def _new_sharding(tensor: QuantizedTensor, param: Any) -> Sharding:
 
 
 def check_is_of_one_format(quantizer: Any, what: str) -> None:
-    """Refuse to shard a parameter whose two copies are in two formats.
-
-    Raises
-    ------
-    InputError
-        If they are.
-    """
+    """Refuse to shard a parameter whose two copies are in two formats."""
     if quantizer.format.parts is not None:
         raise InputError(
             f"{what} has its copies in two formats, {quantizer.format}, and is not sharded: make "

@@ -49,13 +49,7 @@ class _StackQuantizer(Quantizer):
         return replace(self, stacked_rows=GROUP_TILE)  # type: ignore[call-arg]
 
     def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
-        """As in the base class; the last matrix may have fewer rows.
-
-        Raises
-        ------
-        InputError
-            If the number of rows is not a multiple of 128.
-        """
+        """As in the base class, of a multiple of 128 rows; the last matrix may have fewer rows."""
         into = rows.buffers if isinstance(rows, LazyTensor) else None
         rows = materialize(rows).view(matrix_of(rows))
         count, size = rows.shape[0], self.stacked_rows

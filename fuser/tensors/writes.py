@@ -18,12 +18,7 @@ def quantize_all(
     """Quantize values into tensors, in place, for the copies that each has.
 
     ``writes`` are targets, which share no memory, and their values. ``noop_flag`` is that of
-    :meth:`QuantizedTensor.quantize_`.
-
-    Raises
-    ------
-    StateError
-        If a target is read-only; nothing is written then.
+    :meth:`QuantizedTensor.quantize_`. StateError if a target is read-only; nothing is written then.
     """
     given = [target for target, _ in writes]
     writes = [_alone(target, values) for target, values in writes]
@@ -39,11 +34,7 @@ def write_updated(target: QuantizedTensor, values: torch.Tensor | LazyTensor) ->
     """Quantize values into a tensor, in place, as :func:`quantize_all`.
 
     If they are lazy, the kernel that computes them writes the bytes of this tensor, where it can.
-
-    Raises
-    ------
-    StateError
-        If the tensor is read-only; lazy values are not computed then.
+    They are not computed if the tensor is read-only.
     """
     quantizer = target._usage()
     if not (isinstance(values, LazyTensor) and _takes_lazy(target, quantizer)):
