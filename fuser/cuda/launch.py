@@ -307,11 +307,11 @@ class LaunchBackend:
 
     def multiprocessors(self, device: torch.device) -> int:
         """As the function :func:`multiprocessors`."""
-        return _multiprocessors(device)
+        return int(_properties(device).multi_processor_count)
 
     def shared_bytes(self, device: torch.device) -> int:
         """As the function :func:`shared_bytes`."""
-        return _shared_bytes(device)
+        return int(_properties(device).shared_memory_per_block_optin)
 
     def has_wgmma(self, device: torch.device) -> bool:
         """Whether a device has TMA copies and wgmma, which are Hopper's."""
@@ -454,22 +454,13 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+def _properties(device: torch.device) -> Any:  # some are not in torch's stubs
+    return torch.cuda.get_device_properties(device)
 
 
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that a block can have on a device, in bytes."""
     return backend.shared_bytes(device)
-
-
-@functools.cache
-def _shared_bytes(device: torch.device) -> int:
-    # Not in torch's stubs.
-    properties: Any = torch.cuda.get_device_properties(device)
-    most: int = properties.shared_memory_per_block_optin
-    return most
 
 
 def _check_sizes(what: str, sizes: Any, least: int, most: tuple[int, ...]) -> None:

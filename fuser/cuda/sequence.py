@@ -148,18 +148,10 @@ class _Unit(NamedTuple):
 class LaunchSequence:
     """The actions of a function in their order, and the slots of its result.
 
-    Places count the inputs first, then the tensors that the actions make.
-
-    Parameters
-    ----------
-    count
-        The number of inputs.
-    constants
-        Tensors of the function that are the same at each call, and live as long as the sequence.
-        Their places come after those of the inputs.
-    owns_inputs
-        Whether :meth:`play` takes a list, and empties it, so that an input is freed as soon as
-        nothing reads it.
+    Places count the inputs first, then the tensors that the actions make. ``constants`` are tensors
+    of the function that are the same at each call, and live as long as the sequence; their places
+    come after those of the inputs. With ``owns_inputs``, :meth:`play` takes a list, and empties it,
+    so that an input is freed as soon as nothing reads it.
     """
 
     def __init__(
@@ -287,13 +279,13 @@ class LaunchSequence:
                 layouts[action.place] = action.layout
             elif type(action) is TorchCall and action.made is not None:
                 (place,) = action.places
-                if place is not None and place not in _places((action.args, action.kwargs)):
+                if place is not None and place not in _read(action):
                     layouts[place] = action.made
         leaving = list(_places(self.result))
         for action in reversed(self.actions):  # a base leaves with its views
             is_view = type(action) is TorchCall and action.function.is_view
             if is_view and not {*leaving}.isdisjoint(action.places):
-                leaving += _places((action.args, action.kwargs))
+                leaving += _read(action)
         chosen = [
             at
             for at, slot in enumerate(slots)
@@ -379,7 +371,9 @@ class LaunchSequence:
         apart = [action for unit in units if unit.first is None for action in unit.actions]
         of_graphs = [touched[n] for n, unit in enumerate(units) if unit.first is not None]
         code = self._code(apart, returned.union(*of_graphs))
-        src = self._begun(code)
+        src = SourceCode(**code.names, in_range=torch.profiler.record_function)
+        for place, constant in enumerate(self.constants, self.count):
+            src.bind(f"t{place}", constant)
         graphs: list[PassGraphs] = []
         number = 0
         for n, unit in enumerate(units):
@@ -459,12 +453,6 @@ class LaunchSequence:
     def _names(places: Iterable[int]) -> str:
         return "".join(f"t{place}, " for place in places)
 
-    def _begun(self, code: _DriverCode | _BackendCode) -> SourceCode:
-        src = SourceCode(**code.names, in_range=torch.profiler.record_function)
-        for place, constant in enumerate(self.constants, self.count):
-            src.bind(f"t{place}", constant)
-        return src
-
     @staticmethod
     def _add(
         src: SourceCode,
@@ -491,7 +479,8 @@ class LaunchSequence:
             elif type(action) is PythonCall:
                 target = "" if action.place is None else f"t{action.place} = "
                 name = src.bind(f"call_{number}", action.function)
-                src.add(f"{target}{name}({_expressions(src, action.args)})")
+                args = ", ".join(_expression(src, arg) for arg in action.args)
+                src.add(f"{target}{name}({args})")
             elif type(action) is Step:
                 step.close()
                 if action.title is not None:
@@ -550,9 +539,7 @@ class LaunchSequence:
             elif type(action) is TorchCall:
                 if action.function.is_view and read.isdisjoint(action.places):
                     continue
-                read.update(_places((action.args, action.kwargs)))
-            elif type(action) is KernelLaunch or type(action) is PythonCall:
-                read.update(_places(action.args))
+            read.update(_read(action))
             kept.append(action)
         return kept[::-1]
 
@@ -563,7 +550,7 @@ def _graphed(row: list[Action], read: set[int], device: torch.device) -> tuple[_
     for action in reversed(row):  # a base leaves with its views
         is_view = type(action) is TorchCall and action.function.is_view
         if is_view and not leaving.isdisjoint(action.places):
-            leaving.update(_places((action.args, action.kwargs)))
+            leaving.update(_read(action))
     first: list[Action] = []
     others: list[Action] = []
     for action in row:
@@ -575,11 +562,11 @@ def _graphed(row: list[Action], read: set[int], device: torch.device) -> tuple[_
             first.append(action)  # of which a view leaves
             others.append(action)
         elif type(action) is TorchCall and _SEEDED in action.function.tags:
-            if any(_places((action.args, action.kwargs))):
+            if any(_read(action)):
                 return _Unit(row), f"{action.function} draws numbers for a tensor"
             first.append(action)  # other numbers at each call
         elif type(action) is TorchCall and not leaving.isdisjoint(action.places):
-            known = set(_places((action.args, action.kwargs)))
+            known = set(_read(action))
             if action.function.is_view:
                 first.append(action)
             elif leaving.intersection(p for p in action.places if p is not None) <= known:
@@ -769,10 +756,6 @@ def _expression(src: SourceCode, value: Any) -> str:
     return src.bind(f"constant_{len(src.names)}", value)
 
 
-def _expressions(src: SourceCode, values: Sequence[Any]) -> str:
-    return ", ".join(_expression(src, value) for value in values)
-
-
 def _places(value: Any) -> Iterable[int]:
     """The places of the slots in a value."""
     if type(value) is Slot:
@@ -788,15 +771,20 @@ def _places(value: Any) -> Iterable[int]:
 
 def _moved(value: Any, to: dict[int, int]) -> Any:
     """A value with other places in its slots, where ``to`` has one."""
-    if type(value) is Slot:
-        return Slot(to.get(value.place, value.place))
+    return _mapped(
+        value, lambda one: Slot(to.get(one.place, one.place)) if type(one) is Slot else one
+    )
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A value with ``change`` of what its structs, dictionaries, tuples and lists contain."""
     if type(value) is Struct:
-        return Struct(tuple(_moved(field, to) for field in value.fields))
+        return Struct(tuple(_mapped(field, change) for field in value.fields))
     if type(value) is dict:
-        return {name: _moved(item, to) for name, item in value.items()}
+        return {name: _mapped(item, change) for name, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_moved(item, to) for item in value)
-    return value
+        return type(value)(_mapped(item, change) for item in value)
+    return change(value)
 
 
 def _with_views_at_once(actions: Sequence[Action], returned: set[int]) -> list[Action]:
@@ -861,28 +849,29 @@ def reads_unwritten(actions: Iterable[Action], result: Any) -> bool:
     return any(bases.get(place) in unwritten for place in _places(result))
 
 
+def _read(action: Action) -> Iterable[int]:
+    """The places among the arguments of an action."""
+    if type(action) is TorchCall:
+        return _places((action.args, action.kwargs))
+    if type(action) is KernelLaunch or type(action) is PythonCall:
+        return _places(action.args)
+    return ()
+
+
 def _read_as_tensors(action: Action) -> set[int]:
     """The places that an action reads otherwise than by their addresses."""
-    if type(action) is TorchCall:
-        return set(_places((action.args, action.kwargs)))
-    return set(_places(action.args)) if type(action) is PythonCall else set()
+    return set() if type(action) is KernelLaunch else set(_read(action))
 
 
 def _touched(action: Action) -> Iterable[int]:
     """The places that an action reads or writes."""
-    if type(action) is KernelLaunch:
-        yield from _places(action.args)
-    elif type(action) is Zeroing:
+    if type(action) is Zeroing:
         yield action.place
     elif type(action) is Piece:
         yield from (action.place, action.base)
-    elif type(action) is TorchCall:
-        yield from _places((action.args, action.kwargs))
-        yield from (place for place in action.places if place is not None)
-    elif type(action) is PythonCall:
-        yield from _places(action.args)
-        if action.place is not None:
-            yield action.place
+    elif type(action) is not Allocation:
+        yield from _read(action)
+        yield from _made_by((action,))
 
 
 def _touched_by(actions: Iterable[Action]) -> set[int]:
@@ -1116,19 +1105,16 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def slotted(self, value: Any) -> Any:
         """``value`` with slots in place of tensors."""
-        if isinstance(value, torch.Tensor):
-            place = self._place(value)
-            if place is None:
-                self.refuse("it reads or returns a tensor that is neither an input nor its own")
-                return None
-            return Slot(place)
-        if type(value) is Struct:
-            return Struct(tuple(map(self.slotted, value.fields)))
-        if type(value) is dict:
-            return {name: self.slotted(item) for name, item in value.items()}
-        if type(value) in (tuple, list):
-            return type(value)(map(self.slotted, value))
-        return value
+        return _mapped(value, self._slot)
+
+    def _slot(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        place = self._place(value)
+        if place is None:
+            self.refuse("it reads or returns a tensor that is neither an input nor its own")
+            return None
+        return Slot(place)
 
     def _place(self, tensor: torch.Tensor) -> int | None:
         known = self.places.get(id(tensor))

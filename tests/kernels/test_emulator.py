@@ -130,11 +130,11 @@ def test_on_a_gpu_multiprocessors_are_asked_for_once(monkeypatch: pytest.MonkeyP
         return types.SimpleNamespace(multi_processor_count=132)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    launching._multiprocessors.cache_clear()
+    launching._properties.cache_clear()
     device = torch.device("cuda", 0)
     assert [multiprocessors(device), multiprocessors(device)] == [132, 132]
     assert asked == [device]
-    launching._multiprocessors.cache_clear()
+    launching._properties.cache_clear()
 
 
 def test_a_struct_argument_lies_as_c_lays_it_out() -> None:
