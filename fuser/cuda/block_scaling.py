@@ -49,9 +49,9 @@ def quantize(
     (16384) elements and copy. ``x`` is ``[M, K]``, or a producer of such values; ``pow2`` and
     ``eps`` are as in the reference.
     """
-    what, layout = "FP8 block quantize", format_.layout
-    producer, to = as_producer(what, x), check_float8(what, format_.element)
-    if not check_buffers(what, layout, producer.rows, producer.columns, buffers):
+    launcher, layout = "FP8 block quantize", format_.layout
+    producer, to = as_producer(launcher, x), check_float8(launcher, format_.element)
+    if not check_buffers(launcher, layout, producer.rows, producer.columns, buffers):
         return
     row, row_scale, col, col_scale = map(buffers.get, (*layout.rowwise, *layout.columnwise))
     aligned = transposes_aligned(producer, row, col)
@@ -74,17 +74,17 @@ def dequantize(
 
     Reads a rowwise copy, or a columnwise copy, which is transposed back.
     """
-    what = "FP8 block dequantize"
-    rows, columns = check_matrix(what, data)
+    launcher = "FP8 block dequantize"
+    rows, columns = check_matrix(launcher, data)
     # In both copies, the blocks of the stored matrix are along its columns.
     scale_shape = fp8_block_scale_shape(rows, columns, False, block_dim)
     scales = (scale_inv, torch.float32, scale_shape)
-    check_copy(what, "data", data, (rows, columns), "scale_inv", *scales)
+    check_copy(launcher, "data", data, (rows, columns), "scale_inv", *scales)
     padded = int64(scale_shape[1])
     strides = (int64(1), padded) if block_dim == 1 else (padded, int64(1))
     row_shift = int32(0 if block_dim == 1 else FP8_BLOCK.bit_length() - 1)
     producer = Struct((data, scale_inv, int32(columns), row_shift, *strides))
-    decode_blocks("block_scaling", what, producer, dtype, out_dtype, columnwise, out)
+    decode_blocks("block_scaling", launcher, producer, dtype, out_dtype, columnwise, out)
 
 
 # -- kernels ------------------------------------------------------------------

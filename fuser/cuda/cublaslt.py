@@ -386,8 +386,8 @@ class _Product:
             with torch.cuda.device(self.device):
                 self.run(operands, scale_a, scale_b, alpha)
             return
-        given = ((_A_SCALE, scale_b), (_B_SCALE, scale_a), (_BIAS_POINTER, bias))
-        for held, (attribute, tensor) in zip(self.addresses, given, strict=True):
+        pointers = ((_A_SCALE, scale_b), (_B_SCALE, scale_a), (_BIAS_POINTER, bias))
+        for held, (attribute, tensor) in zip(self.addresses, pointers, strict=True):
             if tensor is not None and held.value != (address := tensor.data_ptr()):
                 held.value = address
                 self._describe(attribute, held)

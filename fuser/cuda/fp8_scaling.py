@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -23,7 +24,6 @@ from fuser.cuda.checks import (
     check_element,
     check_float8,
     check_matrix,
-    check_tiles,
     is_aligned,
 )
 from fuser.cuda.launch import TILE, Kernel, Launch, tiles
@@ -93,39 +93,36 @@ def quantize(
     negative; for example an entry of an amax history. These three are fp32 ``[1]``, or with the
     ``tiles`` of groups, as :func:`amax` takes them, ``[G]``.
     """
-    what, layout, is_grouped = "FP8 quantize", format_.layout, tiles is not None
-    to = check_float8(what, format_.element)
-    m, k = check_matrix(what, x) if isinstance(x, torch.Tensor) else (x.rows, x.columns)
-    if is_grouped:
-        check_tiles(what, tiles, m)
-    is_any = check_buffers(what, layout.of_groups if is_grouped else layout, m, k, buffers)
-    given = [vector for vector in (amax_value, scale, recorded) if vector is not None]
-    groups = len(given[0]) if is_grouped and given else 1
-    for vector in given:
-        check_buffer(what, "an amax or scale", vector, torch.float32, (groups,))
+    launcher, layout, is_grouped = "FP8 quantize", format_.layout, tiles is not None
+    to = check_float8(launcher, format_.element)
+    m, k = check_matrix(launcher, x) if isinstance(x, torch.Tensor) else (x.rows, x.columns)
+    check_buffer(launcher, "tiles", tiles, torch.int32, (m // TILE, 4))
+    is_any = check_buffers(launcher, layout.of_groups if is_grouped else layout, m, k, buffers)
+    vectors = [vector for vector in (amax_value, scale, recorded) if vector is not None]
+    groups = len(vectors[0]) if is_grouped and vectors else 1
+    for vector in vectors:
+        check_buffer(launcher, "an amax or scale", vector, torch.float32, (groups,))
     row, col, scale_inv = map(buffers.get, layout.buffers)
     if is_any and scale_inv is None:
-        raise InputError(f"{what} got bytes without _scale_inv.")
+        raise InputError(f"{launcher} got bytes without _scale_inv.")
     finds_amax = is_any and amax_value is None and scale is None
     scaling = (amax_value, scale, scale_inv, bits_of(eps), int32(pow2))  # fuser::TensorScale
     is_stream = is_any and col is None and not finds_amax
     if is_stream and isinstance(x, torch.Tensor) and x.is_contiguous():
-        _stream_cast(check_element(what, x), to, m * k, x, scaling, row, recorded)
+        _stream_cast(check_element(launcher, x), to, m * k, x, scaling, row, recorded)
         return
-    producer = as_producer(what, x)
+    producer = as_producer(launcher, x)
     if finds_amax and (is_grouped or not is_one_tile(m, k)):
-        raise InputError(f"{what} of a matrix {[m, k]} needs its amax; it is no single tile.")
+        raise InputError(f"{launcher} of a matrix {[m, k]} needs its amax; it is no single tile.")
+    fields: tuple[Any, ...] = (*scaling, row, col, recorded)
     if is_grouped:
         producer = producer if is_any else producer.alone or producer
-        kernel = _grouped(producer.type, to, transposes_aligned(producer, row, col))
-        store = Struct((tiles, *scaling[:3], row, col, recorded, *scaling[3:]))
-        launch_store(kernel, producer, store)
+        fields = (tiles, *scaling[:3], row, col, recorded, *scaling[3:])
     elif m * k == 0:
         _stream_cast(ELEMENTS[producer.dtype], to, 0, None, scaling, row, recorded)
-    else:
-        aligned = transposes_aligned(producer, row, col)
-        store = Struct((*scaling, row, col, recorded))
-        launch_store(_tiled(producer.type, to, aligned), producer, store)
+        return
+    kernel = _tiled(producer.type, to, transposes_aligned(producer, row, col), is_grouped)
+    launch_store(kernel, producer, Struct(fields))
 
 
 def is_one_tile(rows: int, columns: int) -> bool:
@@ -180,15 +177,15 @@ def dequantize_groups(
     ``data`` is ``[M, K]``, or ``[K, M]`` if ``columnwise``, which is transposed back; ``scale_inv``
     is ``[M / 128]``.
     """
-    what = "dequantize_groups"
-    rows, columns = check_matrix(what, data)
-    check_buffer(what, "data", data, torch.uint8, (rows, columns))
+    launcher = "dequantize_groups"
+    rows, columns = check_matrix(launcher, data)
+    check_buffer(launcher, "data", data, torch.uint8, (rows, columns))
     tiles_of_rows = (columns if columnwise else rows) // TILE
-    check_buffer(what, "scale_inv", scale_inv, torch.float32, (tiles_of_rows,))
+    check_buffer(launcher, "scale_inv", scale_inv, torch.float32, (tiles_of_rows,))
     # A scale for 128 rows of [M, K], which are 128 columns of the transposed copy.
     strides = (int32(0), int64(0), int64(1)) if columnwise else (int32(7), int64(1), int64(0))
     producer = Struct((data, scale_inv, int32(columns), *strides))
-    decode_blocks("grouped_fp8", what, producer, dtype, out_dtype, columnwise, out)
+    decode_blocks("grouped_fp8", launcher, producer, dtype, out_dtype, columnwise, out)
 
 
 def update_delayed(
@@ -219,12 +216,12 @@ def update_delayed(
         )
     states = list(zip(amax_histories, scales, max_fp8, newest, strict=True))
     for history, scale, largest, amax_of_step in states:
-        what = "update_delayed"
-        length, count = check_matrix(what, history)
-        check_buffer(what, "an amax history", history, torch.float32, (length, count))
-        check_buffer(what, "a scale", scale, torch.float32, (count,))
-        check_buffer(what, "a maximum", largest, torch.float32, (count,))
-        check_buffer(what, "an amax", amax_of_step, torch.float32, (count,))
+        launcher = "update_delayed"
+        length, count = check_matrix(launcher, history)
+        check_buffer(launcher, "an amax history", history, torch.float32, (length, count))
+        check_buffer(launcher, "a scale", scale, torch.float32, (count,))
+        check_buffer(launcher, "a maximum", largest, torch.float32, (count,))
+        check_buffer(launcher, "an amax", amax_of_step, torch.float32, (count,))
     states = [state for state in states if state[0].numel()]
     for first in range(0, len(states), UPDATE_SIZES[-1]):
         some = states[first : first + UPDATE_SIZES[-1]]
@@ -276,13 +273,9 @@ def _cast(element: str, to: str, aligned: bool) -> Kernel:
 
 
 @functools.lru_cache(maxsize=1024)
-def _tiled(producer: str, to: str, aligned: bool) -> Kernel:
-    return store_kernel("fp8_scaling", producer, f"Fp8Store<{to}, {boolean(aligned)}>")
-
-
-@functools.lru_cache(maxsize=1024)
-def _grouped(producer: str, to: str, aligned: bool) -> Kernel:
-    return store_kernel("grouped_fp8", producer, f"GroupedFp8Store<{to}, {boolean(aligned)}>")
+def _tiled(producer: str, to: str, aligned: bool, is_grouped: bool) -> Kernel:
+    source, scope = ("grouped_fp8", "Grouped") if is_grouped else ("fp8_scaling", "")
+    return store_kernel(source, producer, f"{scope}Fp8Store<{to}, {boolean(aligned)}>")
 
 
 @functools.cache
@@ -302,8 +295,7 @@ def _update(size: int) -> Kernel:
 
 def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
     """The kernels of a producer, of a matrix or of padded groups, with the store of FP8."""
-    kernel = _grouped if "GroupedProducer" in producer else _tiled
-    return (kernel(producer, FLOAT8[to], aligned),)
+    return (_tiled(producer, FLOAT8[to], aligned, "GroupedProducer" in producer),)
 
 
 def instantiations() -> tuple[Kernel, ...]:

@@ -211,15 +211,15 @@ def _kernel(name: str, *arguments: object) -> Kernel:
 
 def instantiations() -> list[Kernel]:
     """Every kernel of this module."""
-    made = [_kernel(name, i) for i in INDICES.values() for name in ("group_ends", "group_tiles")]
-    made += [_kernel("unpad", word) for word in _WORDS.values()]
-    made += [_kernel("sum_groups", element) for element in ELEMENTS.values()]
+    kernels = [_kernel(name, i) for i in INDICES.values() for name in ("group_ends", "group_tiles")]
+    kernels += [_kernel("unpad", word) for word in _WORDS.values()]
+    kernels += [_kernel("sum_groups", element) for element in ELEMENTS.values()]
     for element in ELEMENTS.values():
         for aligned in (False, True):
             producer = f"fuser::GroupedProducer<{loads(element, aligned)}>"
-            made.append(Kernel("grouped_fp8", f"fuser_tiled_rows<{producer}>"))
+            kernels.append(Kernel("grouped_fp8", f"fuser_tiled_rows<{producer}>"))
     for dtype, element in ELEMENTS.items():
         for width in (1, _VECTOR_BYTES // dtype.itemsize):
-            made.append(_kernel("zero_tail", element, width))
-            made += [_kernel("grouped_bias", element, width, flag) for flag in ("false", "true")]
-    return made
+            kernels.append(_kernel("zero_tail", element, width))
+            kernels += [_kernel("grouped_bias", element, width, flag) for flag in ("false", "true")]
+    return kernels

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -149,22 +149,13 @@ class Kernel:
             backend.run(self, launch, args)
 
 
-class Recorder(Protocol):
-    """What records the actions of a thread."""
-
-    def called(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """As :func:`call_each_time`."""
-
-    def refuse(self, reason: str) -> None:
-        """Note that the actions cannot be repeated."""
-
-
 class _Recording(threading.local):
     """What a thread records its launches with."""
 
     listener: Callable[[Kernel, Launch, tuple[Any, ...]], None] | None = None
     """Called at each launch; None without a recording."""
-    recorder: Recorder | None = None
+    recorder: Any = None
+    """What records the other actions: that of :mod:`fuser.cuda.sequence`."""
     is_dry = False
     """Whether launches do nothing: tensors are fake."""
 
@@ -315,7 +306,7 @@ class LaunchBackend:
 
     def has_wgmma(self, device: torch.device) -> bool:
         """Whether a device has TMA copies and wgmma, which are Hopper's."""
-        return _capability(device) == (9, 0)
+        return bool(capability(device) == (9, 0))
 
     def tensor_map(self, matrix: torch.Tensor, box_rows: int) -> tuple[Any, ...]:
         """The fields of a ``TensorMap`` (fuser/core/sm90.cuh) of contiguous uint8 ``[M, K]``.
@@ -450,7 +441,7 @@ def multiprocessors(device: torch.device) -> int:
     return backend.multiprocessors(device)
 
 
-_capability = functools.cache(torch.cuda.get_device_capability)
+capability = functools.cache(torch.cuda.get_device_capability)
 
 
 @functools.cache
@@ -463,7 +454,7 @@ def shared_bytes(device: torch.device) -> int:
     return backend.shared_bytes(device)
 
 
-def _check_sizes(what: str, sizes: Any, least: int, most: tuple[int, ...]) -> None:
+def _check_sizes(kind: str, sizes: Any, least: int, most: tuple[int, ...]) -> None:
     if (
         not isinstance(sizes, tuple)
         or not 1 <= len(sizes) <= 3
@@ -473,4 +464,4 @@ def _check_sizes(what: str, sizes: Any, least: int, most: tuple[int, ...]) -> No
         )
     ):
         limits = ", ".join(f"{least} to {limit}" for limit in most)
-        raise InputError(f"A launch got {what} {sizes!r}; it is a tuple of ints, {limits}.")
+        raise InputError(f"A launch got {kind} {sizes!r}; it is a tuple of ints, {limits}.")

@@ -119,7 +119,8 @@ def obstacle(facts: Installation) -> Obstacle | None:
             f"need a torch built for CUDA {' or '.join(map(str, CUPY_PACKAGES))}."
         )
     install = f"pip install {package}"
-    reinstall = (*_uninstall(facts.cupy_packages), install)
+    uninstall = f"pip uninstall -y {' '.join(facts.cupy_packages)}"
+    reinstall = (uninstall, install) if facts.cupy_packages else (install,)
     if len(facts.cupy_packages) > 1:
         names = " and ".join(facts.cupy_packages)
         return Obstacle(f"{names} are installed together and overwrite each other.", reinstall)
@@ -170,10 +171,6 @@ def disable_kernels(failure: Obstacle) -> None:
 def _cupy_packages() -> tuple[str, ...]:
     names = {str(package.metadata["Name"]) for package in importlib.metadata.distributions()}
     return tuple(sorted(n for n in names if re.fullmatch(r"cupy(-cuda\w+|-rocm[\w-]+)?", n)))
-
-
-def _uninstall(packages: tuple[str, ...]) -> tuple[str, ...]:
-    return (f"pip uninstall -y {' '.join(packages)}",) if packages else ()
 
 
 # -- compiling ----------------------------------------------------------------
@@ -294,10 +291,10 @@ def _compiled(name: str | Path, expressions: tuple[str, ...], device: int) -> An
 
     capability = torch.cuda.get_device_capability(device)
     headers = headers_in(" ".join(expressions))
-    own = (*headers, name) if isinstance(name, Path) else headers
+    user_files = (*headers, name) if isinstance(name, Path) else headers
     module = cupy.RawModule(
         code=source_text(KERNELS, name, headers),
-        options=(*compile_options(KERNELS, capability), *own_options(own)),
+        options=(*compile_options(KERNELS, capability), *own_options(user_files)),
         backend="nvrtc",
         name_expressions=expressions or None,
     )
@@ -307,7 +304,7 @@ def _compiled(name: str | Path, expressions: tuple[str, ...], device: int) -> An
         # A compiler error, no compiler, a compiler that does not know the chip, or a full disk.
         of_stages = f" with {', '.join(map(str, headers))}" if headers else ""
         failure = f"{shown(name)}{of_stages} does not compile for {arch_name(capability)}"
-        if own and isinstance(error, cupy.cuda.compiler.CompileException):
+        if user_files and isinstance(error, cupy.cuda.compiler.CompileException):
             raise StateError(f"{failure}:\n{error}") from error
         disable_kernels(_compile_obstacle(failure, error))
         raise KernelUnavailable(f"{failure}:\n{error}") from error

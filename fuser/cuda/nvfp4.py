@@ -23,7 +23,6 @@ from fuser.cuda.checks import (
     check_copy,
     check_element,
     check_matrix,
-    check_tiles,
     is_aligned,
 )
 from fuser.cuda.launch import TILE, Kernel
@@ -62,13 +61,13 @@ def hadamard_amax(
     ``out`` is fp32 ``[2]``, zeroed by the caller. ``tiles``, int32 ``[M / 128, 4]``, are those of
     groups whose padded rows ``x`` produces; ``out`` is then ``[G, 2]``.
     """
-    what = "NVFP4 hadamard_amax"
-    producer = as_producer(what, x)
+    launcher = "NVFP4 hadamard_amax"
+    producer = as_producer(launcher, x)
     producer = producer.alone or producer
     m, k = producer.rows, producer.columns
     check_multiple("NVFP4", m, k, NVFP4_BLOCK)
-    check_tiles(what, tiles, m)
-    check_buffer(what, "out", out, torch.float32, (2,) if tiles is None else (len(out), 2))
+    check_buffer(launcher, "tiles", tiles, torch.int32, (m // TILE, 4))
+    check_buffer(launcher, "out", out, torch.float32, (2,) if tiles is None else (len(out), 2))
     fields = (out, signs_of(random_signs))
     if tiles is None:
         launch_store(_amax(producer.type, ""), producer, Struct(fields))
@@ -97,20 +96,20 @@ def quantize(
     rowwise and one for the columnwise copy (:func:`hadamard_amax`); with the ``tiles`` of groups it
     is ``[G, 1]`` or ``[G, 2]``. The options are as in the reference.
     """
-    what, layout = "NVFP4 quantize", format_.layout
-    producer = as_producer(what, x)
+    launcher, layout = "NVFP4 quantize", format_.layout
+    producer = as_producer(launcher, x)
     m, k = producer.rows, producer.columns
     check_multiple("NVFP4", m, k, NVFP4_BLOCK)
-    check_tiles(what, tiles, m)
-    is_any = check_buffers(what, layout if tiles is None else layout.of_groups, m, k, buffers)
+    check_buffer(launcher, "tiles", tiles, torch.int32, (m // TILE, 4))
+    is_any = check_buffers(launcher, layout if tiles is None else layout.of_groups, m, k, buffers)
     groups, amaxes = amax_value.shape[: amax_value.dim() - 1], amax_value.shape[-1]
     if amaxes not in (1, 2) or len(groups) != (tiles is not None):
         raise InputError(
-            f"{what} takes one or two amaxes; got the shape {tuple(amax_value.shape)}."
+            f"{launcher} takes one or two amaxes; got the shape {tuple(amax_value.shape)}."
         )
-    check_buffer(what, "amax_value", amax_value, torch.float32, (*groups, amaxes))
+    check_buffer(launcher, "amax_value", amax_value, torch.float32, (*groups, amaxes))
     if offset < 0:
-        raise InputError(f"{what} got offset {offset} into its random words.")
+        raise InputError(f"{launcher} got offset {offset} into its random words.")
     if not is_any:
         return
     row, row_scale, row_amax = map(buffers.get, layout.rowwise)
@@ -140,19 +139,19 @@ def dequantize(
     transposed back; does not invert a Hadamard transform. ``amax`` is fp32 ``[1]``, or of each 128
     rows of groups, ``[M / 128]``.
     """
-    what = "NVFP4 dequantize"
-    rows, bytes_of_row = check_matrix(what, data)
+    launcher = "NVFP4 dequantize"
+    rows, bytes_of_row = check_matrix(launcher, data)
     columns = 2 * bytes_of_row
     check_multiple("NVFP4", rows, columns, NVFP4_BLOCK)
     scales = (scale, torch.uint8, nvfp4_scale_shape(rows, columns, False))
-    check_copy(what, "data", data, (rows, bytes_of_row), "scale", *scales)
+    check_copy(launcher, "data", data, (rows, bytes_of_row), "scale", *scales)
     m, k = (columns, rows) if columnwise else (rows, columns)
     is_grouped = len(amax) != 1
-    check_buffer(what, "amax", amax, torch.float32, (m // TILE,) if is_grouped else (1,))
-    check_buffer(what, "out", out, out_dtype, (m, k))
+    check_buffer(launcher, "amax", amax, torch.float32, (m // TILE,) if is_grouped else (1,))
+    check_buffer(launcher, "out", out, out_dtype, (m, k))
     aligned = is_aligned(data, 4) and is_aligned(out, 16)
     producer = Struct((data, scale, amax, int32(columns)))
-    kernel = _dequantize(check_element(what, out), columnwise, aligned, is_grouped)
+    kernel = _dequantize(check_element(launcher, out), columnwise, aligned, is_grouped)
     launch_decoder(kernel, producer, out, rows, columns, columnwise)
 
 
@@ -185,8 +184,8 @@ def _dequantize(element: str, columnwise: bool, aligned: bool, is_grouped: bool)
 def stores(producer: str, aligned: bool) -> tuple[Kernel, ...]:
     """The kernels of a producer, of a matrix or of padded groups, with each store of NVFP4."""
     scope = "Grouped" if "GroupedProducer" in producer else ""
-    each = itertools.product(BOOLEANS, BOOLEANS)
-    quantizing = (_quantize(producer, scope, *flags, aligned) for flags in each)
+    pairs = itertools.product(BOOLEANS, BOOLEANS)
+    quantizing = (_quantize(producer, scope, *flags, aligned) for flags in pairs)
     return (_amax(producer, scope), *quantizing)
 
 

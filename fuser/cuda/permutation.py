@@ -240,7 +240,7 @@ def instantiations() -> tuple[Kernel, ...]:
     return (
         *(_kernel(name, index) for name in by_index for index in INDICES.values()),
         *(_kernel("permute", word, TOKENS) for word in WORDS.values()),
-        *(_kernel(name, *each) for name in by_flags for each in types),
+        *(_kernel(name, *arguments) for name in by_flags for arguments in types),
     )
 
 

@@ -345,7 +345,7 @@ def sum_kernel(dtype: torch.dtype, fan: int) -> Kernel:
 def instantiations() -> tuple[Kernel, ...]:
     """Every kernel of no chain; ``tests/pointwise_instantiations.py`` has some chains."""
     fans = [(dtype, 1) for dtype in ELEMENTS] + [(torch.float32, 4), (torch.float32, 8)]
-    return tuple(sum_kernel(*each) for each in fans)
+    return tuple(sum_kernel(*fan) for fan in fans)
 
 
 # -- launches -----------------------------------------------------------------

@@ -48,11 +48,11 @@ def amaxes(
     Reads ``b`` bytes an element of ``x [M, K]``, or of a producer of such values. ``row_amax`` and
     ``col_amax`` are fp32 ``[M]`` and ``[K]``, zeroed by the caller.
     """
-    what = "row-wise amaxes"
-    producer = as_producer(what, x)
+    launcher = "row-wise amaxes"
+    producer = as_producer(launcher, x)
     producer = producer.alone or producer
-    check_buffer(what, "row_amax", row_amax, torch.float32, (producer.rows,))
-    check_buffer(what, "col_amax", col_amax, torch.float32, (producer.columns,))
+    check_buffer(launcher, "row_amax", row_amax, torch.float32, (producer.rows,))
+    check_buffer(launcher, "col_amax", col_amax, torch.float32, (producer.columns,))
     if row_amax is None and col_amax is None:
         return
     launch_store(_amaxes(producer.type), producer, Struct((row_amax, col_amax)))
@@ -74,15 +74,15 @@ def quantize(
     producer of such values. A rowwise copy needs ``row_amax``, fp32 ``[M]``, and a columnwise one
     ``col_amax``, ``[K]``; ``pow2`` and ``eps`` are as in the reference.
     """
-    what, layout = "row-wise FP8 quantize", format_.layout
-    producer, to = as_producer(what, x), check_float8(what, format_.element)
+    launcher, layout = "row-wise FP8 quantize", format_.layout
+    producer, to = as_producer(launcher, x), check_float8(launcher, format_.element)
     m, k = producer.rows, producer.columns
-    is_any = check_buffers(what, layout, m, k, buffers)
+    is_any = check_buffers(launcher, layout, m, k, buffers)
     row, row_scale, col, col_scale = map(buffers.get, (*layout.rowwise, *layout.columnwise))
     for name, copy, amax, size in (("row", row, row_amax, m), ("col", col, col_amax, k)):
-        check_buffer(what, f"{name}_amax", amax, torch.float32, (size,))
+        check_buffer(launcher, f"{name}_amax", amax, torch.float32, (size,))
         if copy is not None and amax is None:
-            raise InputError(f"{what} got a copy without {name}_amax.")
+            raise InputError(f"{launcher} got a copy without {name}_amax.")
     if not is_any:
         return
     fields = (row_amax, row, row_scale, col_amax, col, col_scale)
@@ -111,13 +111,13 @@ def dequantize(
 
     Reads a rowwise copy, or a columnwise copy, which is transposed back.
     """
-    what = "row-wise FP8 dequantize"
-    rows, columns = check_matrix(what, data)
-    check_buffer(what, "data", data, torch.uint8, (rows, columns))
-    check_buffer(what, "scale_inv", scale_inv, torch.float32, (rows,))
+    launcher = "row-wise FP8 dequantize"
+    rows, columns = check_matrix(launcher, data)
+    check_buffer(launcher, "data", data, torch.uint8, (rows, columns))
+    check_buffer(launcher, "scale_inv", scale_inv, torch.float32, (rows,))
     # Of each row there is one block, which its scale follows.
     producer = Struct((data, scale_inv, int32(columns), int32(0), int64(1), int64(0)))
-    decode_blocks("rowwise_scaling", what, producer, dtype, out_dtype, columnwise, out)
+    decode_blocks("rowwise_scaling", launcher, producer, dtype, out_dtype, columnwise, out)
 
 
 # -- kernels ------------------------------------------------------------------

@@ -45,12 +45,12 @@ ALIGNED = ((True, True), (True, False), (False, False))
 # -- producers ----------------------------------------------------------------
 
 
-def as_producer(what: str, x: torch.Tensor | Producer) -> Producer:
-    """The producer that loads a matrix for the launcher ``what``; a producer remains as it is."""
+def as_producer(launcher: str, x: torch.Tensor | Producer) -> Producer:
+    """The producer that loads a matrix, for a launcher; a producer is returned as it is."""
     if isinstance(x, Producer):
         return x
-    m, k = check_matrix(what, x)
-    element = check_element(what, x)
+    m, k = check_matrix(launcher, x)
+    element = check_element(launcher, x)
     # The threads of a tile read 16 bytes at a time, 8 elements each.
     aligned = (
         x.data_ptr() % 16 == 0
@@ -107,7 +107,7 @@ class _Tiled(NamedTuple):
             return False
         of_other = ceil_div(other_k, TILE)
         blocks = ceil_div(m, TILE) * of_other * (ceil_div(ceil_div(k, TILE), of_other) + 1)
-        arguments = [a for each in (self, other) for a in (each.producer.argument, each.store)]
+        arguments = [a for one in (self, other) for a in (one.producer.argument, one.store)]
         sizes = int64(m), int32(k), int32(other_k)
         pair = pair_of(self.kernel, other.kernel)
         pair(Launch((blocks,), (TILE_THREADS,)), *arguments, *sizes)
@@ -123,7 +123,7 @@ class _Tiled(NamedTuple):
 
 def pair_of(kernel: Kernel, other: Kernel) -> Kernel:
     """The kernel that does the work of two of :func:`store_kernel`, of one source."""
-    types = [each.symbol[len("fuser_tiled<") : -1] for each in (kernel, other)]
+    types = [one.symbol[len("fuser_tiled<") : -1] for one in (kernel, other)]
     return Kernel(kernel.module, f"fuser_tiled_pair<{', '.join(types)}>")
 
 
@@ -145,13 +145,8 @@ _waiting = _Waiting()
 def in_one_launch() -> Iterator[None]:
     """The first store that is launched inside waits for the second one, and joins its launch.
 
-    What the first writes is to be read after the context. If the two do not go together, each has
-    a launch of its own.
-
-    Raises
-    ------
-    NotInOneLaunch
-        If there is no kernel for the one that waited.
+    What the first writes is to be read after the context. If the two do not go together, each has a
+    launch of its own; NotInOneLaunch if there is no kernel for the one that waited.
     """
     outer, _waiting.is_on = _waiting.is_on, True
     launch.recording.is_joined = True
@@ -166,20 +161,20 @@ def in_one_launch() -> Iterator[None]:
 
 def launch_store(kernel: Kernel, producer: Producer, store: Struct) -> None:
     """Launch a producer with its store, a block for each tile."""
-    own = _Tiled(kernel, producer, store)
-    if _waiting.is_on and _waiting.first is None and own.is_joinable:
-        _waiting.first = own
+    tiled = _Tiled(kernel, producer, store)
+    if _waiting.is_on and _waiting.first is None and tiled.is_joinable:
+        _waiting.first = tiled
         return
     first, _waiting.first = _waiting.first, None
     if first is not None:
         try:
-            if own.run_with(first):
+            if tiled.run_with(first):
                 return
         except KernelUnavailable:
             first.run_late()
             raise
         first.run_late()
-    own.kernel(*own.arguments)
+    tiled.kernel(*tiled.arguments)
 
 
 def launch_decoder(
@@ -192,7 +187,7 @@ def launch_decoder(
 
 def decode_blocks(
     source: str,
-    what: str,
+    launcher: str,
     producer: Struct,
     dtype: DType,
     out_dtype: torch.dtype,
@@ -205,8 +200,10 @@ def decode_blocks(
     """
     data = producer.fields[0]
     rows, columns = data.shape
-    check_buffer(what, "out", out, out_dtype, (columns, rows) if columnwise else (rows, columns))
-    element, of = check_element(what, out), check_float8(what, dtype)
+    check_buffer(
+        launcher, "out", out, out_dtype, (columns, rows) if columnwise else (rows, columns)
+    )
+    element, of = check_element(launcher, out), check_float8(launcher, dtype)
     aligned = is_aligned(data, 8) and columns % 8 == 0 and is_aligned(out, 16)
     aligned = aligned and not (columnwise and rows % 8)
     kernel = block_decoder(source, element, of, aligned, columnwise)

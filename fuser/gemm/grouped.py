@@ -7,14 +7,13 @@ any result, and are zeros in results.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from fuser.cuda.launch import recording, values_on_host
+from fuser.cuda.launch import capability, recording, values_on_host
 from fuser.errors import InputError
 from fuser.formats import round_up
 from fuser.functional import grouped
@@ -72,10 +71,7 @@ class Groups(NamedTuple):
 def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch has a kernel for all groups in one launch; else each has its own product."""
     is_narrow = dtype in (torch.float16, torch.bfloat16)
-    return is_narrow and device.type == "cuda" and _capability(device)[0] in (9, 10)
-
-
-_capability = functools.cache(torch.cuda.get_device_capability)
+    return is_narrow and device.type == "cuda" and capability(device)[0] in (9, 10)
 
 
 def multiplies_quantized(device: torch.device, dtype: torch.dtype) -> bool:

@@ -31,12 +31,8 @@ def dropout_mask(seed: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.
     """
     index = torch.arange(math.prod(shape), device=seed.device)
     words = torch.stack(philox(index // 4, seed[1], seed[0]))
-    return (words.gather(0, (index % 4)[None])[0] >= dropout_threshold(p)).view(shape)
-
-
-def dropout_threshold(p: float) -> int:
-    """``p 2^32``, or the largest 32-bit number."""
-    return min(round(p * 2**32), WORD)
+    threshold = min(round(p * 2**32), WORD)
+    return (words.gather(0, (index % 4)[None])[0] >= threshold).view(shape)
 
 
 def philox(

@@ -77,7 +77,7 @@ def quantize(
     check_multiple("NVFP4", x.shape[0], x.shape[1], NVFP4_BLOCK)
     x = x.float()
     rows = NVFP4_BLOCK if two_dimensional else 1
-    given = None if amax_value is None else amax_value.reshape(-1)
+    reduced = None if amax_value is None else amax_value.reshape(-1)
     results: list[Wanted] = []
     for is_wanted, is_turned in ((rowwise, False), (columnwise, True)):
         if not is_wanted:
@@ -89,10 +89,10 @@ def quantize(
         if stochastic:
             stream = _COLUMNWISE_STREAM if is_turned else _ROWWISE_STREAM
             words = random_words(seed, offset, values.shape, stream, x.device)
-        if row_scaled and (given is None or not is_turned):
+        if row_scaled and (reduced is None or not is_turned):
             amax = amaxes_of_rows(values)
-        elif given is not None:
-            amax = (given if row_scaled else given[-is_turned:][:1]).clone()
+        elif reduced is not None:
+            amax = (reduced if row_scaled else reduced[-is_turned:][:1]).clone()
         results += _quantize_rows(values, rows, amax, words, four_over_six, e4m3_max)
     return tuple(results)  # type: ignore[return-value]
 
@@ -138,13 +138,15 @@ def quantize_groups(
             rows, start = slice(start, end), end
             if rows.start == end:
                 continue
-            values, own = x[rows], words
-            given = None if amaxes is None else amaxes[g, -is_turned:][:1]
+            values, words_of_rows = x[rows], words
+            amax_of_group = None if amaxes is None else amaxes[g, -is_turned:][:1]
             if is_turned:
                 values = hadamard_transform(values.t(), random_signs) if hadamard else values.t()
             if words is not None:
-                own = words[:, rows] if is_turned else words[rows]
-            codes, scales, largest = _quantize_rows(values.contiguous(), blocks, given, own)
+                words_of_rows = words[:, rows] if is_turned else words[rows]
+            codes, scales, largest = _quantize_rows(
+                values.contiguous(), blocks, amax_of_group, words_of_rows
+            )
             amax[rows.start // GROUP_TILE : end // GROUP_TILE] = largest
             if is_turned:
                 data[:, rows.start // 2 : end // 2] = codes

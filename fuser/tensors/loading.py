@@ -64,14 +64,14 @@ def _takes_chunk(
         return False
     first, of_rows = root._memory()[0], root._layout.rows
     pairs = [*_pairs(root, source)]
-    if all(torch.equal(own, brought) for name, own, brought in pairs if name not in of_rows):
+    if all(torch.equal(buffer, brought) for name, buffer, brought in pairs if name not in of_rows):
         return True
     written_by = _loads.get(first)
     if written_by is None or written_by() is not plan:
         is_whole = any(_is_whole(value, first) for value in state.values())
-        for name, own, _ in pairs if is_whole else ():
+        for name, buffer, _ in pairs if is_whole else ():
             if name in of_rows:
-                own.zero_()
+                buffer.zero_()
         return is_whole
     if root._sharding is not None and root._sharding.is_exact:
         raise StateError(
@@ -100,7 +100,7 @@ def _pairs(
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """The name of each buffer that both have, with those of the tensor and of the chunk."""
     brought = source.buffers()
-    for name, own in root.buffers().items():
+    for name, buffer in root.buffers().items():
         other = brought[name]
-        if own is not None and other is not None:
-            yield name, own, other.to(own.device)
+        if buffer is not None and other is not None:
+            yield name, buffer, other.to(buffer.device)

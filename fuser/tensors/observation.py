@@ -94,11 +94,11 @@ def note_run(ops: Sequence[Any], steps: Steps, *, has_recipe: bool) -> None:
             step.ran(id(op.__dict__), has_recipe=has_recipe)
 
 
-def keep_source(made: QuantizedTensor, source: torch.Tensor | LazyTensor) -> None:
-    """Leave with ``made`` what it was quantized from; a lazy tensor is computed once more."""
+def keep_source(tensor: QuantizedTensor, source: torch.Tensor | LazyTensor) -> None:
+    """Leave with ``tensor`` what it was quantized from; a lazy tensor is computed once more."""
     if isinstance(source, LazyTensor):
         source = source.apart().tensor().view(source.shape)
-    made._observation = Observation(source.detach())
+    tensor._observation = Observation(source.detach())
 
 
 def note_operands(
@@ -130,5 +130,5 @@ def _quantized_in(operand: Any, only_new: bool) -> Iterator[QuantizedTensor]:
         if is_new or not only_new:
             yield operand
     elif isinstance(operand, (list, tuple)):
-        for each in operand:
-            yield from _quantized_in(each, only_new)
+        for item in operand:
+            yield from _quantized_in(item, only_new)

@@ -143,9 +143,9 @@ def shards_of_values(
         rows = made()
     else:
         which = tuple([None if joint is None else joints.index(joint) for joint in joints])
-        what = (which, *[(quantizer, tuple(shape)) for _, quantizer, shape in parameters])
+        arguments = (which, *[(quantizer, tuple(shape)) for _, quantizer, shape in parameters])
         groups = () if group is None else (group,)
-        _, rows = PASSES.guest.repeated_launches(known, what, sources, made, groups)
+        _, rows = PASSES.guest.repeated_launches(known, arguments, sources, made, groups)
     shards = []
     for row, sharding, (own, quantizer, _) in zip(rows, shardings, parameters, strict=True):
         kind = quantizer.tensor_class
@@ -174,9 +174,9 @@ def gathered_by(parameters: Sequence[torch.Tensor]) -> list[Gathered]:
         return []
     for parameter in parameters:
         if parameter not in _gatherers:
-            found = _find_gatherer(parameter)
-            if found is not None:  # torch swaps no parameter that has a weak reference
-                _gatherers[parameter] = found
+            gatherer = _find_gatherer(parameter)
+            if gatherer is not None:  # torch swaps no parameter that has a weak reference
+                _gatherers[parameter] = gatherer
     return [Gathered(*(one() for one in _gatherers[p])) for p in parameters if p in _gatherers]
 
 
@@ -198,8 +198,8 @@ class GatheredMemory:
 
     def is_of(self, gathered: Sequence[Gathered]) -> bool:
         """Whether it is that of these."""
-        own, others = ([one.param for one in each] for each in (self._gathered, gathered))
-        return len(own) == len(others) and all(map(operator.is_, own, others))
+        params, others = ([one.param for one in members] for members in (self._gathered, gathered))
+        return len(params) == len(others) and all(map(operator.is_, params, others))
 
     def is_freed_after_forward(self) -> bool:
         """Whether it is freed before the next forward or backward."""
@@ -275,19 +275,19 @@ def initialise_shard(
 
 def _new_sharding(tensor: QuantizedTensor, param: Any) -> Sharding:
     """The sharding of ``tensor``, which ``param``, an ``FSDPParam``, divides into shards."""
-    what = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    description = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
     if (dim := param.fsdp_placement.dim) != 0:
         raise InputError(
-            f"fully_shard was asked to shard {what} along dimension {dim}; a quantized parameter "
-            "is sharded along dimension 0."
+            f"fully_shard was asked to shard {description} along dimension {dim}; a quantized "
+            "parameter is sharded along dimension 0."
         )
     other = param.post_forward_mesh_info
     if other is not None and other != param.mesh_info:
         raise InputError(
-            f"fully_shard was asked to reshard {what} to {other.shard_mesh_size} ranks after "
-            "forward; for a quantized parameter reshard_after_forward is True or False."
+            f"fully_shard was asked to reshard {description} to {other.shard_mesh_size} ranks "
+            "after forward; for a quantized parameter reshard_after_forward is True or False."
         )
-    check_is_of_one_format(tensor._quantizer, what)
+    check_is_of_one_format(tensor._quantizer, description)
     group = getattr(param.mesh_info, "shard_process_group", None)
     size = ceil_div(tensor.shape[0], size_of(group))
     start = min(size * (0 if group is None else group.rank()), tensor.shape[0])
@@ -299,12 +299,12 @@ def _new_sharding(tensor: QuantizedTensor, param: Any) -> Sharding:
     return Sharding(group, rows, is_exact(tensor, tensor._usage(), size_of(group)), values)
 
 
-def check_is_of_one_format(quantizer: Any, what: str) -> None:
+def check_is_of_one_format(quantizer: Any, description: str) -> None:
     """Refuse to shard a parameter whose two copies are in two formats."""
     if quantizer.format.parts is not None:
         raise InputError(
-            f"{what} has its copies in two formats, {quantizer.format}, and is not sharded: make "
-            "its module outside of quantized_model_init, and weights are sharded unquantized."
+            f"{description} has its copies in two formats, {quantizer.format}, and is not sharded: "
+            "make its module outside of quantized_model_init, and weights are sharded unquantized."
         )
 
 

@@ -20,10 +20,10 @@ def quantize_all(
     ``writes`` are targets, which share no memory, and their values. ``noop_flag`` is that of
     :meth:`QuantizedTensor.quantize_`. StateError if a target is read-only; nothing is written then.
     """
-    given = [target for target, _ in writes]
+    targets = [target for target, _ in writes]
     writes = [_alone(target, values) for target, values in writes]
     for seen, (target, _), fresh in zip(
-        given, writes, quantized_parts([_part(*write) for write in writes]), strict=True
+        targets, writes, quantized_parts([_part(*write) for write in writes]), strict=True
     ):
         target._write(fresh if noop_flag is None else _unless(noop_flag, target, fresh))
         if seen is not target:
@@ -40,11 +40,11 @@ def write_updated(target: QuantizedTensor, values: torch.Tensor | LazyTensor) ->
     if not (isinstance(values, LazyTensor) and _takes_lazy(target, quantizer)):
         quantize_all([(target, materialize(values))])
         return
-    own = target.buffers()
-    if _are_for_kernels(own, target, quantizer):
-        values.buffers = own
+    buffers = target.buffers()
+    if _are_for_kernels(buffers, target, quantizer):
+        values.buffers = buffers
     fresh = quantizer.buffers_of(values)
-    if all(fresh[name] is buffer for name, buffer in own.items()):
+    if all(fresh[name] is buffer for name, buffer in buffers.items()):
         target._was_written()
     else:  # torch has quantized them, or their blocks were padded
         target._write(quantizer._made(fresh, values))
