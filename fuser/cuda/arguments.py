@@ -96,13 +96,7 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     address = tensor.data_ptr()
     if not address and tensor.numel():
         return None
-    return (
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.get_device(),
-        address & 15,
-    )
+    return (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), address & 15)
 
 
 def end_of(tensor: torch.Tensor) -> int:

@@ -192,12 +192,7 @@ def instantiations() -> tuple[Kernel, ...]:
 
 @functools.cache
 def _forward_kernel(
-    norm: str,
-    x: torch.dtype,
-    y: torch.dtype,
-    in_registers: bool,
-    writes: bool,
-    extra: torch.dtype,
+    norm: str, x: torch.dtype, y: torch.dtype, in_registers: bool, writes: bool, extra: torch.dtype
 ) -> Kernel:
     flags = f"{boolean(in_registers)}, {boolean(writes)}"
     added = "" if extra is x else f", {ELEMENTS[extra]}"

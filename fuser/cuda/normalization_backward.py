@@ -300,12 +300,7 @@ def instantiations() -> tuple[Kernel, ...]:
 
 @functools.cache
 def _backward_kernel(
-    norm: str,
-    x: torch.dtype,
-    dy: torch.dtype,
-    vectors: int | None,
-    threads: int,
-    with_output: bool,
+    norm: str, x: torch.dtype, dy: torch.dtype, vectors: int | None, threads: int, with_output: bool
 ) -> Kernel:
     types = norm_types(norm, x, dy)
     if vectors is None:

@@ -58,10 +58,7 @@ def linear_add(
 
 
 def dgrad(
-    dy: torch.Tensor,
-    weight: torch.Tensor,
-    scale: float = 1.0,
-    addend: torch.Tensor | None = None,
+    dy: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, addend: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``scale * dy @ weight (+ addend)``: the gradient of x, ``[..., K]``.
 

@@ -19,12 +19,7 @@ from fuser.functional.grouped import PaddedGroups, padded_rows, unpad, zero_tail
 from fuser.functional.lazy import materialize
 from fuser.gemm.grouped import Groups, multiply_at_once, wgrad
 from fuser.gemm.matmul import column_values
-from fuser.tensors import (
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    QuantizedTensor,
-    Quantizer,
-)
+from fuser.tensors import Float8CurrentScalingQuantizer, Float8Quantizer, QuantizedTensor, Quantizer
 
 
 def sums_of(a: NumberFormat, b: NumberFormat, is_split: bool) -> Sums | None:

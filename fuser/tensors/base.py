@@ -479,10 +479,7 @@ class QuantizedTensor(WrapperTensor):
         return math.prod(self.shape[:-1]), self.shape[-1]
 
     def _like(
-        self,
-        change: Callable[[torch.Tensor], torch.Tensor],
-        *,
-        dtype: torch.dtype | None = None,
+        self, change: Callable[[torch.Tensor], torch.Tensor], *, dtype: torch.dtype | None = None
     ) -> QuantizedTensor:
         """A new tensor, not a view, with ``change(buffer)`` for each buffer of this one."""
         source = self._present().compact()
@@ -497,10 +494,7 @@ class QuantizedTensor(WrapperTensor):
         return self._with(self.buffers(), self.shape, self._view_of)
 
     def _with(
-        self,
-        buffers: dict[str, torch.Tensor | None],
-        shape: Sequence[int],
-        view: RowsOf | None,
+        self, buffers: dict[str, torch.Tensor | None], shape: Sequence[int], view: RowsOf | None
     ) -> QuantizedTensor:
         """A tensor that shares memory with this one."""
         shares = type(self)(buffers, shape, self.dtype, self.device, self._quantizer, view_of=view)

@@ -25,13 +25,7 @@ import torch
 from fuser.errors import StateError
 from fuser.recipe import Recipe
 from fuser.tensors.base import USAGES, QuantizedTensor, fitted
-from fuser.tensors.sharding import (
-    Gathered,
-    Sharding,
-    check_is_of_one_format,
-    is_exact,
-    size_of,
-)
+from fuser.tensors.sharding import Gathered, Sharding, check_is_of_one_format, is_exact, size_of
 from fuser.torch_private import (
     forwards_without_backward,
     fsdp_callers,

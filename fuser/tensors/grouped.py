@@ -103,10 +103,7 @@ class GroupedTensor:
 
     @classmethod
     def quantize(
-        cls,
-        x: torch.Tensor,
-        split_sizes: torch.Tensor,
-        quantizer: Quantizer | Sequence[Quantizer],
+        cls, x: torch.Tensor, split_sizes: torch.Tensor, quantizer: Quantizer | Sequence[Quantizer]
     ) -> GroupedTensor:
         """Quantize the groups of consecutive rows of ``x``.
 

@@ -10,13 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from fuser.errors import InputError, InputTypeError
-from fuser.formats import (
-    HYBRID,
-    NumberFormat,
-    hybrid_format,
-    names_of_copy,
-    padded_shape,
-)
+from fuser.formats import HYBRID, NumberFormat, hybrid_format, names_of_copy, padded_shape
 from fuser.functional.lazy import materialize
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.quantizer import Quantizer, whole_blocks

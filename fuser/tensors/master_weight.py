@@ -70,20 +70,13 @@ class MasterWeight(torch.Tensor):
     """A weight of plain values, which behaves as them, and is gathered quantized.
 
     A forward and its backward get a :class:`QuantizedTensor`, with the bytes of ``quantizer`` for
-    the values of all ranks, in the dtype of the mixed precision policy. A shard is quantized
-    before each forward; the backward gathers the same bytes. Results of operations are plain
-    tensors, except views, copies and empty tensors like it. It is pickled as a plain tensor.
+    the values of all ranks, in the dtype of the mixed precision policy. A shard is quantized before
+    each forward; the backward gathers the same bytes. Results of operations are plain tensors,
+    except views, copies and empty tensors like it. It is pickled as a plain tensor.
 
-    Parameters
-    ----------
-    values
-        fp32, fp16 or bf16 ``[M, K]``, shared.
-    recipe
-        The recipe of ``gather_quantized``, under which ops read the gathered weight.
-    quantizer
-        How the gathered weight is quantized, with the usages that it has.
-    joint
-        The weights with which it is read as one; None if it is read alone.
+    ``values``, fp32, fp16 or bf16 ``[M, K]``, are shared. ``recipe`` is that of
+    ``gather_quantized``, under which ops read the gathered weight, and ``joint`` has the weights
+    with which it is read as one; None if it is read alone.
     """
 
     _plain: torch.Tensor

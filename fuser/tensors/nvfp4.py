@@ -14,13 +14,7 @@ from fuser.cuda import nvfp4 as kernels
 from fuser.errors import InputError
 from fuser.formats import NVFP4, NVFP4_BLOCK, NVFP4_ROWS, DType, NumberFormat
 from fuser.functional.amax import amax, raise_amax
-from fuser.functional.lazy import (
-    LazyTensor,
-    kernel_or_torch,
-    matrix_of,
-    rows_of,
-    source_of,
-)
+from fuser.functional.lazy import LazyTensor, kernel_or_torch, matrix_of, rows_of, source_of
 from fuser.functional.random_seeds import rounding_seed
 from fuser.recipe import FourOverSixError, NVFP4BlockScaling, role_params
 from fuser.reference import nvfp4 as reference
