@@ -111,7 +111,7 @@ def _handle(device: int) -> ctypes.c_void_p:
     """The handle of a device; threads may share it."""
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        _check(_library().cublasLtCreate(ctypes.byref(handle)), "cublasLtCreate")
+        _call("cublasLtCreate", ctypes.byref(handle))
     return handle
 
 
@@ -310,10 +310,7 @@ class _Product:
         self.handle = _handle(self.index)
         self.matmul, self.set = lt.cublasLtMatmul, lt.cublasLtMatmulDescSetAttribute
         self.description = ctypes.c_void_p()
-        _check(
-            lt.cublasLtMatmulDescCreate(ctypes.byref(self.description), _COMPUTE_32F, 0),
-            "cublasLtMatmulDescCreate",
-        )
+        _call("cublasLtMatmulDescCreate", ctypes.byref(self.description), _COMPUTE_32F, 0)
         # Not at the end of the process, when neither torch nor the library need be there.
         weakref.finalize(self, _destroy, lt, self.description, self.layouts).atexit = False
         self._describe(_TRANSA, ctypes.c_int32(b.stride(1) != 1))
@@ -348,10 +345,7 @@ class _Product:
     def _choose(self) -> bool:
         """Ask for the algorithm that is estimated to be the fastest; whether there is one."""
         lt, preference, count = _library(), ctypes.c_void_p(), ctypes.c_int()
-        _check(
-            lt.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)),
-            "cublasLtMatmulPreferenceCreate",
-        )
+        _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         preferences = [
             (_WORKSPACE, ctypes.c_uint64(_WORKSPACE_BYTES)),
             (_REDUCTION, ctypes.c_uint32(_REDUCTION_IN_32F)),
@@ -434,12 +428,8 @@ def _layout(matrix: torch.Tensor) -> ctypes.c_void_p:
     else:
         stride = matrix.stride(1)
     layout = ctypes.c_void_p()
-    _check(
-        _library().cublasLtMatrixLayoutCreate(
-            ctypes.addressof(layout), _TYPES[matrix.dtype], rows, columns, max(stride, rows)
-        ),
-        "cublasLtMatrixLayoutCreate",
-    )
+    sizes = (rows, columns, max(stride, rows))
+    _call("cublasLtMatrixLayoutCreate", ctypes.addressof(layout), _TYPES[matrix.dtype], *sizes)
     return layout
 
 
@@ -447,6 +437,11 @@ def _library() -> ctypes.CDLL:
     library = _loaded()
     assert library is not None
     return library
+
+
+def _call(name: str, *args: Any) -> None:
+    """Call a function of the library."""
+    _check(getattr(_library(), name)(*args), name)
 
 
 def _check(status: int, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -36,11 +37,14 @@ def dropout_mask(seed: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.
 
 
 def philox(
-    low: torch.Tensor, high: torch.Tensor, key: torch.Tensor, rounds: int = PHILOX_ROUNDS
+    low: torch.Tensor,
+    high: torch.Tensor | int,
+    key: torch.Tensor | int,
+    rounds: int = PHILOX_ROUNDS,
 ) -> tuple[torch.Tensor, ...]:
     """Four random 32-bit words for each 128-bit counter (Salmon et al., 2011), as int64."""
-    c = [low & WORD, low >> 32 & WORD, high & WORD, high >> 32 & WORD]
-    k = [key & WORD, key >> 32 & WORD]
+    c: list[Any] = [low & WORD, low >> 32 & WORD, high & WORD, high >> 32 & WORD]
+    k: list[Any] = [key & WORD, key >> 32 & WORD]
     for _ in range(rounds):
         # int64 products wrap around, and keep all 64 bits.
         p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]

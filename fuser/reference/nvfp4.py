@@ -27,6 +27,7 @@ from fuser.formats import (
     check_multiple,
     nvfp4_scale_shape,
 )
+from fuser.reference.dropout import philox
 
 Wanted = torch.Tensor | None  # None if not requested
 
@@ -254,18 +255,9 @@ def random_words(
     """
     n = shape.numel()
     first, skip = divmod(offset, 4)
-    low = 0xFFFFFFFF
     block = torch.arange(first, first + (skip + n + 3) // 4, dtype=torch.int64, device=device)
-    c0, c1, c2, c3 = block & low, block >> 32, torch.full_like(block, stream), block.new_zeros(1)
-    key0, key1 = seed & low, seed >> 32 & low
-    for _ in range(10):
-        # Products wrap modulo 2^64, and a masked shift reads the upper half whatever the sign.
-        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0 = (product1 >> 32).bitwise_and_(low).bitwise_xor_(c1).bitwise_xor_(key0)
-        c2 = (product0 >> 32).bitwise_and_(low).bitwise_xor_(c3).bitwise_xor_(key1)
-        c1, c3 = product1.bitwise_and_(low), product0.bitwise_and_(low)
-        key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
-    return torch.stack((c0, c1, c2, c3), -1).flatten()[skip : skip + n].view(shape)
+    words = torch.stack(philox(block, stream, seed, rounds=10), -1)
+    return words.flatten()[skip : skip + n].view(shape)
 
 
 def amaxes_of_rows(x: torch.Tensor) -> torch.Tensor:

@@ -315,10 +315,7 @@ class QuantizedTensor(WrapperTensor):
     def operand(self, usage: str) -> Operand:
         """The ``"rowwise"`` or ``"columnwise"`` copy as a GEMM reads it, contracted dimension last.
 
-        Raises
-        ------
-        StateError
-            If the tensor does not have that copy and cannot make it from the other.
+        It is made from the other copy if need be; StateError if it cannot be.
         """
         source = self if self._gathering is None else self._present(usage)
         source = source if self._view_of is None else source.compact()

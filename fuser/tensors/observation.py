@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,29 +31,8 @@ class Observation:
         self.measured: dict[str, torch.Tensor] = {}
 
 
-class Step(Protocol):
-    """An inspected call of a model, with its backward."""
-
-    def ran(self, op: int, *, has_recipe: bool) -> None:
-        """The forward of an op runs; ``op`` is the id of its attributes."""
-
-    def saw(
-        self,
-        op: int,
-        role: str,
-        tensors: Sequence[QuantizedTensor],
-        groups: object | None,
-        *,
-        is_repeated: bool,
-    ) -> None:
-        """An op reads quantized tensors, one or one for each group, in a role such as "input".
-
-        ``groups`` are the padded groups of their rows, as the op gave them.
-        """
-
-
-Steps = Mapping[int, Step]
-"""By the id of an op's attributes, the step that inspects its calls."""
+Steps = Mapping[int, Any]
+"""By the id of an op's attributes, the step of ``fuser.inspect`` that inspects its calls."""
 
 
 class _Observing(threading.local):

@@ -37,7 +37,9 @@ def write_updated(target: QuantizedTensor, values: torch.Tensor | LazyTensor) ->
     They are not computed if the tensor is read-only.
     """
     quantizer = target._usage()
-    if not (isinstance(values, LazyTensor) and _takes_lazy(target, quantizer)):
+    is_whole = target._sharding is None and target._gathering is None
+    takes_lazy = is_whole and quantizer.accepts_lazy
+    if not (isinstance(values, LazyTensor) and target._can_be_written_alone() and takes_lazy):
         quantize_all([(target, materialize(values))])
         return
     buffers = target.buffers()
@@ -48,11 +50,6 @@ def write_updated(target: QuantizedTensor, values: torch.Tensor | LazyTensor) ->
         target._was_written()
     else:  # torch has quantized them, or their blocks were padded
         target._write(quantizer._made(fresh, values))
-
-
-def _takes_lazy(target: QuantizedTensor, quantizer: Quantizer) -> bool:
-    is_whole = target._sharding is None and target._gathering is None
-    return target._can_be_written_alone() and is_whole and quantizer.accepts_lazy
 
 
 def _are_for_kernels(
