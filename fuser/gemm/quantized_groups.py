@@ -116,47 +116,31 @@ def _by_weight(
     is_padded: bool,
 ) -> torch.Tensor:
     """The product of the rows of ``a`` and one copy of the weight, by the kernel or by torch."""
-    product = _by_kernel(a, weight, usage, groups, columns, dtype, is_split, is_padded)
-    if product is not None:
-        return product
+    sums = sums_of(a.format, weight.format, is_split)
+    if sums is not None and kernel.serves((a.shape[-1], columns), dtype, a.device):
+        rows = groups.padded_rows if is_padded else groups.rows
+        out = torch.empty(rows, columns, dtype=dtype, device=a.device)
+        try:
+            out = kernel.multiply_rows(
+                _operand(a, "rowwise"),
+                _operand(weight, usage),
+                groups.padded_ends,
+                groups.tiles,
+                sums,
+                out=out,
+                is_padded=is_padded,
+                b_groups="rows" if usage == "rowwise" else "depth",
+            )
+        except KernelUnavailable:
+            pass
+        else:
+            return out if is_padded else zero_tail(groups.ends, out)
     matrices = _values(weight, usage, dtype).view(len(groups.ends), -1, weight.shape[-1])
     if usage == "rowwise":
         matrices = matrices[:, :columns].transpose(1, 2)
     else:
         matrices = matrices[:, : a.shape[-1]]
     return _product(_values(a, "rowwise", dtype), matrices, groups, is_padded)
-
-
-def _by_kernel(
-    a: QuantizedTensor,
-    weight: QuantizedTensor,
-    usage: str,
-    groups: PaddedGroups,
-    columns: int,
-    dtype: torch.dtype,
-    is_split: bool,
-    is_padded: bool,
-) -> torch.Tensor | None:
-    """The product of the rows of ``a`` and one copy of the weight; None if there is no kernel."""
-    sums = sums_of(a.format, weight.format, is_split)
-    if sums is None or not kernel.serves((a.shape[-1], columns), dtype, a.device):
-        return None
-    rows = groups.padded_rows if is_padded else groups.rows
-    out = torch.empty(rows, columns, dtype=dtype, device=a.device)
-    try:
-        out = kernel.multiply_rows(
-            _operand(a, "rowwise"),
-            _operand(weight, usage),
-            groups.padded_ends,
-            groups.tiles,
-            sums,
-            out=out,
-            is_padded=is_padded,
-            b_groups="rows" if usage == "rowwise" else "depth",
-        )
-    except KernelUnavailable:
-        return None
-    return out if is_padded else zero_tail(groups.ends, out)
 
 
 def _operand(tensor: QuantizedTensor, usage: str) -> kernel.Operand:
