@@ -20,7 +20,7 @@ MOST_KNOWN = 4
 
 def constant_launches(
     cache: Cache,
-    arguments: Hashable,
+    what: Hashable,
     tensors: Sequence[torch.Tensor],
     function: Callable[[], Any],
     inputs: Sequence[torch.Tensor] = (),
@@ -29,7 +29,7 @@ def constant_launches(
     """Call ``function``, which launches kernels over tensors that are the same at most calls.
 
     Its launches are recorded at the second call with the same tensors, known by their identity, and
-    repeated from the third on. ``cache`` holds the tensors. ``arguments`` is everything that
+    repeated from the third on. ``cache`` holds the tensors. ``what`` is everything that
     ``function`` depends on besides them, with the layouts of ``inputs``. ``inputs``, tensors, and
     ``objects``, process groups, may be others at each call.
 
@@ -38,7 +38,7 @@ def constant_launches(
     """
     if launch.recording.listener is not None:
         return False, function()
-    key = (id(launch.backend), arguments, *map(id, tensors))
+    key = (id(launch.backend), what, *map(id, tensors))
     sequence = cache.get(key)
     if sequence is not None and sequence.is_complete:
         return True, sequence.play((*inputs, *objects))
@@ -58,7 +58,7 @@ def constant_launches(
 
 def repeated_launches(
     cache: Cache,
-    arguments: Hashable,
+    what: Hashable,
     tensors: Sequence[torch.Tensor],
     function: Callable[[], Any],
     objects: Sequence[Any] = (),
@@ -71,4 +71,4 @@ def repeated_launches(
     is_one_twice = len(set(map(id, tensors))) < len(tensors)  # by which place is it read?
     if is_one_twice or None in layouts:
         return False, function()
-    return constant_launches(cache, (arguments, layouts), (), function, tensors, objects)
+    return constant_launches(cache, (what, layouts), (), function, tensors, objects)

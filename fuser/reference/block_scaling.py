@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fuser.formats import FP8_BLOCK, DType, ceil_div, fp8_block_scale_shape
-from fuser.reference.fp8 import decode, encode, padded, scale_from_amax, transpose
-
-FLOAT32_MAX = torch.finfo(torch.float32).max
+from fuser.reference.fp8 import FLOAT32_MAX, decode, encode, padded, scale_from_amax, transpose
 
 
 def quantize(

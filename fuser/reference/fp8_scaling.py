@@ -14,9 +14,7 @@ import torch
 
 from fuser.errors import InputError
 from fuser.formats import GROUP_TILE, DType
-from fuser.reference.fp8 import decode, encode, scale_from_amax, transpose
-
-FLOAT32_MAX = torch.finfo(torch.float32).max
+from fuser.reference.fp8 import FLOAT32_MAX, decode, encode, scale_from_amax, transpose
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +46,7 @@ def quantize_current(
     row, col, scale_inv: data ``[M, K]`` and ``[K, M]`` (None if not requested), and fp32 ``[1]``.
     """
     largest = amax(x) if amax_value is None else amax_value.reshape(1)
-    scale = scale_from_amax(largest, dtype.max, pow2, eps, FLOAT32_MAX)
+    scale = scale_from_amax(largest, dtype.max, pow2, eps)
     row, col = _cast_both(x, scale, dtype, rowwise, columnwise)
     return row, col, scale.reciprocal()
 

@@ -13,8 +13,6 @@ import torch
 from fuser.formats import DType
 from fuser.reference.fp8 import decode, encode, scale_from_amax, transpose
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
-
 
 def quantize(
     x: torch.Tensor,
@@ -74,5 +72,5 @@ def _quantize_along(
         largest = x.abs().amax(dim, keepdim=True)
     else:
         largest = x.new_zeros((x.shape[0], 1) if dim == 1 else (1, x.shape[1]))
-    scale = scale_from_amax(largest, dtype.max, pow2, eps, FLOAT32_MAX)
+    scale = scale_from_amax(largest, dtype.max, pow2, eps)
     return encode(x * scale, dtype).contiguous(), scale.reciprocal().flatten()

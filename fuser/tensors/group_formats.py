@@ -134,7 +134,7 @@ class Float8GroupsQuantizer(_OfGroups, Quantizer):
             scale = self._scale()
             self._record(amaxes)
         else:
-            how = (alone.force_pow_2_scales, alone.amax_epsilon, reference.FLOAT32_MAX)
+            how = (alone.force_pow_2_scales, alone.amax_epsilon)
             scale = scale_from_amax(amaxes, self.fp8_dtype.max, *how)
         of_tiles = scale[groups.clamp(min=0).long()].masked_fill(groups < 0, 1)
         row = reference.cast(x, of_tiles.repeat_interleave(GROUP_TILE)[:, None], self.fp8_dtype)

@@ -131,9 +131,9 @@ def shards_of_values(
         )
         is_whole = is_exact(whole, quantizer, size_of(group))
         sharding = Sharding(group, values.shape[:-1].numel(), is_whole)
-        own = quantizer.with_usage(**_usage_of_shard(whole, quantizer, is_whole))
+        of_shard = quantizer.with_usage(**_usage_of_shard(whole, quantizer, is_whole))
         shardings.append(sharding)
-        writes.append(sharding.write(own, values)._replace(joint=joint))
+        writes.append(sharding.write(of_shard, values)._replace(joint=joint))
 
     def made() -> tuple[tuple[torch.Tensor | None, ...], ...]:
         return tuple([tuple(shard.buffers().values()) for shard in quantized_parts(writes)])
@@ -147,10 +147,10 @@ def shards_of_values(
         groups = () if group is None else (group,)
         _, rows = PASSES.guest.repeated_launches(known, arguments, sources, made, groups)
     shards = []
-    for row, sharding, (own, quantizer, _) in zip(rows, shardings, parameters, strict=True):
+    for row, sharding, (values, quantizer, _) in zip(rows, shardings, parameters, strict=True):
         kind = quantizer.tensor_class
         buffers = dict(zip(kind.buffer_names, row, strict=True))
-        shard = kind(buffers, tuple(own.shape), own.dtype, own.device, quantizer)
+        shard = kind(buffers, tuple(values.shape), values.dtype, values.device, quantizer)
         shard._sharding = sharding
         shards.append(shard)
     return shards
