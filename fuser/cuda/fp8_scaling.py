@@ -96,7 +96,8 @@ def quantize(
     launcher, layout, is_grouped = "FP8 quantize", format_.layout, tiles is not None
     to = check_float8(launcher, format_.element)
     m, k = check_matrix(launcher, x) if isinstance(x, torch.Tensor) else (x.rows, x.columns)
-    check_buffer(launcher, "tiles", tiles, torch.int32, (m // TILE, 4))
+    if is_grouped:
+        check_buffer(launcher, "tiles", tiles, torch.int32, (m // TILE, 4))
     is_any = check_buffers(launcher, layout.of_groups if is_grouped else layout, m, k, buffers)
     vectors = [vector for vector in (amax_value, scale, recorded) if vector is not None]
     groups = len(vectors[0]) if is_grouped and vectors else 1
