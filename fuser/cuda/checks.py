@@ -55,7 +55,8 @@ def check_matrix(launcher: str, x: torch.Tensor) -> tuple[int, int]:
     if k > 1 and m > 0 and x.stride(1) != 1:
         raise InputError(
             f"{launcher} takes rows that lie in memory element by element; got strides "
-            f"{x.stride()} of a matrix {[m, k]}. Copy it with .contiguous() first."
+            f"{x.stride()} "
+            "of a matrix {}. Copy it with .contiguous() first.".format([m, k])
         )
     return m, k
 
