@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -245,12 +246,7 @@ def block_decoders(source: str) -> tuple[Kernel, ...]:
 
 def decoder_types() -> Iterable[tuple[str, str, bool]]:
     """Every element, 8-bit type and alignment of a kernel that dequantizes."""
-    return (
-        (element, of, aligned)
-        for element in ELEMENTS.values()
-        for of in FLOAT8.values()
-        for aligned in (False, True)
-    )
+    return itertools.product(ELEMENTS.values(), FLOAT8.values(), (False, True))
 
 
 def quantizing_kernels(
