@@ -58,28 +58,15 @@ class Forward(NamedTuple):
     An RMSNorm has ``gamma``, a LayerNorm also ``beta`` and a mean, an L2 normalization no
     parameters.
 
-    Parameters
-    ----------
-    x
-        Read; [rows, columns], fp32, fp16 or bf16. Rows may be at any distance; the elements of a
-        row are adjacent.
-    extra
-        Read; like ``x``, or, if x is fp32, in the dtype of y, as under autocast. None adds nothing.
-    gamma
-        Read; [columns], contiguous, fp32, fp16 or bf16.
-    beta
-        Read; like ``gamma``, in its dtype.
-    y
-        Written; like ``x``, contiguous, in a dtype that kernels support for x
-        (:func:`~fuser.cuda.norm_common.takes`). None does not write it, see
-        :func:`norm_producer`.
-    z
-        Written, only together with ``extra``; like ``x``, contiguous. None does not write it.
-    mean, rstd
-        Written; fp32, one number a row. None does not write it.
-    amax
-        Read and written: one fp32, not negative, raised to ``max |y|``, also if y is None. NaN
-        counts as larger than infinity. None measures nothing.
+    Read: ``x [rows, columns]``, fp32, fp16 or bf16, whose rows may be at any distance; ``extra``
+    like it, or, if x is fp32, in the dtype of y, as under autocast; the parameters, ``[columns]``,
+    contiguous, both in one dtype, fp32, fp16 or bf16.
+
+    Written, contiguous: ``y``, like ``x``, in a dtype that kernels support for x
+    (:func:`~fuser.cuda.norm_common.takes`), None if :func:`norm_producer` computes it; ``z``, like
+    ``x``, only together with ``extra``; ``mean`` and ``rstd``, fp32, one number a row. ``amax``,
+    one fp32, not negative, is raised to ``max |y|``, also if y is None; NaN counts as larger than
+    infinity.
     """
 
     x: torch.Tensor

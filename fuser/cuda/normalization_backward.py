@@ -59,41 +59,21 @@ class Backward(NamedTuple):
 
     An RMSNorm has ``gamma``, a LayerNorm also ``mean``, an L2 normalization neither.
 
-    Parameters
-    ----------
-    dy
-        Read; [rows, columns], in the dtype of y. Rows may be at any distance; the elements of a row
-        are adjacent.
-    x
-        Read; the forward's x, or its z; rows as in ``dy``.
-    gamma
-        Read; as in the forward.
-    beta
-        Read with ``y``, of a LayerNorm; as in the forward.
-    mean, rstd
-        Read; as the forward wrote them.
-    d_extra
-        Read; like ``x``. None adds nothing.
-    dx
-        Written; like ``x``, contiguous. None does not write it, see
-        :func:`norm_backward_producer`.
-    rounded_dx
-        Written, only together with ``dx``: like it, rounded to the dtype of ``dy``, which has 16
-        bits where x is fp32. 2 bytes an element. None does not write it.
-    y
-        Written, only together with ``dx`` and if :func:`writes_output`: the output of the forward
-        with the bits that it writes, contiguous, in the dtype of ``dy``, whose memory it may
-        have. It and ``dx`` are at multiples of 16 bytes. 2 bytes an element of 16 bits. None does
-        not write it.
-    workspace
-        Written and read; fp32, contiguous, of :func:`workspace_shape`; None without gradients of
-        parameters.
-    means
-        Written; fp32 ``[rows, 1]``, contiguous: ``mean(d_hat * x_hat)``; of a LayerNorm ``[rows,
-        2]``, with ``mean(d_hat)``; of an L2 normalization the sum. None does not write them.
-    amax
-        Read and written: one fp32, not negative, raised to ``max |dx|``, also if dx is None. NaN
-        counts as larger than infinity. None measures nothing.
+    Read: ``dy [rows, columns]``, in the dtype of y; ``x``, the forward's, or its z; ``d_extra``,
+    like ``x``; rows of these may be at any distance. The parameters and statistics of the forward,
+    ``beta`` only with ``y``.
+
+    Written, contiguous: ``dx``, like ``x``, None if :func:`norm_backward_producer` computes it;
+    ``rounded_dx``, only together with ``dx``: like it, rounded to the dtype of ``dy``, which has 16
+    bits where x is fp32, 2 bytes an element; ``y``, only together with ``dx`` and if
+    :func:`writes_output`: the output of the forward with the bits that it writes, in the dtype of
+    ``dy``, whose memory it may have, 2 bytes an element of 16 bits. It and ``dx`` are at multiples
+    of 16 bytes. ``means``, fp32 ``[rows, 1]``: ``mean(d_hat * x_hat)``; of a LayerNorm
+    ``[rows, 2]``, with ``mean(d_hat)``; of an L2 normalization the sum.
+
+    Both: ``workspace``, fp32 of :func:`workspace_shape`, None without gradients of parameters;
+    ``amax``, one fp32, not negative, raised to ``max |dx|``, also if dx is None; NaN counts as
+    larger than infinity.
     """
 
     dy: torch.Tensor

@@ -216,18 +216,14 @@ def inverse_hadamard_transform(y: torch.Tensor, random_signs: bool = True) -> to
     return groups.flatten(-2)
 
 
-def cast_e2m1(x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
+def cast_e2m1_(x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
     """E2M1 codes (sign, two bits of exponent, one of mantissa) of an fp32 ``x``: uint8 0..15.
 
-    Rounds to nearest, ties to even; beyond 6 saturates; -0 keeps its sign; NaN gives 7, which is
-    +6. With ``words`` (32 random bits in int64, x's shape) rounds up in magnitude if the top 24
-    bits of a word and the remainder, as fractions of the grid's step, sum to 1 or more.
+    Overwrites ``x``. Rounds to nearest, ties to even; beyond 6 saturates; -0 keeps its sign; NaN
+    gives 7, which is +6. With ``words`` (32 random bits in int64, x's shape) rounds up in magnitude
+    if the top 24 bits of a word and the remainder, as fractions of the grid's step, sum to 1 or
+    more.
     """
-    return _encode_in(x.clone(), words)
-
-
-def _encode_in(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
-    """:func:`cast_e2m1`, which overwrites x."""
     x.clamp_(-E2M1_MAX, E2M1_MAX).nan_to_num_(nan=E2M1_MAX)
     sign = (x.view(torch.int32) >> 28).bitwise_and_(8).to(torch.uint8)
     # The grid's step is 2^(octave - 1), with octave 0 below 2, where E2M1 has its subnormals.
@@ -333,7 +329,7 @@ def _quantize_blocks(
         scale = repeated.view(torch.float8_e4m3fn)
         per_block = per_block.repeat_interleave(block_rows, 0)
     words = None if words is None else words.view(blocks.shape)
-    return _encode_in(blocks * per_block[..., None], words), scale
+    return cast_e2m1_(blocks * per_block[..., None], words), scale
 
 
 def _decode(codes: torch.Tensor) -> torch.Tensor:
