@@ -14,15 +14,9 @@ import importlib
 import pkgutil
 from types import ModuleType
 
+import pointwise_instantiations
 import torch
-
-import fuser.cuda
-from fuser.chain import ACTIVATIONS, STAGES, Stage
-from fuser.cuda import adamw, block_scaling, fp8_scaling, mxfp8, nvfp4
-from fuser.cuda.arguments import ELEMENTS
-from fuser.cuda.launch import Kernel
-from fuser.cuda.permutation import gathers
-from fuser.cuda.pointwise_instantiations import (
+from pointwise_instantiations import (
     BIAS_GELU,
     BIAS_SWIGLU,
     EVERYTHING,
@@ -31,6 +25,13 @@ from fuser.cuda.pointwise_instantiations import (
     SWIGLU,
     producer_types,
 )
+
+import fuser.cuda
+from fuser.chain import ACTIVATIONS, STAGES, Stage
+from fuser.cuda import adamw, block_scaling, fp8_scaling, mxfp8, nvfp4
+from fuser.cuda.arguments import ELEMENTS
+from fuser.cuda.launch import Kernel
+from fuser.cuda.permutation import gathers
 from fuser.cuda.tiled import ALIGNED, loads, pair_of
 from fuser.formats import DType
 
@@ -46,6 +47,7 @@ def instantiations() -> dict[str, tuple[str, ...]]:
         for kernel in kernels_of(launcher):
             found.setdefault(kernel.module, set()).add(kernel.symbol)
     others = groups_into_stores() | pairs_of_tiles() | steps_into_stores()
+    others |= {*pointwise_instantiations.instantiations()}
     for kernel in chains_into_stores() | norms_into_stores() | others:
         found.setdefault(kernel.module, set()).add(kernel.symbol)
     return {name: tuple(sorted(symbols)) for name, symbols in sorted(found.items())}

@@ -15,7 +15,6 @@ from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, u
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.functional.permutation import gathered_rows, permute, row_map_of
 from fuser.reference.fp8 import scale_from_amax
-from fuser.reference.fp8_scaling import FLOAT32_MAX
 from fuser.reference.grouped import pad
 from fuser.tensors import (
     Float8CurrentScalingQuantizer,
@@ -112,7 +111,7 @@ class RemoteRows(LazyTensor):
         first = quantizers[0]
         if isinstance(first, Float8CurrentScalingQuantizer):
             amaxes = _largest(amaxes_of_groups(rows, groups), self.group)
-            how = (first.force_pow_2_scales, first.amax_epsilon, FLOAT32_MAX)
+            how = (first.force_pow_2_scales, first.amax_epsilon)
             scale = scale_from_amax(amaxes, first.fp8_dtype.max, *how)
             return Float8GroupsQuantizer(groups, first, **_state(scale))(rows), scale
         states = [q for q in quantizers if isinstance(q, Float8Quantizer)]

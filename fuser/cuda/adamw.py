@@ -2,6 +2,7 @@
 
 The weights of a step are in fp32, and a parameter has them rounded to its dtype, or quantized:
 :func:`producer` makes the rounded values for a kernel that quantizes, and takes the step there.
+InputError if a tensor does not match its description.
 """
 
 from __future__ import annotations
@@ -41,48 +42,29 @@ def adamw(
 ) -> None:
     """Take the step, in one pass.
 
-    Moves 24 bytes an element, those of the gradient, and those of ``values``.
-
-    Parameters
-    ----------
-    step
-        Master weights and moments are read and written.
-    dtype
-        fp32, fp16 or bf16, that of the parameter.
-    values
-        Written: the new weights in ``dtype``, contiguous. None writes none.
-    amax
-        fp32 ``[1]``, not negative: raised to the amax of the rounded weights; a NaN is above all
-        numbers. None looks for none.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    Moves 24 bytes an element, those of the gradient, and those of ``values``: the new weights in
+    ``dtype``, that of the parameter. ``amax``, fp32 ``[1]``, not negative, is raised to the amax of
+    the rounded weights; a NaN is above all numbers.
     """
-    what = "adamw"
-    _check(what, step)
-    check_buffer(what, "values", values, dtype, step.master.shape)
-    check_buffer(what, "amax", amax, torch.float32, (1,))
+    launcher = "adamw"
+    _check(launcher, step)
+    check_buffer(launcher, "values", values, dtype, step.master.shape)
+    check_buffer(launcher, "amax", amax, torch.float32, (1,))
     n = step.master.numel()
     is_wide = n % TILE_RUN == 0 and is_aligned(values, 16) and are_aligned(step)
     count = TILE_RUN if is_wide else 1
-    kernel = _adamw(ELEMENTS[dtype], check_element(what, step.gradient), count)
+    kernel = _adamw(ELEMENTS[dtype], check_element(launcher, step.gradient), count)
     kernel(_launch(n, count), Struct(tuple(step)), values, amax, int64(n))
 
 
 def producer(step: Step, dtype: torch.dtype) -> Producer:
-    """The producer of the new weights, rounded to ``dtype``: the kernel that takes it takes the
-    step. It reads 12 bytes an element and the gradient, and writes 12.
+    """The producer of the new weights, rounded to ``dtype``; its kernel takes the step.
 
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or :func:`are_aligned` is false.
+    It reads 12 bytes an element and the gradient, and writes 12. The step :func:`are_aligned`.
     """
-    what = "adamw"
-    _check(what, step, alignment=16)
-    element = check_element(what, step.gradient)
+    launcher = "adamw"
+    _check(launcher, step, alignment=16)
+    element = check_element(launcher, step.gradient)
 
     def of(writes: bool) -> Producer:
         kind = producer_type(ELEMENTS[dtype], element, writes)
@@ -93,13 +75,7 @@ def producer(step: Step, dtype: torch.dtype) -> Producer:
 
 
 def rounded_producer(x: torch.Tensor, dtype: torch.dtype) -> Producer:
-    """The producer that loads fp32 ``[M, K]``, contiguous, and rounds it to ``dtype``.
-
-    Raises
-    ------
-    InputError
-        If ``x`` does not match its description, or is not at a multiple of 16 bytes.
-    """
+    """The producer that loads fp32 ``[M, K]``, at 16 bytes, and rounds it to ``dtype``."""
     m, k = x.shape
     check_buffer("rounded_producer", "x", x, torch.float32, (m, k), 16)
     kind = rounded_type(ELEMENTS[dtype])
@@ -112,14 +88,14 @@ def are_aligned(step: Step) -> bool:
     return step.master.shape[-1] % TILE_RUN == 0 and all(is_aligned(x, 16) for x in tensors)
 
 
-def _check(what: str, step: Step, alignment: int = 1) -> None:
+def _check(launcher: str, step: Step, alignment: int = 1) -> None:
     shape = tuple(step.master.shape)
     for name, tensor in step._asdict().items():
         if name == "constants":
-            check_buffer(what, name, tensor, torch.float32, (9,))
+            check_buffer(launcher, name, tensor, torch.float32, (9,))
         else:
             dtype = tensor.dtype if name == "gradient" else torch.float32
-            check_buffer(what, name, tensor, dtype, shape, alignment)
+            check_buffer(launcher, name, tensor, dtype, shape, alignment)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -147,8 +123,8 @@ def rounded_type(element: str) -> str:
 
 def element_types() -> tuple[tuple[str, str], ...]:
     """The dtype of a parameter, and of its gradient: the same or fp32."""
-    own = ELEMENTS.values()
-    return tuple(dict.fromkeys((element, of) for element in own for of in (element, "float")))
+    elements = ELEMENTS.values()
+    return tuple(dict.fromkeys((element, of) for element in elements for of in (element, "float")))
 
 
 def instantiations() -> tuple[Kernel, ...]:

@@ -96,13 +96,7 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     address = tensor.data_ptr()
     if not address and tensor.numel():
         return None
-    return (
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.get_device(),
-        address & 15,
-    )
+    return (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), address & 15)
 
 
 def end_of(tensor: torch.Tensor) -> int:
@@ -146,25 +140,12 @@ def encode(symbol: str, args: tuple[Any, ...], device_type: str = "cuda") -> Enc
     A launch checks nothing: a kernel would receive a Python float as a double and an int as 8
     bytes. So each argument states its width. A CUDA tensor becomes its address, and None a null
     pointer; numpy scalars keep their type. :func:`int32`, :func:`int64` and :func:`float32` make
-    scalars, :class:`Struct` makes a struct with tensors in it.
+    scalars, :class:`Struct` makes a struct with tensors in it. ``symbol`` is the kernel's name, for
+    messages.
 
-    Parameters
-    ----------
-    symbol
-        The kernel's name, for messages.
-    args
-        The arguments.
-    device_type
-        The device type of the tensors.
-
-    Raises
-    ------
-    InputError
-        If a tensor is not on a CUDA device, or on another one than the first; if a struct has no
-        fields.
-    InputTypeError
-        If an argument is anything else, a bare Python number for instance, or a tensor without
-        memory of its own.
+    InputError if a tensor is not on a device of ``device_type``, or on another one than the first,
+    or a struct has no fields. InputTypeError if an argument is anything else, a bare Python number
+    for instance, or a tensor without memory of its own.
     """
     # Native sizes and alignment, which are C's.
     letters, values = ["@"], []  # type: list[str], list[Any]

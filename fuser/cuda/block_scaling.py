@@ -17,20 +17,16 @@ from fuser.cuda.checks import (
     FLOAT8,
     bits_of,
     boolean,
-    check_buffer,
     check_buffers,
     check_copy,
-    check_element,
     check_float8,
     check_matrix,
-    is_aligned,
 )
 from fuser.cuda.launch import Kernel
 from fuser.cuda.tiled import (
     as_producer,
-    block_decoder,
     block_decoders,
-    launch_decoder,
+    decode_blocks,
     launch_store,
     quantizing_kernels,
     store_kernel,
@@ -50,27 +46,12 @@ def quantize(
     """Quantize ``x`` in blocks of 128 or 128x128, as the format says, in one pass.
 
     Moves ``b + 1`` bytes an element for one copy and ``b + 2`` for both, and 4 for every 128
-    (16384) elements and copy.
-
-    Parameters
-    ----------
-    format_
-        FP8 in blocks, of E4M3 or E5M2.
-    x
-        Read; ``[M, K]``, or a producer of such values.
-    buffers
-        Written; one copy or both.
-    pow2, eps
-        As in the reference.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    (16384) elements and copy. ``x`` is ``[M, K]``, or a producer of such values; ``pow2`` and
+    ``eps`` are as in the reference.
     """
-    what, layout = "FP8 block quantize", format_.layout
-    producer, to = as_producer(what, x), check_float8(what, format_.element)
-    if not check_buffers(what, layout, producer.rows, producer.columns, buffers):
+    launcher, layout = "FP8 block quantize", format_.layout
+    producer, to = as_producer(launcher, x), check_float8(launcher, format_.element)
+    if not check_buffers(launcher, layout, producer.rows, producer.columns, buffers):
         return
     row, row_scale, col, col_scale = map(buffers.get, (*layout.rowwise, *layout.columnwise))
     aligned = transposes_aligned(producer, row, col)
@@ -91,38 +72,19 @@ def dequantize(
 ) -> None:
     """Write ``data * scale_inv``, rounded once, to ``out``. Moves ``1 + b`` bytes an element.
 
-    Parameters
-    ----------
-    data, scale_inv
-        Read; a rowwise copy, or a columnwise copy, which is transposed back.
-    dtype
-        E4M3 or E5M2.
-    out_dtype, out
-        Written; ``[M, K]``, contiguous and of this dtype.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or ``block_dim`` is neither 1 nor 2.
+    Reads a rowwise copy, or a columnwise copy, which is transposed back.
     """
-    what = "FP8 block dequantize"
-    rows, columns = check_matrix(what, data)
+    launcher = "FP8 block dequantize"
+    rows, columns = check_matrix(launcher, data)
     # In both copies, the blocks of the stored matrix are along its columns.
     scale_shape = fp8_block_scale_shape(rows, columns, False, block_dim)
     scales = (scale_inv, torch.float32, scale_shape)
-    check_copy(what, "data", data, (rows, columns), "scale_inv", *scales)
-    shape = (columns, rows) if columnwise else (rows, columns)
-    check_buffer(what, "out", out, out_dtype, shape)
-    element, of = check_element(what, out), check_float8(what, dtype)
-    aligned = is_aligned(data, 8) and columns % 8 == 0 and is_aligned(out, 16)
-    if columnwise:
-        aligned = aligned and rows % 8 == 0
+    check_copy(launcher, "data", data, (rows, columns), "scale_inv", *scales)
     padded = int64(scale_shape[1])
     strides = (int64(1), padded) if block_dim == 1 else (padded, int64(1))
     row_shift = int32(0 if block_dim == 1 else FP8_BLOCK.bit_length() - 1)
     producer = Struct((data, scale_inv, int32(columns), row_shift, *strides))
-    kernel = block_decoder("block_scaling", element, of, aligned, columnwise)
-    launch_decoder(kernel, producer, out, rows, columns, columnwise)
+    decode_blocks("block_scaling", launcher, producer, dtype, out_dtype, columnwise, out)
 
 
 # -- kernels ------------------------------------------------------------------

@@ -193,12 +193,7 @@ class Chain:
         return Inputs(x, None, stride, 0, operands, columns, self._interleave(columns))
 
     def backward_inputs(
-        self,
-        dy: torch.Tensor,
-        x: torch.Tensor | None,
-        operands: Tensors,
-        rows: int,
-        columns: int,
+        self, dy: torch.Tensor, x: torch.Tensor | None, operands: Tensors, rows: int, columns: int
     ) -> Inputs:
         """Check and return the inputs of backward."""
         _check_sizes(rows, columns)

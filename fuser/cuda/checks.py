@@ -1,4 +1,7 @@
-"""Checks of launchers: element types and their C++ names, tensors and their layout."""
+"""Checks of launchers: element types and their C++ names, tensors and their layout.
+
+They raise InputError.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 
 from fuser.cuda.arguments import ELEMENTS
 from fuser.errors import InputError
-from fuser.formats import GROUP_TILE, DType, Layout, buffers_for_kernels
+from fuser.formats import DType, Layout, buffers_for_kernels
 
 FLOAT8 = {DType.kFloat8E4M3: "fuser::E4M3", DType.kFloat8E5M2: "fuser::E5M2"}
 """8-bit elements to their C++ names."""
@@ -36,84 +39,61 @@ def bits_of(value: float) -> np.uint32:
 # -- checks -------------------------------------------------------------------
 
 
-def check_element(what: str, x: torch.Tensor) -> str:
-    """The C++ name of the dtype of ``x``; ``what`` names the launcher.
-
-    Raises
-    ------
-    InputError
-        If it is none of fp32, fp16 and bf16.
-    """
+def check_element(launcher: str, x: torch.Tensor) -> str:
+    """The C++ name of the dtype of ``x``, fp32, fp16 or bf16; ``launcher`` names the launcher."""
     name = ELEMENTS.get(x.dtype)
     if name is None:
-        raise InputError(f"{what} takes float32, float16 and bfloat16, not {x.dtype}.")
+        raise InputError(f"{launcher} takes float32, float16 and bfloat16, not {x.dtype}.")
     return name
 
 
-def check_matrix(what: str, x: torch.Tensor) -> tuple[int, int]:
-    """The sizes of a matrix: rows at any distance, the elements of a row adjacent.
-
-    Raises
-    ------
-    InputError
-        If ``x`` is no such matrix.
-    """
+def check_matrix(launcher: str, x: torch.Tensor) -> tuple[int, int]:
+    """The sizes of a matrix: rows at any distance, the elements of a row adjacent."""
     if x.dim() != 2:
-        raise InputError(f"{what} takes a matrix [M, K]; got the shape {tuple(x.shape)}.")
+        raise InputError(f"{launcher} takes a matrix [M, K]; got the shape {tuple(x.shape)}.")
     m, k = x.shape
     if k > 1 and m > 0 and x.stride(1) != 1:
         raise InputError(
-            f"{what} takes rows that lie in memory element by element; got strides {x.stride()} "
+            f"{launcher} takes rows that lie in memory element by element; got strides "
+            f"{x.stride()} "
             "of a matrix {}. Copy it with .contiguous() first.".format([m, k])
         )
     return m, k
 
 
-def check_float8(what: str, dtype: DType) -> str:
-    """The C++ name of E4M3 or E5M2.
-
-    Raises
-    ------
-    InputError
-        If ``dtype`` is another.
-    """
+def check_float8(launcher: str, dtype: DType) -> str:
+    """The C++ name of E4M3 or E5M2."""
     name = FLOAT8.get(dtype)
     if name is None:
-        raise InputError(f"{what} takes elements E4M3 and E5M2, not {dtype.label}.")
+        raise InputError(f"{launcher} takes elements E4M3 and E5M2, not {dtype.label}.")
     return name
 
 
 def check_buffer(
-    what: str,
+    launcher: str,
     name: str,
     tensor: torch.Tensor | None,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     alignment: int = 1,
 ) -> None:
-    """Refuse a buffer with the wrong dtype, shape or layout; None is accepted.
-
-    Raises
-    ------
-    InputError
-        If it is not contiguous, of ``dtype`` and ``shape``, at a multiple of ``alignment`` bytes.
-    """
+    """Refuse a tensor that is not contiguous, or of another dtype, shape or alignment; not None."""
     if tensor is None:
         return
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
         raise InputError(
-            f"{what} needs {name} contiguous, {dtype} and of shape {shape}; got {tensor.dtype} of "
-            f"shape {tuple(tensor.shape)} and strides {tensor.stride()}."
+            f"{launcher} needs {name} contiguous, {dtype} and of shape {shape}; got {tensor.dtype} "
+            f"of shape {tuple(tensor.shape)} and strides {tensor.stride()}."
         )
     if tensor.data_ptr() % alignment:
         raise InputError(
-            f"{what} needs {name} at a multiple of {alignment} bytes; it is at "
+            f"{launcher} needs {name} at a multiple of {alignment} bytes; it is at "
             f"{tensor.data_ptr():#x}."
         )
 
 
 def check_copy(
-    what: str,
+    launcher: str,
     name: str,
     data: torch.Tensor | None,
     shape: tuple[int, ...],
@@ -122,48 +102,27 @@ def check_copy(
     scale_dtype: torch.dtype,
     scale_shape: tuple[int, ...],
 ) -> None:
-    """Refuse a quantized copy with the wrong data, which is uint8, or the wrong scales.
-
-    Raises
-    ------
-    InputError
-        If only one of the two is given, or :func:`check_buffer` refuses one.
-    """
+    """Refuse a quantized copy without data or scales, or with wrong ones; data is uint8."""
     if (data is None) != (scale is None):
-        given, missing = (name, scale_name) if scale is None else (scale_name, name)
-        raise InputError(f"{what} got {given} without {missing}; a copy is data and scales.")
-    check_buffer(what, name, data, torch.uint8, shape)
-    check_buffer(what, scale_name, scale, scale_dtype, scale_shape, alignment=16)
-
-
-def check_tiles(what: str, tiles: torch.Tensor | None, rows: int) -> None:
-    """Refuse ``tiles`` of groups that are not int32 ``[rows / 128, 4]``; None is accepted.
-
-    Raises
-    ------
-    InputError
-        If they are not.
-    """
-    check_buffer(what, "tiles", tiles, torch.int32, (rows // GROUP_TILE, 4))
+        present, missing = (name, scale_name) if scale is None else (scale_name, name)
+        raise InputError(f"{launcher} got {present} without {missing}; a copy is data and scales.")
+    check_buffer(launcher, name, data, torch.uint8, shape)
+    check_buffer(launcher, scale_name, scale, scale_dtype, scale_shape, alignment=16)
 
 
 def check_buffers(
-    what: str, layout: Layout, m: int, k: int, buffers: Mapping[str, torch.Tensor | None]
+    launcher: str, layout: Layout, m: int, k: int, buffers: Mapping[str, torch.Tensor | None]
 ) -> bool:
-    """Refuse buffers that are not those of copies of ``[m, k]``; return whether there is a copy.
-
-    Raises
-    ------
-    InputError
-        If a copy is given in part, or :func:`check_buffer` refuses a buffer.
-    """
+    """Refuse buffers that are not those of copies of ``[m, k]``; return whether there is a copy."""
     for names in (layout.rowwise[:2], layout.columnwise[:2]):
         if len(names) == 2 and (buffers.get(names[0]) is None) != (buffers.get(names[1]) is None):
-            given, missing = names if buffers.get(names[1]) is None else names[::-1]
-            raise InputError(f"{what} got {given} without {missing}; a copy is data and scales.")
+            present, missing = names if buffers.get(names[1]) is None else names[::-1]
+            raise InputError(
+                f"{launcher} got {present} without {missing}; a copy is data and scales."
+            )
     for name, described, shape in buffers_for_kernels(layout, m, k):
         buffer = buffers.get(name)
         if buffer is not None:
-            check_buffer(what, name, buffer, described.dtype, shape, described.alignment)
+            check_buffer(launcher, name, buffer, described.dtype, shape, described.alignment)
     data = (layout.rowwise[0], layout.columnwise[0])
     return not (buffers.get(data[0]) is None and buffers.get(data[1]) is None)

@@ -111,7 +111,7 @@ def _handle(device: int) -> ctypes.c_void_p:
     """The handle of a device; threads may share it."""
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        _check(_library().cublasLtCreate(ctypes.byref(handle)), "cublasLtCreate")
+        _call("cublasLtCreate", ctypes.byref(handle))
     return handle
 
 
@@ -182,26 +182,10 @@ def multiply(
 ) -> torch.Tensor:
     """``out = alpha * a @ b (+ addend) (+ bias)``, accumulated in fp32 and rounded once.
 
-    Parameters
-    ----------
-    operands
-        The matrices.
-    scales, modes
-        Of 8-bit operands: fp32 factors, and their arrangement.
-    alpha
-        A factor of the product.
-    is_split
-        Whether sums of 8-bit products are added to fp32 registers more often.
-
-    Raises
-    ------
-    StateError
-        If cuBLASLt has no such product: ask :func:`serves` first.
-
-    Returns
-    -------
-    Tensor
-        ``out``. Use this one: selective checkpointing may have kept another.
+    8-bit operands have fp32 ``scales`` in these ``modes``; ``is_split`` says whether sums of their
+    products are added to fp32 registers more often. StateError if cuBLASLt has no such product: ask
+    :func:`serves` first. Returns ``out``; use that one, as selective checkpointing may have kept
+    another.
     """
     scale_a, scale_b = scales or (None, None)
     mode_a, mode_b = modes or (0, 0)
@@ -326,10 +310,7 @@ class _Product:
         self.handle = _handle(self.index)
         self.matmul, self.set = lt.cublasLtMatmul, lt.cublasLtMatmulDescSetAttribute
         self.description = ctypes.c_void_p()
-        _check(
-            lt.cublasLtMatmulDescCreate(ctypes.byref(self.description), _COMPUTE_32F, 0),
-            "cublasLtMatmulDescCreate",
-        )
+        _call("cublasLtMatmulDescCreate", ctypes.byref(self.description), _COMPUTE_32F, 0)
         # Not at the end of the process, when neither torch nor the library need be there.
         weakref.finalize(self, _destroy, lt, self.description, self.layouts).atexit = False
         self._describe(_TRANSA, ctypes.c_int32(b.stride(1) != 1))
@@ -364,10 +345,7 @@ class _Product:
     def _choose(self) -> bool:
         """Ask for the algorithm that is estimated to be the fastest; whether there is one."""
         lt, preference, count = _library(), ctypes.c_void_p(), ctypes.c_int()
-        _check(
-            lt.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)),
-            "cublasLtMatmulPreferenceCreate",
-        )
+        _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         preferences = [
             (_WORKSPACE, ctypes.c_uint64(_WORKSPACE_BYTES)),
             (_REDUCTION, ctypes.c_uint32(_REDUCTION_IN_32F)),
@@ -402,8 +380,8 @@ class _Product:
             with torch.cuda.device(self.device):
                 self.run(operands, scale_a, scale_b, alpha)
             return
-        given = ((_A_SCALE, scale_b), (_B_SCALE, scale_a), (_BIAS_POINTER, bias))
-        for held, (attribute, tensor) in zip(self.addresses, given, strict=True):
+        pointers = ((_A_SCALE, scale_b), (_B_SCALE, scale_a), (_BIAS_POINTER, bias))
+        for held, (attribute, tensor) in zip(self.addresses, pointers, strict=True):
             if tensor is not None and held.value != (address := tensor.data_ptr()):
                 held.value = address
                 self._describe(attribute, held)
@@ -450,12 +428,8 @@ def _layout(matrix: torch.Tensor) -> ctypes.c_void_p:
     else:
         stride = matrix.stride(1)
     layout = ctypes.c_void_p()
-    _check(
-        _library().cublasLtMatrixLayoutCreate(
-            ctypes.addressof(layout), _TYPES[matrix.dtype], rows, columns, max(stride, rows)
-        ),
-        "cublasLtMatrixLayoutCreate",
-    )
+    sizes = (rows, columns, max(stride, rows))
+    _call("cublasLtMatrixLayoutCreate", ctypes.addressof(layout), _TYPES[matrix.dtype], *sizes)
     return layout
 
 
@@ -463,6 +437,11 @@ def _library() -> ctypes.CDLL:
     library = _loaded()
     assert library is not None
     return library
+
+
+def _call(name: str, *args: Any) -> None:
+    """Call a function of the library."""
+    _check(getattr(_library(), name)(*args), name)
 
 
 def _check(status: int, name: str) -> None:

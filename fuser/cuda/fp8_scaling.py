@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -23,16 +24,14 @@ from fuser.cuda.checks import (
     check_element,
     check_float8,
     check_matrix,
-    check_tiles,
     is_aligned,
 )
 from fuser.cuda.launch import TILE, Kernel, Launch, tiles
 from fuser.cuda.tiled import (
     as_producer,
-    block_decoder,
     block_decoders,
+    decode_blocks,
     decoder_types,
-    launch_decoder,
     launch_store,
     quantizing_kernels,
     store_kernel,
@@ -57,20 +56,9 @@ def amax(
 ) -> None:
     """Raise ``out`` to ``max |x|``; a NaN is above all numbers. Reads ``b`` bytes an element.
 
-    Parameters
-    ----------
-    x
-        Read; ``[M, K]``, or contiguous of any shape, or a producer.
-    out
-        fp32 ``[1]``, zeroed by the caller; read and written.
-    tiles
-        Of groups of rows, whose padded rows ``x`` produces: read; int32 ``[M / 128, 4]``. ``out``
-        is then ``[G]``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    ``x`` is ``[M, K]``, or contiguous of any shape, or a producer; ``out`` is fp32 ``[1]``, zeroed
+    by the caller. ``tiles``, int32 ``[M / 128, 4]``, are those of groups whose padded rows ``x``
+    produces; ``out`` is then ``[G]``.
     """
     if tiles is None and isinstance(x, torch.Tensor) and x.is_contiguous():
         check_buffer("amax", "out", out, torch.float32, (1,))
@@ -95,68 +83,47 @@ def quantize(
 ) -> None:
     """Quantize ``x`` and raise ``recorded`` to its amax, in one pass.
 
-    Moves ``b + 1`` bytes an element for one copy, ``b + 2`` for both.
+    Moves ``b + 1`` bytes an element for one copy, ``b + 2`` for both. ``x`` is ``[M, K]``, or a
+    producer of such values.
 
-    Parameters
-    ----------
-    format_
-        FP8 with one scale, of E4M3 or E5M2.
-    x
-        Read; ``[M, K]``, or a producer of such values.
-    buffers
-        Written.
-    amax_value
-        Read; fp32 ``[1]``: the amax from which the scale follows, as in current scaling.
-    scale
-        Read; fp32 ``[1]``, as in delayed scaling. With both, the smaller of it and the format's
-        largest value over ``amax_value``, if that is finite. If neither is given, and ``x`` is one
-        tile (:func:`is_one_tile`), the kernel computes the amax.
-    pow2, eps
-        As in the reference of current scaling.
-    recorded
-        Read and written; fp32 ``[1]``, not negative; for example an entry of an amax history.
-    tiles
-        As :func:`amax` takes them. The fp32 vectors then have a value of each group, ``[G]``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or there is neither ``amax_value`` nor
-        ``scale``, and ``x`` is not one tile.
+    The scale follows from ``amax_value``, with ``pow2`` and ``eps`` as in the reference of current
+    scaling; or it is ``scale``, as in delayed scaling. With both, it is the smaller of ``scale``
+    and the format's largest value over ``amax_value``, if that is finite. If neither is given, and
+    ``x`` is one tile (:func:`is_one_tile`), the kernel computes the amax. ``recorded`` is not
+    negative; for example an entry of an amax history. These three are fp32 ``[1]``, or with the
+    ``tiles`` of groups, as :func:`amax` takes them, ``[G]``.
     """
-    what, layout, is_grouped = "FP8 quantize", format_.layout, tiles is not None
-    to = check_float8(what, format_.element)
-    m, k = check_matrix(what, x) if isinstance(x, torch.Tensor) else (x.rows, x.columns)
+    launcher, layout, is_grouped = "FP8 quantize", format_.layout, tiles is not None
+    to = check_float8(launcher, format_.element)
+    m, k = check_matrix(launcher, x) if isinstance(x, torch.Tensor) else (x.rows, x.columns)
     if is_grouped:
-        check_tiles(what, tiles, m)
-    is_any = check_buffers(what, layout.of_groups if is_grouped else layout, m, k, buffers)
-    given = [vector for vector in (amax_value, scale, recorded) if vector is not None]
-    groups = len(given[0]) if is_grouped and given else 1
-    for vector in given:
-        check_buffer(what, "an amax or scale", vector, torch.float32, (groups,))
+        check_buffer(launcher, "tiles", tiles, torch.int32, (m // TILE, 4))
+    is_any = check_buffers(launcher, layout.of_groups if is_grouped else layout, m, k, buffers)
+    vectors = [vector for vector in (amax_value, scale, recorded) if vector is not None]
+    groups = len(vectors[0]) if is_grouped and vectors else 1
+    for vector in vectors:
+        check_buffer(launcher, "an amax or scale", vector, torch.float32, (groups,))
     row, col, scale_inv = map(buffers.get, layout.buffers)
     if is_any and scale_inv is None:
-        raise InputError(f"{what} got bytes without _scale_inv.")
+        raise InputError(f"{launcher} got bytes without _scale_inv.")
     finds_amax = is_any and amax_value is None and scale is None
     scaling = (amax_value, scale, scale_inv, bits_of(eps), int32(pow2))  # fuser::TensorScale
     is_stream = is_any and col is None and not finds_amax
     if is_stream and isinstance(x, torch.Tensor) and x.is_contiguous():
-        _stream_cast(check_element(what, x), to, m * k, x, scaling, row, recorded)
+        _stream_cast(check_element(launcher, x), to, m * k, x, scaling, row, recorded)
         return
-    producer = as_producer(what, x)
+    producer = as_producer(launcher, x)
     if finds_amax and (is_grouped or not is_one_tile(m, k)):
-        raise InputError(f"{what} of a matrix {[m, k]} needs its amax; it is no single tile.")
+        raise InputError(f"{launcher} of a matrix {[m, k]} needs its amax; it is no single tile.")
+    fields: tuple[Any, ...] = (*scaling, row, col, recorded)
     if is_grouped:
         producer = producer if is_any else producer.alone or producer
-        kernel = _grouped(producer.type, to, transposes_aligned(producer, row, col))
-        store = Struct((tiles, *scaling[:3], row, col, recorded, *scaling[3:]))
-        launch_store(kernel, producer, store)
+        fields = (tiles, *scaling[:3], row, col, recorded, *scaling[3:])
     elif m * k == 0:
         _stream_cast(ELEMENTS[producer.dtype], to, 0, None, scaling, row, recorded)
-    else:
-        aligned = transposes_aligned(producer, row, col)
-        store = Struct((*scaling, row, col, recorded))
-        launch_store(_tiled(producer.type, to, aligned), producer, store)
+        return
+    kernel = _tiled(producer.type, to, transposes_aligned(producer, row, col), is_grouped)
+    launch_store(kernel, producer, Struct(fields))
 
 
 def is_one_tile(rows: int, columns: int) -> bool:
@@ -166,13 +133,7 @@ def is_one_tile(rows: int, columns: int) -> bool:
 
 
 def transpose(data: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Transpose ``data [M, K]``, uint8 and contiguous, to ``out [K, M]``. 2 bytes an element.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
-    """
+    """Transpose ``data [M, K]``, uint8 and contiguous, to ``out [K, M]``. 2 bytes an element."""
     m, k = check_matrix("transpose", data)
     check_buffer("transpose", "data", data, torch.uint8, (m, k))
     check_buffer("transpose", "out", out, torch.uint8, (k, m))
@@ -190,21 +151,7 @@ def dequantize(
 ) -> None:
     """Write ``data * scale_inv``, rounded once, to ``out``. Moves ``1 + b`` bytes an element.
 
-    Parameters
-    ----------
-    data
-        Read; uint8, contiguous, of any shape.
-    scale_inv
-        Read; fp32 ``[1]``.
-    dtype
-        E4M3 or E5M2.
-    out_dtype, out
-        Written; contiguous, of this dtype and of data's shape.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    ``data`` is contiguous, of any shape, which ``out`` has too.
     """
     check_buffer("dequantize", "data", data, torch.uint8, data.shape)
     check_buffer("dequantize", "scale_inv", scale_inv, torch.float32, (1,))
@@ -228,35 +175,18 @@ def dequantize_groups(
 ) -> None:
     """As :func:`dequantize`, with a scale of each 128 rows, which belong to one group.
 
-    Parameters
-    ----------
-    data
-        Read; uint8 ``[M, K]``, or ``[K, M]`` if ``columnwise``, which is transposed back.
-    scale_inv
-        Read; fp32 ``[M / 128]``.
-    dtype
-        E4M3 or E5M2.
-    out_dtype, out
-        Written; ``[M, K]``, contiguous and of this dtype.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    ``data`` is ``[M, K]``, or ``[K, M]`` if ``columnwise``, which is transposed back; ``scale_inv``
+    is ``[M / 128]``.
     """
-    what = "dequantize_groups"
-    rows, columns = check_matrix(what, data)
-    m, k = (columns, rows) if columnwise else (rows, columns)
-    check_buffer(what, "data", data, torch.uint8, (rows, columns))
-    check_buffer(what, "scale_inv", scale_inv, torch.float32, (m // TILE,))
-    check_buffer(what, "out", out, out_dtype, (m, k))
-    aligned = is_aligned(data, 8) and k % 8 == 0 and is_aligned(out, 16)
+    launcher = "dequantize_groups"
+    rows, columns = check_matrix(launcher, data)
+    check_buffer(launcher, "data", data, torch.uint8, (rows, columns))
+    tiles_of_rows = (columns if columnwise else rows) // TILE
+    check_buffer(launcher, "scale_inv", scale_inv, torch.float32, (tiles_of_rows,))
     # A scale for 128 rows of [M, K], which are 128 columns of the transposed copy.
     strides = (int32(0), int64(0), int64(1)) if columnwise else (int32(7), int64(1), int64(0))
     producer = Struct((data, scale_inv, int32(columns), *strides))
-    element, of = check_element(what, out), check_float8(what, dtype)
-    kernel = block_decoder("grouped_fp8", element, of, aligned, columnwise)
-    launch_decoder(kernel, producer, out, rows, columns, columnwise)
+    decode_blocks("grouped_fp8", launcher, producer, dtype, out_dtype, columnwise, out)
 
 
 def update_delayed(
@@ -270,24 +200,9 @@ def update_delayed(
 ) -> None:
     """Apply the reference's ``update_delayed`` to many states, up to 96 in one launch.
 
-    Parameters
-    ----------
-    amax_histories
-        Read and written; fp32 ``[length, n]`` each, row 0 the newest. Not negative.
-    scales
-        Read and written; fp32 ``[n]`` each.
-    max_fp8
-        Read; fp32 ``[n]`` each, the largest value of each tensor's format.
-    amaxes
-        Read; fp32 ``[n]`` each, or None, as in the reference. None: none for any state.
-    margin, algorithm
-        As in the reference.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or ``algorithm`` is neither ``"max"`` nor
-        ``"most_recent"``.
+    Of each state there is a history, fp32 ``[length, n]``, row 0 the newest, and fp32 ``[n]``
+    scales, largest values of the formats, and newest amaxes or None, as in the reference. Histories
+    and scales are read and written.
     """
     if algorithm not in ("max", "most_recent"):
         raise InputError(
@@ -302,12 +217,12 @@ def update_delayed(
         )
     states = list(zip(amax_histories, scales, max_fp8, newest, strict=True))
     for history, scale, largest, amax_of_step in states:
-        what = "update_delayed"
-        length, count = check_matrix(what, history)
-        check_buffer(what, "an amax history", history, torch.float32, (length, count))
-        check_buffer(what, "a scale", scale, torch.float32, (count,))
-        check_buffer(what, "a maximum", largest, torch.float32, (count,))
-        check_buffer(what, "an amax", amax_of_step, torch.float32, (count,))
+        launcher = "update_delayed"
+        length, count = check_matrix(launcher, history)
+        check_buffer(launcher, "an amax history", history, torch.float32, (length, count))
+        check_buffer(launcher, "a scale", scale, torch.float32, (count,))
+        check_buffer(launcher, "a maximum", largest, torch.float32, (count,))
+        check_buffer(launcher, "an amax", amax_of_step, torch.float32, (count,))
     states = [state for state in states if state[0].numel()]
     for first in range(0, len(states), UPDATE_SIZES[-1]):
         some = states[first : first + UPDATE_SIZES[-1]]
@@ -359,13 +274,9 @@ def _cast(element: str, to: str, aligned: bool) -> Kernel:
 
 
 @functools.lru_cache(maxsize=1024)
-def _tiled(producer: str, to: str, aligned: bool) -> Kernel:
-    return store_kernel("fp8_scaling", producer, f"Fp8Store<{to}, {boolean(aligned)}>")
-
-
-@functools.lru_cache(maxsize=1024)
-def _grouped(producer: str, to: str, aligned: bool) -> Kernel:
-    return store_kernel("grouped_fp8", producer, f"GroupedFp8Store<{to}, {boolean(aligned)}>")
+def _tiled(producer: str, to: str, aligned: bool, is_grouped: bool) -> Kernel:
+    source, scope = ("grouped_fp8", "Grouped") if is_grouped else ("fp8_scaling", "")
+    return store_kernel(source, producer, f"{scope}Fp8Store<{to}, {boolean(aligned)}>")
 
 
 @functools.cache
@@ -385,8 +296,7 @@ def _update(size: int) -> Kernel:
 
 def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
     """The kernels of a producer, of a matrix or of padded groups, with the store of FP8."""
-    kernel = _grouped if "GroupedProducer" in producer else _tiled
-    return (kernel(producer, FLOAT8[to], aligned),)
+    return (_tiled(producer, FLOAT8[to], aligned, "GroupedProducer" in producer),)
 
 
 def instantiations() -> tuple[Kernel, ...]:

@@ -1,7 +1,8 @@
 """Launchers of groups of consecutive rows: the functions of ``fuser.reference.grouped``.
 
 Group g has the rows from ``ends[g - 1]`` up to ``ends[g]`` of a matrix ``[rows, columns]``. Padded,
-it starts at a multiple of 128 rows, ``padded_ends[g - 1]``.
+it starts at a multiple of 128 rows, ``padded_ends[g - 1]``. InputError if a tensor does not match
+its description; matrices are contiguous.
 """
 
 from __future__ import annotations
@@ -28,23 +29,9 @@ _WORDS = {2: "unsigned short", 4: "unsigned", _VECTOR_BYTES: "uint4"}
 
 
 def group_ends(split_sizes: torch.Tensor, rows: int, *, out: torch.Tensor) -> None:
-    """Write where each group ends, from the sizes of the groups.
+    """Write where each group ends, int32 ``[G]``, from the sizes of the groups, int32 or int64.
 
-    A size below zero counts as zero, and no group ends after the last row.
-
-    Parameters
-    ----------
-    split_sizes
-        Read; int32 or int64 ``[G]``.
-    rows
-        The number of rows; less than 2^31.
-    out
-        Written; int32 ``[G]``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    A size below zero counts as zero, and no group ends after the last of ``rows``, less than 2^31.
     """
     _check_vector("split_sizes", split_sizes, tuple(INDICES), split_sizes.shape)
     _check_vector("out", out, (torch.int32,), split_sizes.shape)
@@ -62,22 +49,10 @@ def group_tiles(
 ) -> None:
     """Write where groups end, also if they are padded to whole tiles, and the rows of each tile.
 
-    Parameters
-    ----------
-    split_sizes
-        As :func:`group_ends` takes them, or one size of all groups.
-    rows
-        The number of rows; with padding less than 2^31.
-    ends, padded_ends
-        Written; int32 ``[G]``.
-    tiles
-        Written; int32 ``[n, 4]`` as the reference's ``group_tiles`` describes them, of n =
-        ``tile_count(rows, G)`` tiles, or ``tile_count(rows, G, size)``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    ``split_sizes`` are as in :func:`group_ends`, or one size of all groups. ``ends`` and
+    ``padded_ends`` are int32 ``[G]``; ``tiles`` are int32 ``[n, 4]``, as the reference's
+    ``group_tiles`` describes them, of n = ``tile_count(rows, G)`` tiles, or
+    ``tile_count(rows, G, size)``. ``rows`` with padding are less than 2^31.
     """
     groups = len(ends)
     sizes = split_sizes if isinstance(split_sizes, torch.Tensor) else None
@@ -113,21 +88,9 @@ def padded_rows(producer: Producer, tiles: torch.Tensor, *, is_padded: bool = Fa
 
 
 def pad(x: torch.Tensor, tiles: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Write the rows of padded groups. Moves ``2 b`` bytes an element.
+    """Write the padded rows of ``x`` to ``out [128 n, columns]``, up to the last group.
 
-    Parameters
-    ----------
-    x
-        Read; ``[rows, columns]``.
-    tiles
-        Read; int32 ``[n, 4]``.
-    out
-        Written up to the last group; contiguous ``[128 n, columns]``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    Moves ``2 b`` bytes an element. ``tiles`` are int32 ``[n, 4]``.
     """
     producer = padded_rows(as_producer("pad", x), tiles)
     check_buffer("pad", "out", out, x.dtype, (producer.rows, producer.columns))
@@ -146,21 +109,9 @@ def pad(x: torch.Tensor, tiles: torch.Tensor, *, out: torch.Tensor) -> None:
 def unpad(
     padded: torch.Tensor, ends: torch.Tensor, padded_ends: torch.Tensor, *, out: torch.Tensor
 ) -> None:
-    """Write the rows of groups from those of padded groups. Moves ``2 b`` bytes an element.
+    """Write the rows of groups from those of padded groups; zeros after the last group.
 
-    Parameters
-    ----------
-    padded
-        Read; contiguous ``[padded rows, columns]``.
-    ends, padded_ends
-        Read; int32 ``[G]``.
-    out
-        Written; contiguous ``[rows, columns]`` of the same dtype; zeros after the last group.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    Moves ``2 b`` bytes an element. ``ends`` and ``padded_ends`` are int32 ``[G]``.
     """
     rows, columns, _, width = _matrix(out)
     check_buffer("unpad", "padded", padded, out.dtype, (len(padded), columns))
@@ -174,20 +125,7 @@ def unpad(
 
 
 def zero_tail(ends: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Write zeros into the rows of ``out`` after the last group.
-
-    Parameters
-    ----------
-    ends
-        Read; int32 ``[G]``.
-    out
-        Written; contiguous ``[rows, columns]``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
-    """
+    """Write zeros into the rows of ``out``, contiguous, after the last group."""
     rows, columns, element, width = _matrix(out)
     _check_vector("ends", ends, (torch.int32,), ends.shape)
     launch = Launch((min(rows, TAIL_BLOCKS) if columns else 0,), (THREADS,))
@@ -200,24 +138,9 @@ def add_bias(
 ) -> None:
     """Add to each row of ``out`` the bias of its group, times the scale of the row.
 
-    Rows after the last group become zero. Reads and writes ``out`` once.
-
-    Parameters
-    ----------
-    ends
-        Read; int32 ``[G]``.
-    bias
-        Read; contiguous ``[G, columns]``, in the dtype of ``out``.
-    scales
-        Read; ``[rows]`` in the dtype of ``out``, to which its product with the bias is rounded. If
-        None, every factor is 1.
-    out
-        Read and written; contiguous ``[rows, columns]``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    Rows after the last group become zero. Reads and writes ``out``, contiguous, once. ``bias`` is
+    ``[G, columns]``, and ``scales``, 1 if None, are ``[rows]``, in the dtype of ``out``, to which
+    the product of both is rounded.
     """
     rows, columns, element, width = _matrix(out)
     _check_vector("ends", ends, (torch.int32,), ends.shape)
@@ -238,19 +161,8 @@ def add_bias(
 def sum_groups(parts: torch.Tensor, padded_ends: torch.Tensor, *, out: torch.Tensor) -> None:
     """Write the sums over the tiles of each group, in fp32, in an order that the sizes determine.
 
-    Parameters
-    ----------
-    parts
-        Read up to the last group; contiguous fp32 ``[tiles, columns]``, of each 128 padded rows.
-    padded_ends
-        Read; int32 ``[G]``.
-    out
-        Written; contiguous fp32, fp16 or bf16 ``[G, columns]``; zeros of groups without rows.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    ``parts``, contiguous fp32 ``[tiles, columns]`` of each 128 padded rows, are read up to the last
+    group; ``out`` is fp32, fp16 or bf16 ``[G, columns]``, and has zeros for groups without rows.
     """
     groups, (tiles, columns) = len(padded_ends), parts.shape
     _check_vector("padded_ends", padded_ends, (torch.int32,), padded_ends.shape)
@@ -299,15 +211,15 @@ def _kernel(name: str, *arguments: object) -> Kernel:
 
 def instantiations() -> list[Kernel]:
     """Every kernel of this module."""
-    made = [_kernel(name, i) for i in INDICES.values() for name in ("group_ends", "group_tiles")]
-    made += [_kernel("unpad", word) for word in _WORDS.values()]
-    made += [_kernel("sum_groups", element) for element in ELEMENTS.values()]
+    kernels = [_kernel(name, i) for i in INDICES.values() for name in ("group_ends", "group_tiles")]
+    kernels += [_kernel("unpad", word) for word in _WORDS.values()]
+    kernels += [_kernel("sum_groups", element) for element in ELEMENTS.values()]
     for element in ELEMENTS.values():
         for aligned in (False, True):
             producer = f"fuser::GroupedProducer<{loads(element, aligned)}>"
-            made.append(Kernel("grouped_fp8", f"fuser_tiled_rows<{producer}>"))
+            kernels.append(Kernel("grouped_fp8", f"fuser_tiled_rows<{producer}>"))
     for dtype, element in ELEMENTS.items():
         for width in (1, _VECTOR_BYTES // dtype.itemsize):
-            made.append(_kernel("zero_tail", element, width))
-            made += [_kernel("grouped_bias", element, width, flag) for flag in ("false", "true")]
-    return made
+            kernels.append(_kernel("zero_tail", element, width))
+            kernels += [_kernel("grouped_bias", element, width, flag) for flag in ("false", "true")]
+    return kernels

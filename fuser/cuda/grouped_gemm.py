@@ -1,6 +1,7 @@
 """Launcher of products of groups of FP8 rows on Hopper: a kernel of TMA copies and wgmma.
 
-Operands are FP8 bytes whose groups begin at multiples of 128 rows, or of 128 columns.
+Operands are FP8 bytes whose groups begin at multiples of 128 rows, or of 128 columns. InputError if
+a tensor does not match its description.
 """
 
 from __future__ import annotations
@@ -80,26 +81,12 @@ def multiply_rows(
 ) -> torch.Tensor:
     """``out_g = a_g @ b_g.T`` for the rows of each group.
 
-    Parameters
-    ----------
-    a
-        ``[C, K]``: the rows of padded groups.
-    b
-        The matrices of the groups, one after the other: ``[G N', K]`` with N' of at least N, or
-        ``[N, G K']`` with K' of at least K if ``b_groups`` is ``"depth"``. Rows and columns beyond
-        N and K are zeros.
-    padded_ends, tiles
-        Of the groups, as ``fuser.reference.grouped.group_tiles`` describes them.
-    sums
-        How sums are formed.
-    out
-        Written; contiguous ``[C, N]`` if ``is_padded``, else the rows of groups without padding,
-        ``[T, N]``. Rows after the last group are left as they are.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    ``a`` is ``[C, K]``, the rows of padded groups. ``b`` is the matrices of the groups, one after
+    the other: ``[G N', K]`` with N' of at least N, or ``[N, G K']`` with K' of at least K if
+    ``b_groups`` is ``"depth"``; rows and columns beyond N and K are zeros. ``padded_ends`` and
+    ``tiles`` are as ``fuser.reference.grouped.group_tiles`` describes them. ``out`` is contiguous
+    ``[C, N]`` if ``is_padded``, else the rows of groups without padding, ``[T, N]``; rows after the
+    last group are left as they are.
     """
     has_rows = b_groups == "rows"
     size = b.data.shape[0 if has_rows else 1]
@@ -116,21 +103,8 @@ def multiply_depth(
 ) -> torch.Tensor:
     """``out[g] = a[:, columns of g] @ b[:, columns of g].T``; zeros for a group without columns.
 
-    Parameters
-    ----------
-    a, b
-        ``[M, C]`` and ``[N, C]``: transposed copies of padded groups.
-    padded_ends
-        Where the columns of each group end, int32 ``[G]``.
-    sums
-        How sums are formed.
-    out
-        Written; contiguous ``[G, M, N]``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    ``a`` and ``b`` are ``[M, C]`` and ``[N, C]``, transposed copies of padded groups, whose columns
+    end at ``padded_ends``, int32 ``[G]``. ``out`` is contiguous ``[G, M, N]``.
     """
     groups, rows, columns = out.shape
     if (rows, columns) != (a.data.shape[0], b.data.shape[0]) or groups != len(padded_ends):

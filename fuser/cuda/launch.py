@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -149,22 +149,13 @@ class Kernel:
             backend.run(self, launch, args)
 
 
-class Recorder(Protocol):
-    """What records the actions of a thread."""
-
-    def called(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """As :func:`call_each_time`."""
-
-    def refuse(self, reason: str) -> None:
-        """Note that the actions cannot be repeated."""
-
-
 class _Recording(threading.local):
     """What a thread records its launches with."""
 
     listener: Callable[[Kernel, Launch, tuple[Any, ...]], None] | None = None
     """Called at each launch; None without a recording."""
-    recorder: Recorder | None = None
+    recorder: Any = None
+    """What records the other actions: that of :mod:`fuser.cuda.sequence`."""
     is_dry = False
     """Whether launches do nothing: tensors are fake."""
 
@@ -307,15 +298,15 @@ class LaunchBackend:
 
     def multiprocessors(self, device: torch.device) -> int:
         """As the function :func:`multiprocessors`."""
-        return _multiprocessors(device)
+        return int(_properties(device).multi_processor_count)
 
     def shared_bytes(self, device: torch.device) -> int:
         """As the function :func:`shared_bytes`."""
-        return _shared_bytes(device)
+        return int(_properties(device).shared_memory_per_block_optin)
 
     def has_wgmma(self, device: torch.device) -> bool:
         """Whether a device has TMA copies and wgmma, which are Hopper's."""
-        return _capability(device) == (9, 0)
+        return bool(capability(device) == (9, 0))
 
     def tensor_map(self, matrix: torch.Tensor, box_rows: int) -> tuple[Any, ...]:
         """The fields of a ``TensorMap`` (fuser/core/sm90.cuh) of contiguous uint8 ``[M, K]``.
@@ -450,13 +441,12 @@ def multiprocessors(device: torch.device) -> int:
     return backend.multiprocessors(device)
 
 
-_capability = functools.cache(torch.cuda.get_device_capability)
+capability = functools.cache(torch.cuda.get_device_capability)
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+def _properties(device: torch.device) -> Any:  # some are not in torch's stubs
+    return torch.cuda.get_device_properties(device)
 
 
 def shared_bytes(device: torch.device) -> int:
@@ -464,15 +454,7 @@ def shared_bytes(device: torch.device) -> int:
     return backend.shared_bytes(device)
 
 
-@functools.cache
-def _shared_bytes(device: torch.device) -> int:
-    # Not in torch's stubs.
-    properties: Any = torch.cuda.get_device_properties(device)
-    most: int = properties.shared_memory_per_block_optin
-    return most
-
-
-def _check_sizes(what: str, sizes: Any, least: int, most: tuple[int, ...]) -> None:
+def _check_sizes(kind: str, sizes: Any, least: int, most: tuple[int, ...]) -> None:
     if (
         not isinstance(sizes, tuple)
         or not 1 <= len(sizes) <= 3
@@ -482,4 +464,4 @@ def _check_sizes(what: str, sizes: Any, least: int, most: tuple[int, ...]) -> No
         )
     ):
         limits = ", ".join(f"{least} to {limit}" for limit in most)
-        raise InputError(f"A launch got {what} {sizes!r}; it is a tuple of ints, {limits}.")
+        raise InputError(f"A launch got {kind} {sizes!r}; it is a tuple of ints, {limits}.")

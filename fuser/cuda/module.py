@@ -119,7 +119,8 @@ def obstacle(facts: Installation) -> Obstacle | None:
             f"need a torch built for CUDA {' or '.join(map(str, CUPY_PACKAGES))}."
         )
     install = f"pip install {package}"
-    reinstall = (*_uninstall(facts.cupy_packages), install)
+    uninstall = f"pip uninstall -y {' '.join(facts.cupy_packages)}"
+    reinstall = (uninstall, install) if facts.cupy_packages else (install,)
     if len(facts.cupy_packages) > 1:
         names = " and ".join(facts.cupy_packages)
         return Obstacle(f"{names} are installed together and overwrite each other.", reinstall)
@@ -172,10 +173,6 @@ def _cupy_packages() -> tuple[str, ...]:
     return tuple(sorted(n for n in names if re.fullmatch(r"cupy(-cuda\w+|-rocm[\w-]+)?", n)))
 
 
-def _uninstall(packages: tuple[str, ...]) -> tuple[str, ...]:
-    return (f"pip uninstall -y {' '.join(packages)}",) if packages else ()
-
-
 # -- compiling ----------------------------------------------------------------
 
 
@@ -218,24 +215,13 @@ def compile_options(root: Path, capability: tuple[int, int]) -> tuple[str, ...]:
 def kernel(name: str | Path, symbol: str, device: int) -> Any:
     """The handle (``cupy.RawKernel``) of a kernel on a device, compiled on first use.
 
-    Parameters
-    ----------
-    name
-        The source is ``fuser/cuda/kernels/<name>.cu``; a path is that of a user's.
-    symbol
-        An ``extern "C"`` function, or an instantiation of a template as a C++
-        name expression, e.g. ``fuser_swiglu<float, 4>``.
-    device
-        CUDA device index.
+    The source is ``fuser/cuda/kernels/<name>.cu``, or a user's, whose path ``name`` is. ``symbol``
+    is an ``extern "C"`` function, or an instantiation of a template as a C++ name expression, such
+    as ``fuser_swiglu<float, 4>``.
 
-    Raises
-    ------
-    KernelUnavailable
-        If CUDA kernels are not available here, or the source does not compile,
-        with the compiler's log. After that all kernels are disabled.
-    StateError
-        If the source does not exist, or has no such kernel; if a user's does
-        not compile, with the compiler's log. Other kernels are still taken.
+    KernelUnavailable if CUDA kernels are not available here, or the source does not compile, with
+    the compiler's log; after that all kernels are disabled. StateError if the source does not
+    exist, has no such kernel, or is a user's and does not compile; other kernels are still taken.
     """
     reason = kernels_unavailable()
     if reason is not None:
@@ -253,15 +239,10 @@ def kernel(name: str | Path, symbol: str, device: int) -> Any:
 
 @functools.cache
 def function(name: str | Path, symbol: str, device: int, *, has_dynamic_memory: bool) -> int:
-    """The driver's handle (``CUfunction``) of such a kernel.
+    """The driver's handle (``CUfunction``) of such a :func:`kernel`.
 
-    With ``has_dynamic_memory``, a launch may use all the shared memory that a block can have on
-    the device. Without it, a block has 48 KB, which include the kernel's static shared memory.
-
-    Raises
-    ------
-    KernelUnavailable, StateError
-        As :func:`kernel`.
+    With ``has_dynamic_memory``, a launch may use all the shared memory that a block can have on the
+    device. Without it, a block has 48 KB, which include the kernel's static shared memory.
     """
     handle = kernel(name, symbol, device)
     import cupy
@@ -310,10 +291,10 @@ def _compiled(name: str | Path, expressions: tuple[str, ...], device: int) -> An
 
     capability = torch.cuda.get_device_capability(device)
     headers = headers_in(" ".join(expressions))
-    own = (*headers, name) if isinstance(name, Path) else headers
+    user_files = (*headers, name) if isinstance(name, Path) else headers
     module = cupy.RawModule(
         code=source_text(KERNELS, name, headers),
-        options=(*compile_options(KERNELS, capability), *own_options(own)),
+        options=(*compile_options(KERNELS, capability), *own_options(user_files)),
         backend="nvrtc",
         name_expressions=expressions or None,
     )
@@ -323,7 +304,7 @@ def _compiled(name: str | Path, expressions: tuple[str, ...], device: int) -> An
         # A compiler error, no compiler, a compiler that does not know the chip, or a full disk.
         of_stages = f" with {', '.join(map(str, headers))}" if headers else ""
         failure = f"{shown(name)}{of_stages} does not compile for {arch_name(capability)}"
-        if own and isinstance(error, cupy.cuda.compiler.CompileException):
+        if user_files and isinstance(error, cupy.cuda.compiler.CompileException):
             raise StateError(f"{failure}:\n{error}") from error
         disable_kernels(_compile_obstacle(failure, error))
         raise KernelUnavailable(f"{failure}:\n{error}") from error

@@ -50,28 +50,15 @@ def quantize(
     """Quantize ``x`` in blocks of 32, or 32x32 as the format says, in one pass.
 
     Moves ``b + 1`` bytes an element for one copy and ``b + 2`` for both, and 1 for every 32
-    elements and copy.
-
-    Parameters
-    ----------
-    format_
-        MXFP8, of E4M3 or E5M2. With the layout ``MXFP8_SWIZZLED`` scales have the order of the
-        reference's ``swizzle``; columnwise scales are transposed first.
-    x
-        Read; ``[M, K]``, multiples of 32, or a producer of such values.
-    buffers
-        Written; one copy or both.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or M or K is not a multiple of 32.
+    elements and copy. ``x`` is ``[M, K]``, multiples of 32, or a producer of such values. The
+    format is MXFP8 of E4M3 or E5M2; with the layout ``MXFP8_SWIZZLED`` scales have the order of the
+    reference's ``swizzle``, and columnwise scales are transposed first.
     """
-    what, layout = "MXFP8 quantize", format_.layout
-    producer, to = as_producer(what, x), check_float8(what, format_.element)
+    launcher, layout = "MXFP8 quantize", format_.layout
+    producer, to = as_producer(launcher, x), check_float8(launcher, format_.element)
     m, k = producer.rows, producer.columns
     check_multiple("MXFP8", m, k, MXFP8_BLOCK)
-    if not check_buffers(what, layout, m, k, buffers):
+    if not check_buffers(launcher, layout, m, k, buffers):
         return
     row, row_scale, col, col_scale = map(buffers.get, (*layout.rowwise, *layout.columnwise))
     aligned = producer.is_aligned and is_aligned(row, 8) and is_aligned(col, 8)
@@ -91,27 +78,16 @@ def dequantize(
 ) -> None:
     """Write ``data * 2^(e - 127)``, rounded once, to ``out``. Moves ``1 + b`` bytes an element.
 
-    Parameters
-    ----------
-    data, scale
-        Read; the columnwise copy if ``columnwise``, else the rowwise one; scales not swizzled.
-    dtype
-        E4M3 or E5M2.
-    out_dtype, out
-        Written; ``[M, K]``, contiguous and of this dtype.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or M or K is not a multiple of 32.
+    ``data`` and ``scale``, which is not swizzled, are the columnwise copy if ``columnwise``, else
+    the rowwise one.
     """
-    what = "MXFP8 dequantize"
-    m, k = check_matrix(what, data)
+    launcher = "MXFP8 dequantize"
+    m, k = check_matrix(launcher, data)
     check_multiple("MXFP8", m, k, MXFP8_BLOCK)
     scale_shape = mxfp8_scale_shape(m, k, columnwise)
-    check_copy(what, "data", data, (m, k), "scale", scale, torch.uint8, scale_shape)
-    check_buffer(what, "out", out, out_dtype, (m, k))
-    element, of = check_element(what, out), check_float8(what, dtype)
+    check_copy(launcher, "data", data, (m, k), "scale", scale, torch.uint8, scale_shape)
+    check_buffer(launcher, "out", out, out_dtype, (m, k))
+    element, of = check_element(launcher, out), check_float8(launcher, dtype)
     aligned = is_aligned(data, 8) and is_aligned(out, 16)
     producer = Struct((data, scale, int64(scale_shape[1]), int32(k), int32(columnwise)))
     launch_decoder(_dequantize(element, of, aligned), producer, out, m, k, False)

@@ -58,28 +58,15 @@ class Forward(NamedTuple):
     An RMSNorm has ``gamma``, a LayerNorm also ``beta`` and a mean, an L2 normalization no
     parameters.
 
-    Parameters
-    ----------
-    x
-        Read; [rows, columns], fp32, fp16 or bf16. Rows may be at any distance; the elements of a
-        row are adjacent.
-    extra
-        Read; like ``x``, or, if x is fp32, in the dtype of y, as under autocast. None adds nothing.
-    gamma
-        Read; [columns], contiguous, fp32, fp16 or bf16.
-    beta
-        Read; like ``gamma``, in its dtype.
-    y
-        Written; like ``x``, contiguous, in a dtype that kernels support for x
-        (:func:`~fuser.cuda.norm_common.takes`). None does not write it, see
-        :func:`norm_producer`.
-    z
-        Written, only together with ``extra``; like ``x``, contiguous. None does not write it.
-    mean, rstd
-        Written; fp32, one number a row. None does not write it.
-    amax
-        Read and written: one fp32, not negative, raised to ``max |y|``, also if y is None. NaN
-        counts as larger than infinity. None measures nothing.
+    Read: ``x [rows, columns]``, fp32, fp16 or bf16, whose rows may be at any distance; ``extra``
+    like it, or, if x is fp32, in the dtype of y, as under autocast; the parameters, ``[columns]``,
+    contiguous, both in one dtype, fp32, fp16 or bf16.
+
+    Written, contiguous: ``y``, like ``x``, in a dtype that kernels support for x
+    (:func:`~fuser.cuda.norm_common.takes`), None if :func:`norm_producer` computes it; ``z``, like
+    ``x``, only together with ``extra``; ``mean`` and ``rstd``, fp32, one number a row. ``amax``,
+    one fp32, not negative, is raised to ``max |y|``, also if y is None; NaN counts as larger than
+    infinity.
     """
 
     x: torch.Tensor
@@ -102,32 +89,17 @@ def norm_forward(
 ) -> None:
     """The norm of ``z = x + extra``, for each row.
 
-    RMSNorm: ``rstd = rsqrt(mean(z^2) + eps); y = z * rstd * gamma``. LayerNorm: ``rstd =
-    rsqrt(var + eps); y = (z - mean) * rstd * gamma + beta``; the kernel computes the mean first,
-    then the variance from the differences to it. L2 normalization: ``rstd = rsqrt(sum(z^2) + eps);
-    y = z * rstd``.
+    RMSNorm: ``rstd = rsqrt(mean(z^2) + eps); y = z * rstd * gamma``. LayerNorm: ``rstd = rsqrt(var
+    + eps); y = (z - mean) * rstd * gamma + beta``; the kernel computes the mean first, then the
+    variance from the differences to it. L2 normalization:
+    ``rstd = rsqrt(sum(z^2) + eps); y = z * rstd``. The gain is ``1 + gamma`` if it is
+    zero-centered. ``y_dtype`` is that of a y that is None.
 
     Computes in fp32 from z, rounded to its dtype. Reads x and extra once and writes z and y once:
     for elements of 16 bits that is 2 bytes read and 2 written, with ``extra`` 4 and 4, and without
     y 2 less; a sum of fp32 and 16 bits reads 6 and writes 6. The kernel reads rows of more than
     16384 elements, and rows that are not aligned to 16 bytes, again for y or its amax, and a
     LayerNorm also for its variance.
-
-    Parameters
-    ----------
-    tensors
-        What is read and written.
-    eps
-        Added to the mean, or for L2 the sum, of the squares.
-    zero_centered_gamma
-        Whether the gain is ``1 + gamma``.
-    y_dtype
-        The dtype of y if y is None; None is the dtype of ``x``.
-
-    Raises
-    ------
-    InputError
-        If a dtype, shape or layout is wrong, or nothing would be written.
     """
     x, extra, gamma, beta, y, z, mean, rstd, amax = tensors
     function = "l2norm" if gamma is None else "rmsnorm" if beta is None else "layernorm"
@@ -168,22 +140,8 @@ def norm_producer(
 ) -> Producer:
     """The producer of y in ``y_dtype``, with the bits that the forward writes.
 
-    Reads x once: 2 bytes an element of 16 bits.
-
-    Parameters
-    ----------
-    tensors
-        Read: x, which is the z of a forward that added, the parameters, and the statistics that
-        the forward wrote.
-    y_dtype
-        A dtype that kernels support for ``x`` (:func:`~fuser.cuda.norm_common.takes`).
-    zero_centered_gamma
-        As in the forward.
-
-    Raises
-    ------
-    InputError
-        If a dtype, shape or layout is wrong, or one of mean, beta and gamma is missing.
+    Reads x once: 2 bytes an element of 16 bits. Of ``tensors`` it reads x, which is the z of a
+    forward that added, the parameters, and the statistics that the forward wrote.
     """
     name = "norm_producer"
     x, _, gamma, beta, _, _, mean, rstd, _ = tensors
@@ -221,12 +179,7 @@ def instantiations() -> tuple[Kernel, ...]:
 
 @functools.cache
 def _forward_kernel(
-    norm: str,
-    x: torch.dtype,
-    y: torch.dtype,
-    in_registers: bool,
-    writes: bool,
-    extra: torch.dtype,
+    norm: str, x: torch.dtype, y: torch.dtype, in_registers: bool, writes: bool, extra: torch.dtype
 ) -> Kernel:
     flags = f"{boolean(in_registers)}, {boolean(writes)}"
     added = "" if extra is x else f", {ELEMENTS[extra]}"

@@ -59,41 +59,21 @@ class Backward(NamedTuple):
 
     An RMSNorm has ``gamma``, a LayerNorm also ``mean``, an L2 normalization neither.
 
-    Parameters
-    ----------
-    dy
-        Read; [rows, columns], in the dtype of y. Rows may be at any distance; the elements of a row
-        are adjacent.
-    x
-        Read; the forward's x, or its z; rows as in ``dy``.
-    gamma
-        Read; as in the forward.
-    beta
-        Read with ``y``, of a LayerNorm; as in the forward.
-    mean, rstd
-        Read; as the forward wrote them.
-    d_extra
-        Read; like ``x``. None adds nothing.
-    dx
-        Written; like ``x``, contiguous. None does not write it, see
-        :func:`norm_backward_producer`.
-    rounded_dx
-        Written, only together with ``dx``: like it, rounded to the dtype of ``dy``, which has 16
-        bits where x is fp32. 2 bytes an element. None does not write it.
-    y
-        Written, only together with ``dx`` and if :func:`writes_output`: the output of the forward
-        with the bits that it writes, contiguous, in the dtype of ``dy``, whose memory it may
-        have. It and ``dx`` are at multiples of 16 bytes. 2 bytes an element of 16 bits. None does
-        not write it.
-    workspace
-        Written and read; fp32, contiguous, of :func:`workspace_shape`; None without gradients of
-        parameters.
-    means
-        Written; fp32 ``[rows, 1]``, contiguous: ``mean(d_hat * x_hat)``; of a LayerNorm ``[rows,
-        2]``, with ``mean(d_hat)``; of an L2 normalization the sum. None does not write them.
-    amax
-        Read and written: one fp32, not negative, raised to ``max |dx|``, also if dx is None. NaN
-        counts as larger than infinity. None measures nothing.
+    Read: ``dy [rows, columns]``, in the dtype of y; ``x``, the forward's, or its z; ``d_extra``,
+    like ``x``; rows of these may be at any distance. The parameters and statistics of the forward,
+    ``beta`` only with ``y``.
+
+    Written, contiguous: ``dx``, like ``x``, None if :func:`norm_backward_producer` computes it;
+    ``rounded_dx``, only together with ``dx``: like it, rounded to the dtype of ``dy``, which has 16
+    bits where x is fp32, 2 bytes an element; ``y``, only together with ``dx`` and if
+    :func:`writes_output`: the output of the forward with the bits that it writes, in the dtype of
+    ``dy``, whose memory it may have, 2 bytes an element of 16 bits. It and ``dx`` are at multiples
+    of 16 bytes. ``means``, fp32 ``[rows, 1]``: ``mean(d_hat * x_hat)``; of a LayerNorm
+    ``[rows, 2]``, with ``mean(d_hat)``; of an L2 normalization the sum.
+
+    Both: ``workspace``, fp32 of :func:`workspace_shape`, None without gradients of parameters;
+    ``amax``, one fp32, not negative, raised to ``max |dx|``, also if dx is None; NaN counts as
+    larger than infinity.
     """
 
     dy: torch.Tensor
@@ -123,7 +103,8 @@ def norm_backward(
     With ``x_hat = (x - mean) * rstd`` and ``d_hat = dy * gamma`` the gradient of a LayerNorm is
     ``dx = (d_hat - mean(d_hat) - x_hat * mean(d_hat * x_hat)) * rstd + d_extra``. Of an RMSNorm the
     means of x and of d_hat are 0. An L2 normalization has no gamma either, and the sum of
-    ``d_hat * x_hat``. Over the rows, ``dgamma = sum(dy * x_hat)`` and ``dbeta = sum(dy)``.
+    ``d_hat * x_hat``. Over the rows, ``dgamma = sum(dy * x_hat)`` and ``dbeta = sum(dy)``:
+    ``[columns]``, contiguous, fp32, fp16 or bf16, both in one dtype; None is not written.
 
     The kernel adds ``d_extra`` in fp32 and rounds the sum to the dtype of dx: one rounding, where a
     separate addition would round twice. It sums dgamma and dbeta in fp32, in an order that depends
@@ -133,21 +114,6 @@ def norm_backward(
     8. It also writes and reads the workspace. Without dx it moves 2 bytes less, and with neither dx
     nor amax it does not read d_extra, another 2 bytes less. The kernel reads rows twice if they
     have more than 16384 elements of 16 bits or 8192 of 32, or are not aligned to 16 bytes.
-
-    Parameters
-    ----------
-    tensors
-        What is read and written, gradients of parameters apart.
-    dgamma, dbeta
-        Written; [columns], contiguous, fp32, fp16 or bf16, both in one dtype. None does not write
-        it.
-    zero_centered_gamma
-        Whether the gain is ``1 + gamma``.
-
-    Raises
-    ------
-    InputError
-        If a dtype, shape or layout is wrong.
     """
     dy, x, gamma, beta, mean, _, d_extra, dx, rounded_dx, y, workspace, means, amax = tensors
     norm = "RMSNorm" if mean is None else "LayerNorm"
@@ -233,19 +199,8 @@ def _checked(function: str, tensors: Backward) -> tuple[int, int]:
 def norm_backward_producer(tensors: Backward, *, zero_centered_gamma: bool = False) -> Producer:
     """The producer of dx in the dtype of x, with the bits that the backward writes.
 
-    Reads dy, x and d_extra once: 4 bytes an element of 16 bits, with ``d_extra`` 6.
-
-    Parameters
-    ----------
-    tensors
-        Read: what the backward reads, beta apart, and the means that it wrote.
-    zero_centered_gamma
-        As in the backward.
-
-    Raises
-    ------
-    InputError
-        If a dtype, shape or layout is wrong, or a mean comes without gamma.
+    Reads dy, x and d_extra once: 4 bytes an element of 16 bits, with ``d_extra`` 6. Of ``tensors``
+    it reads what the backward reads, beta apart, and the means that it wrote.
     """
     name = "norm_backward_producer"
     dy, x, gamma, _, mean, rstd, d_extra, *_, means, _ = tensors
@@ -297,12 +252,7 @@ def _has_room(norm: str, x: torch.dtype, vectors: int, threads: int) -> bool:
 def workspace_shape(x: torch.Tensor, *, has_beta: bool) -> tuple[int, int, int]:
     """The shape of the fp32 workspace for the partial sums of the parameters' gradients.
 
-    Parameters
-    ----------
-    x
-        The x of the backward, for its shape, dtype and device.
-    has_beta
-        Whether the norm is a LayerNorm.
+    ``x`` is that of the backward; ``has_beta`` says whether the norm is a LayerNorm.
     """
     rows, columns = x.shape
     device = (shared_bytes(x.device), multiprocessors(x.device))
@@ -330,12 +280,7 @@ def instantiations() -> tuple[Kernel, ...]:
 
 @functools.cache
 def _backward_kernel(
-    norm: str,
-    x: torch.dtype,
-    dy: torch.dtype,
-    vectors: int | None,
-    threads: int,
-    with_output: bool,
+    norm: str, x: torch.dtype, dy: torch.dtype, vectors: int | None, threads: int, with_output: bool
 ) -> Kernel:
     types = norm_types(norm, x, dy)
     if vectors is None:

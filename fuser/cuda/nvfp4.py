@@ -23,7 +23,6 @@ from fuser.cuda.checks import (
     check_copy,
     check_element,
     check_matrix,
-    check_tiles,
     is_aligned,
 )
 from fuser.cuda.launch import TILE, Kernel
@@ -58,32 +57,17 @@ def hadamard_amax(
     """Raise ``out[0]`` to ``max |x|`` and ``out[1]`` to that of its Hadamard transform along M.
 
     A NaN is above all numbers. Reads ``b`` bytes an element, once. Without a transform, use
-    ``fp8_scaling.amax``.
-
-    Parameters
-    ----------
-    x
-        Read; ``[M, K]``, multiples of 16, or a producer of such values.
-    random_signs
-        As in the reference.
-    out
-        fp32 ``[2]``, zeroed by the caller; read and written.
-    tiles
-        Of groups of rows, whose padded rows ``x`` produces: read; int32 ``[M / 128, 4]``. ``out``
-        is then ``[G, 2]``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or M or K is not a multiple of 16.
+    ``fp8_scaling.amax``. ``x`` is ``[M, K]``, multiples of 16, or a producer of such values;
+    ``out`` is fp32 ``[2]``, zeroed by the caller. ``tiles``, int32 ``[M / 128, 4]``, are those of
+    groups whose padded rows ``x`` produces; ``out`` is then ``[G, 2]``.
     """
-    what = "NVFP4 hadamard_amax"
-    producer = as_producer(what, x)
+    launcher = "NVFP4 hadamard_amax"
+    producer = as_producer(launcher, x)
     producer = producer.alone or producer
     m, k = producer.rows, producer.columns
     check_multiple("NVFP4", m, k, NVFP4_BLOCK)
-    check_tiles(what, tiles, m)
-    check_buffer(what, "out", out, torch.float32, (2,) if tiles is None else (len(out), 2))
+    check_buffer(launcher, "tiles", tiles, torch.int32, (m // TILE, 4))
+    check_buffer(launcher, "out", out, torch.float32, (2,) if tiles is None else (len(out), 2))
     fields = (out, signs_of(random_signs))
     if tiles is None:
         launch_store(_amax(producer.type, ""), producer, Struct(fields))
@@ -107,44 +91,25 @@ def quantize(
     """Quantize ``x`` in blocks of 16, or 16x16 as the format says, for the given amax.
 
     Moves ``b + 1/2`` bytes an element for one copy and ``b + 1`` for both, and 1 for every 16
-    elements and copy.
-
-    Parameters
-    ----------
-    format_
-        NVFP4.
-    x
-        Read; ``[M, K]``, multiples of 16, or a producer of such values.
-    buffers
-        Written; one copy or both. Nothing is written if ``x`` is empty.
-    amax_value
-        Read; fp32 ``[1]``, or ``[2]`` with one amax for the rowwise and one for the columnwise
-        copy, as :func:`hadamard_amax` computes them.
-    hadamard, random_signs, stochastic, seed, offset
-        As in the reference.
-    tiles
-        As :func:`hadamard_amax` takes them; ``amax_value`` is then ``[G, 1]`` or ``[G, 2]``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, ``offset`` is negative, or M or K is no
-        multiple of 16.
+    elements and copy; nothing if ``x`` is empty. ``x`` is ``[M, K]``, multiples of 16, or a
+    producer of such values. ``amax_value`` is fp32 ``[1]``, or ``[2]`` with one amax for the
+    rowwise and one for the columnwise copy (:func:`hadamard_amax`); with the ``tiles`` of groups it
+    is ``[G, 1]`` or ``[G, 2]``. The options are as in the reference.
     """
-    what, layout = "NVFP4 quantize", format_.layout
-    producer = as_producer(what, x)
+    launcher, layout = "NVFP4 quantize", format_.layout
+    producer = as_producer(launcher, x)
     m, k = producer.rows, producer.columns
     check_multiple("NVFP4", m, k, NVFP4_BLOCK)
-    check_tiles(what, tiles, m)
-    is_any = check_buffers(what, layout if tiles is None else layout.of_groups, m, k, buffers)
+    check_buffer(launcher, "tiles", tiles, torch.int32, (m // TILE, 4))
+    is_any = check_buffers(launcher, layout if tiles is None else layout.of_groups, m, k, buffers)
     groups, amaxes = amax_value.shape[: amax_value.dim() - 1], amax_value.shape[-1]
     if amaxes not in (1, 2) or len(groups) != (tiles is not None):
         raise InputError(
-            f"{what} takes one or two amaxes; got the shape {tuple(amax_value.shape)}."
+            f"{launcher} takes one or two amaxes; got the shape {tuple(amax_value.shape)}."
         )
-    check_buffer(what, "amax_value", amax_value, torch.float32, (*groups, amaxes))
+    check_buffer(launcher, "amax_value", amax_value, torch.float32, (*groups, amaxes))
     if offset < 0:
-        raise InputError(f"{what} got offset {offset} into its random words.")
+        raise InputError(f"{launcher} got offset {offset} into its random words.")
     if not is_any:
         return
     row, row_scale, row_amax = map(buffers.get, layout.rowwise)
@@ -168,36 +133,25 @@ def dequantize(
     columnwise: bool,
     out: torch.Tensor,
 ) -> None:
-    """Write ``q * (scale * amax / (6 * 448))``, rounded once, to ``out``.
+    """Write ``q * (scale * amax / (6 * 448))``, rounded once, to ``out [M, K]``.
 
-    Moves ``1/2 + b`` bytes an element. Does not invert a Hadamard transform.
-
-    Parameters
-    ----------
-    data, scale, amax
-        Read; a rowwise copy, or a columnwise copy, which is transposed back; amax fp32 ``[1]``, or
-        of each 128 rows of groups, ``[M / 128]``.
-    out_dtype, out
-        Written; ``[M, K]``, contiguous and of this dtype.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or M or K is not a multiple of 16.
+    Moves ``1/2 + b`` bytes an element. Reads a rowwise copy, or a columnwise copy, which is
+    transposed back; does not invert a Hadamard transform. ``amax`` is fp32 ``[1]``, or of each 128
+    rows of groups, ``[M / 128]``.
     """
-    what = "NVFP4 dequantize"
-    rows, bytes_of_row = check_matrix(what, data)
+    launcher = "NVFP4 dequantize"
+    rows, bytes_of_row = check_matrix(launcher, data)
     columns = 2 * bytes_of_row
     check_multiple("NVFP4", rows, columns, NVFP4_BLOCK)
     scales = (scale, torch.uint8, nvfp4_scale_shape(rows, columns, False))
-    check_copy(what, "data", data, (rows, bytes_of_row), "scale", *scales)
+    check_copy(launcher, "data", data, (rows, bytes_of_row), "scale", *scales)
     m, k = (columns, rows) if columnwise else (rows, columns)
     is_grouped = len(amax) != 1
-    check_buffer(what, "amax", amax, torch.float32, (m // TILE,) if is_grouped else (1,))
-    check_buffer(what, "out", out, out_dtype, (m, k))
+    check_buffer(launcher, "amax", amax, torch.float32, (m // TILE,) if is_grouped else (1,))
+    check_buffer(launcher, "out", out, out_dtype, (m, k))
     aligned = is_aligned(data, 4) and is_aligned(out, 16)
     producer = Struct((data, scale, amax, int32(columns)))
-    kernel = _dequantize(check_element(what, out), columnwise, aligned, is_grouped)
+    kernel = _dequantize(check_element(launcher, out), columnwise, aligned, is_grouped)
     launch_decoder(kernel, producer, out, rows, columns, columnwise)
 
 
@@ -230,8 +184,8 @@ def _dequantize(element: str, columnwise: bool, aligned: bool, is_grouped: bool)
 def stores(producer: str, aligned: bool) -> tuple[Kernel, ...]:
     """The kernels of a producer, of a matrix or of padded groups, with each store of NVFP4."""
     scope = "Grouped" if "GroupedProducer" in producer else ""
-    each = itertools.product(BOOLEANS, BOOLEANS)
-    quantizing = (_quantize(producer, scope, *flags, aligned) for flags in each)
+    pairs = itertools.product(BOOLEANS, BOOLEANS)
+    quantizing = (_quantize(producer, scope, *flags, aligned) for flags in pairs)
     return (_amax(producer, scope), *quantizing)
 
 

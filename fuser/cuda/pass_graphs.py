@@ -203,13 +203,7 @@ def graphs_of_process() -> tuple[int, int]:
 
 
 class PassGraphs:
-    """The graphs of a sequence, by the addresses of its tensors.
-
-    Parameters
-    ----------
-    device
-        The index of the GPU.
-    """
+    """The graphs of a sequence on the GPU ``device``, by the addresses of its tensors."""
 
     def __init__(self, device: int) -> None:
         self.device = device

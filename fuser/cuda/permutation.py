@@ -2,7 +2,8 @@
 
 The maps ``row_map`` and ``inverse_map`` are those of the reference. A kernel reads and writes only
 rows that exist, whatever is in ``inverse_map``; every -1 of ``row_map`` must be after all
-other numbers, as :func:`sort_by_expert` writes it.
+other numbers, as :func:`sort_by_expert` writes it. ``x``, ``y`` and ``dout`` are fp32, fp16 or
+bf16, with adjacent elements in a row. InputError if a tensor does not match its description.
 """
 
 from __future__ import annotations
@@ -59,22 +60,9 @@ def sort_by_expert(
     Integer atomics in shared memory count; every place follows from the counts, so the result does
     not depend on the order of threads. One launch up to 4096 assignments, two above.
 
-    Parameters
-    ----------
-    expert_indices
-        Read; int32 or int64, contiguous, ``[T, k]``. An index outside of the experts drops its
-        assignment.
-    split_sizes
-        Written; int32 ``[num_experts]``, 1 to 1024 experts.
-    row_map, inverse_map
-        Written; int32 ``[rows]`` and ``[T, k]``.
-    counts
-        Overwritten; int32 of the shape :func:`counts_shape`; None if that function returns None.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    ``expert_indices`` are int32 or int64 ``[T, k]``, contiguous; an index outside of the experts,
+    of which there are 1 to 1024, drops its assignment. ``counts``, int32 of the shape
+    :func:`counts_shape`, are overwritten.
     """
     name = "sort_by_expert"
     index = INDICES.get(expert_indices.dtype)
@@ -118,21 +106,7 @@ def permute(
 ) -> None:
     """Write ``y[inverse_map[t, j]] = x[t]``, and 0 into the rows of ``y`` without an assignment.
 
-    Moves the bytes of x once and those of y once.
-
-    Parameters
-    ----------
-    x
-        Read; ``[T, hidden]`` of fp32, fp16 or bf16, with adjacent elements in a row.
-    row_map, inverse_map
-        Read; int32 ``[rows]`` and ``[T, k]``.
-    y
-        Written; ``[rows, hidden]`` in the dtype of x, contiguous.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    Moves the bytes of ``x [T, hidden]`` once and those of ``y [rows, hidden]``, contiguous, once.
     """
     name = "permute"
     tokens, columns = check_matrix(name, x)
@@ -156,20 +130,8 @@ def permute(
 def gathered_rows(x: torch.Tensor, row_map: torch.Tensor, choices: int) -> Producer:
     """The producer of the rows that :func:`permute` writes, which reads them by ``row_map``.
 
-    Parameters
-    ----------
-    x
-        Read; ``[T, hidden]`` of fp32, fp16 or bf16, with adjacent elements in a row.
-    row_map
-        Read; int32 ``[rows]``, of numbers below ``T * choices``. Rows of a negative number are
-        zeros, wherever they are.
-    choices
-        The experts of a token.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    Its numbers are below ``T * choices``, of ``choices`` experts of a token. Rows of a negative
+    number are zeros, wherever they are.
     """
     name = "gathered_rows"
     loaded = as_producer(name, x)
@@ -196,23 +158,8 @@ def unpermute(
     """Write ``out[t] = sum over j of y[inverse_map[t, j]] * probs[t, j]``, in fp32.
 
     Reads the rows of y in use once, and no others. The sum is in the order of j and begins with 0;
-    every product and every sum is rounded to nearest.
-
-    Parameters
-    ----------
-    y
-        Read; ``[rows, hidden]`` of fp32, fp16 or bf16, with adjacent elements in a row.
-    inverse_map
-        Read; int32 ``[T, k]``.
-    probs
-        Read; fp32 ``[T, k]``, contiguous. If None, every factor is 1.
-    out
-        Written; ``[T, hidden]`` in the dtype of y, contiguous.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    every product and every sum is rounded to nearest. ``probs`` are fp32 ``[T, k]``, 1 if None;
+    ``out [T, hidden]`` is contiguous, in the dtype of y.
     """
     name = "unpermute"
     rows, columns = check_matrix(name, y)
@@ -242,29 +189,8 @@ def unpermute_backward(
     """Write the gradients of the inputs of :func:`unpermute`.
 
     Reads dout, and y if dprobs are wanted, and writes dy, each once; a token's row of dout is read
-    k times, mostly from caches.
-
-    Parameters
-    ----------
-    dout
-        Read; ``[T, hidden]`` of fp32, fp16 or bf16, with adjacent elements in a row.
-    y
-        Read; ``[rows, hidden]`` in the dtype of dout, with adjacent elements in a row. None without
-        dprobs.
-    row_map, inverse_map
-        Read; int32 ``[rows]`` and ``[T, k]``.
-    probs
-        Read; fp32 ``[T, k]``, contiguous.
-    dy
-        Written; ``[rows, hidden]`` in the dtype of dout, contiguous; 0 in rows without an
-        assignment.
-    dprobs
-        Written; fp32 ``[T, k]``, contiguous; None if not wanted.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    k times, mostly from caches. ``dy`` is 0 in rows without an assignment; ``probs`` and ``dprobs``
+    are fp32 ``[T, k]``.
     """
     name = "unpermute_backward"
     tokens, columns = check_matrix(name, dout)
@@ -314,7 +240,7 @@ def instantiations() -> tuple[Kernel, ...]:
     return (
         *(_kernel(name, index) for name in by_index for index in INDICES.values()),
         *(_kernel("permute", word, TOKENS) for word in WORDS.values()),
-        *(_kernel(name, *each) for name in by_flags for each in types),
+        *(_kernel(name, *arguments) for name in by_flags for arguments in types),
     )
 
 

@@ -47,32 +47,14 @@ def pointwise(
     Bytes an element of y: those of y, of one element of x (two before a gated stage), and of each
     extra input.
 
-    Parameters
-    ----------
-    stages
-        The chain; at most one stage is gated.
-    x
-        Read; fp32, fp16 or bf16, ``[..., columns]``, or ``[..., 2 * columns]``
-        before a gated stage. Contiguous, or a matrix of contiguous rows.
-    operands
-        Read; one entry a stage, contiguous. Of ``"bias"``: ``[width]`` in the
-        dtype of x, for an output of that width. Of ``"add_extra_input"``: as
-        many elements as the stage's output, in the dtype of x. Of
-        ``"dropout"``: two int64 from torch's generator, on the device; they and
-        the index of an element determine the mask. Of a scaled
-        activation: one scale a row, fp32, fp16 or bf16. Else None.
-    y
-        Written; contiguous, in the dtype of x. Shares no memory with an input.
-        None if only the amax is wanted.
-    amax
-        Read and written: raised to ``max |y|`` of the rounded values; one fp32,
-        at least 0. NaN is above infinity.
-
-    Raises
-    ------
-    InputError, InputTypeError
-        If the dtype, shape or layout of a tensor is wrong, or there is nothing
-        to write.
+    ``x`` is fp32, fp16 or bf16, ``[..., columns]``, or ``[..., 2 * columns]`` before a gated stage,
+    of which there is at most one; contiguous, or a matrix of contiguous rows. ``operands`` has one
+    entry a stage, contiguous: of ``"bias"`` ``[width]`` in the dtype of x, for an output of that
+    width; of ``"add_extra_input"`` as many elements as the stage's output, in the dtype of x; of
+    ``"dropout"`` two int64 from torch's generator, on the device, which with the index of an
+    element determine the mask; of a scaled activation one scale a row, fp32, fp16 or bf16. ``y`` is
+    contiguous, in the dtype of x, and shares no memory with an input; None if only ``amax``, one
+    fp32, at least 0, is raised to ``max |y|`` of the rounded values. NaN is above infinity.
     """
     chain = chain_of(stages, x.dtype, scale_dtypes_of(stages, operands))
     if y is None and amax is None:
@@ -102,50 +84,22 @@ def pointwise_backward(
 ) -> None:
     """Write the gradients of the input of ``stages`` and of their operands.
 
-    The kernel recomputes the stages from ``saved`` on. It rounds the gradient of every stage to the
-    dtype of ``dy``, and sums over rows or columns in fp32, in an order that depends only on the
-    shape.
+    The kernel recomputes the stages from ``saved`` on, before which none is an activation. It
+    rounds the gradient of every stage to the dtype of ``dy``, and sums over rows or columns in
+    fp32, in an order that depends only on the shape.
 
     Bytes an element of dy: those of dy, of the one or two elements of x and of dx, of each extra
     input before an activation, of each gradient of an extra input, and of ``y``.
 
-    Parameters
-    ----------
-    stages
-        The chain, as it ran forward.
-    dy
-        Read; the gradient of the chain's output, fp32, fp16 or bf16. Contiguous,
-        or a matrix of contiguous rows.
-    x
-        Read; the input of ``stages[saved]`` in the dtype of dy, laid out
-        likewise. None if no stage is an activation.
-    operands
-        Read, as in :func:`pointwise`. A bias or an extra input may be None
-        if the kernel does not add it again: before ``saved``, or without an
-        activation after it.
-    dx
-        Written; the gradient of the input of ``stages[0]``, contiguous. Shares
-        no memory with an input. None if only the amax or gradients are
-        wanted.
-    grads
-        Written; one entry a stage, contiguous; None if no gradient is
-        wanted. Of a bias: ``[width]`` in the dtype of dy. Of an extra input or
-        of scales: in their shape and dtype.
-    workspace
-        Overwritten; :func:`workspace_size` contiguous fp32, None if that is 0.
-    amax
-        Raised to ``max |dx|``, as in :func:`pointwise`.
-    saved
-        No stage before this one is an activation.
-    y
-        Written; the chain's output, with the bits of :func:`pointwise`; contiguous, in the dtype of
-        dy. Its memory may be that of dy. None does not write it.
-
-    Raises
-    ------
-    InputError, InputTypeError
-        If the dtype, shape or layout of a tensor is wrong, there is nothing to write, or ``y`` is
-        given and :func:`writes_output` is false.
+    ``x`` is the input of ``stages[saved]``; None if no stage is an activation. ``operands`` are as
+    in :func:`pointwise`; a bias or an extra input may be None if the kernel does not add it again:
+    before ``saved``, or without an activation after it. ``dx`` is contiguous and shares no memory
+    with an input; None if only ``amax``, raised to ``max |dx|``, or gradients are wanted. ``grads``
+    has one entry a stage, contiguous, None if no gradient is wanted: of a bias ``[width]`` in the
+    dtype of dy, of an extra input or of scales in their shape and dtype. ``workspace`` is
+    :func:`workspace_size` contiguous fp32, None if that is 0. ``y`` is the chain's output, with the
+    bits of :func:`pointwise`, if :func:`writes_output`; contiguous, in memory that may be that of
+    dy. None does not write it.
     """
     has_grad = tuple(grad is not None for grad in grads)
     chain = chain_of(stages, dy.dtype, scale_dtypes_of(stages, operands), has_grad, saved)
@@ -212,7 +166,7 @@ def workspace_size(
 ) -> int:
     """The size of the workspace of :func:`pointwise_backward`, in fp32 elements.
 
-    ``rows`` and ``columns`` are those of the chain's output; ``wanted`` says for each stage
+    ``rows`` and ``columns`` are those of the chain's output; ``has_grad`` says for each stage
     whether the gradient of its operand is wanted.
     """
     chain = chain_of(stages, dtype, (torch.float32,) * len(stages), tuple(has_grad))
@@ -254,24 +208,10 @@ def backward_producer(
     takes the producer's ``alone``, which writes neither. With a gated stage, dx has two columns for
     each column of dy; the kernel reads dy twice, the second time mostly from L2.
 
-    Parameters
-    ----------
-    stages, dy, x, operands, saved
-        As in :func:`pointwise_backward`.
-    rows, columns
-        The shape of the chain's output.
-    sums
-        Written by the kernel; contiguous fp32 of :func:`sums_shape`. In padded groups a row of it
-        belongs to a tile, and those of tiles after the last group are not written.
-    row_parts
-        Written by the kernel; contiguous fp32 of :func:`row_parts_shape`. In padded groups, rows
-        that belong to none are not written.
-
-    Raises
-    ------
-    InputError, InputTypeError
-        If the dtype, shape or layout of a tensor is wrong, or ``row_parts`` are given and not one
-        stage has scales.
+    ``rows`` and ``columns`` are those of the chain's output. ``sums`` and ``row_parts`` are
+    contiguous fp32 of :func:`sums_shape` and :func:`row_parts_shape`. In padded groups a row of
+    sums belongs to a tile; those of tiles after the last group, and parts of rows that belong to no
+    group, are not written.
     """
     rows, columns = size_hint(rows), size_hint(columns)
     scale_dtypes = scale_dtypes_of(stages, operands)
@@ -319,17 +259,7 @@ def row_parts_shape(stages: Stages, rows: int, columns: int) -> tuple[int, int]:
 def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
     """Write ``out[i] = sum over k of parts[k, i]``, in fp32; the order depends only on the shape.
 
-    Parameters
-    ----------
-    parts
-        Read; contiguous fp32 ``[count, size]``.
-    out
-        Written; contiguous fp32, fp16 or bf16 ``[size]``.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    ``parts`` are contiguous fp32 ``[count, size]``, ``out`` is contiguous fp32, fp16 or bf16.
     """
     count, size = check_matrix("sum_parts", parts)
     check_buffer("sum_parts", "parts", parts, torch.float32, (count, size))
@@ -410,6 +340,12 @@ def _kernel(name: str, chain: str, rows: int, vector: int, *flags: bool) -> Kern
 @functools.lru_cache(maxsize=64)
 def sum_kernel(dtype: torch.dtype, fan: int) -> Kernel:
     return Kernel("pointwise", f"fuser_sum_parts<{ELEMENTS[dtype]}, {fan}>")
+
+
+def instantiations() -> tuple[Kernel, ...]:
+    """Every kernel of no chain; ``tests/pointwise_instantiations.py`` has some chains."""
+    fans = [(dtype, 1) for dtype in ELEMENTS] + [(torch.float32, 4), (torch.float32, 8)]
+    return tuple(sum_kernel(*fan) for fan in fans)
 
 
 # -- launches -----------------------------------------------------------------

@@ -21,22 +21,8 @@ def probe(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
     """Write ``y[i] = scale * x[i] + i``, in fp32 with one rounding.
 
     The kernel steps by its argument for the number of threads. So all elements are right only if
-    the grid, block, pointers, int64 sizes and the float arrive correctly. Subnormal inputs count
-    as 0.
-
-    Parameters
-    ----------
-    x
-        Read; fp32, contiguous, any shape, on a CUDA device.
-    y
-        Written; like ``x``. ``i`` counts its elements in memory.
-    scale
-        Any float that fits fp32.
-
-    Raises
-    ------
-    InputError
-        If the dtype, layout, size or device of a tensor does not match its description.
+    the grid, block, pointers, int64 sizes and the float arrive correctly. Subnormal inputs count as
+    0. ``x`` and ``y`` are fp32, contiguous, of one shape; ``i`` counts the elements in memory.
     """
     for name, tensor in (("x", x), ("y", y)):
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():

@@ -28,21 +28,13 @@ def constant_launches(
 ) -> tuple[bool, Any]:
     """Call ``function``, which launches kernels over tensors that are the same at most calls.
 
-    Its launches are recorded at the second call with the same tensors, known by their identity,
-    and repeated from the third on. ``cache`` holds the tensors.
+    Its launches are recorded at the second call with the same tensors, known by their identity, and
+    repeated from the third on. ``cache`` holds the tensors. ``what`` is everything that
+    ``function`` depends on besides them, with the layouts of ``inputs``. ``inputs``, tensors, and
+    ``objects``, process groups, may be others at each call.
 
-    Parameters
-    ----------
-    what
-        Everything that ``function`` depends on besides the tensors, with the layouts of ``inputs``.
-    inputs, objects
-        Tensors, and process groups, that may be others at each call.
-
-    Returns
-    -------
-    tuple
-        Whether launches were repeated, and ``function`` was not called; and the result, tensors in
-        tuples that ``function`` makes.
+    Returns whether launches were repeated, and ``function`` was not called; and the result, tensors
+    in tuples that ``function`` makes.
     """
     if launch.recording.listener is not None:
         return False, function()

@@ -19,17 +19,14 @@ from fuser.cuda.checks import (
     boolean,
     check_buffer,
     check_buffers,
-    check_element,
     check_float8,
     check_matrix,
-    is_aligned,
 )
 from fuser.cuda.launch import TILE, TILE_THREADS, Kernel, Launch
 from fuser.cuda.tiled import (
     as_producer,
-    block_decoder,
     block_decoders,
-    launch_decoder,
+    decode_blocks,
     launch_store,
     loads,
     quantizing_kernels,
@@ -48,25 +45,14 @@ def amaxes(
 ) -> None:
     """Raise the amaxes of rows and columns to ``max |x|``; a NaN is above all numbers.
 
-    Reads ``b`` bytes an element.
-
-    Parameters
-    ----------
-    x
-        Read; ``[M, K]``, or a producer of such values.
-    row_amax, col_amax
-        fp32 ``[M]`` and ``[K]``, zeroed by the caller; read and written.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    Reads ``b`` bytes an element of ``x [M, K]``, or of a producer of such values. ``row_amax`` and
+    ``col_amax`` are fp32 ``[M]`` and ``[K]``, zeroed by the caller.
     """
-    what = "row-wise amaxes"
-    producer = as_producer(what, x)
+    launcher = "row-wise amaxes"
+    producer = as_producer(launcher, x)
     producer = producer.alone or producer
-    check_buffer(what, "row_amax", row_amax, torch.float32, (producer.rows,))
-    check_buffer(what, "col_amax", col_amax, torch.float32, (producer.columns,))
+    check_buffer(launcher, "row_amax", row_amax, torch.float32, (producer.rows,))
+    check_buffer(launcher, "col_amax", col_amax, torch.float32, (producer.columns,))
     if row_amax is None and col_amax is None:
         return
     launch_store(_amaxes(producer.type), producer, Struct((row_amax, col_amax)))
@@ -82,37 +68,21 @@ def quantize(
     row_amax: torch.Tensor | None = None,
     col_amax: torch.Tensor | None = None,
 ) -> None:
-    """Quantize ``x`` with scales that follow from the amaxes of rows and columns.
+    """Quantize ``x`` with scales that follow from the amaxes of rows and columns (:func:`amaxes`).
 
-    Moves ``b + 1`` bytes an element for one copy and ``b + 2`` for both.
-
-    Parameters
-    ----------
-    format_
-        FP8 with a scale a row, of E4M3 or E5M2.
-    x
-        Read; ``[M, K]``, or a producer of such values.
-    buffers
-        Written; one copy or both.
-    pow2, eps
-        As in the reference.
-    row_amax, col_amax
-        Read; fp32 ``[M]`` with the rowwise copy and ``[K]`` with the columnwise (:func:`amaxes`).
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description, or a copy comes without its amaxes.
+    Moves ``b + 1`` bytes an element for one copy and ``b + 2`` for both. ``x`` is ``[M, K]``, or a
+    producer of such values. A rowwise copy needs ``row_amax``, fp32 ``[M]``, and a columnwise one
+    ``col_amax``, ``[K]``; ``pow2`` and ``eps`` are as in the reference.
     """
-    what, layout = "row-wise FP8 quantize", format_.layout
-    producer, to = as_producer(what, x), check_float8(what, format_.element)
+    launcher, layout = "row-wise FP8 quantize", format_.layout
+    producer, to = as_producer(launcher, x), check_float8(launcher, format_.element)
     m, k = producer.rows, producer.columns
-    is_any = check_buffers(what, layout, m, k, buffers)
+    is_any = check_buffers(launcher, layout, m, k, buffers)
     row, row_scale, col, col_scale = map(buffers.get, (*layout.rowwise, *layout.columnwise))
     for name, copy, amax, size in (("row", row, row_amax, m), ("col", col, col_amax, k)):
-        check_buffer(what, f"{name}_amax", amax, torch.float32, (size,))
+        check_buffer(launcher, f"{name}_amax", amax, torch.float32, (size,))
         if copy is not None and amax is None:
-            raise InputError(f"{what} got a copy without {name}_amax.")
+            raise InputError(f"{launcher} got a copy without {name}_amax.")
     if not is_any:
         return
     fields = (row_amax, row, row_scale, col_amax, col, col_scale)
@@ -139,35 +109,15 @@ def dequantize(
 ) -> None:
     """Write ``data * scale_inv``, rounded once, to ``out``. Moves ``1 + b`` bytes an element.
 
-    Parameters
-    ----------
-    data, scale_inv
-        Read; a rowwise copy, or a columnwise copy, which is transposed back.
-    dtype
-        E4M3 or E5M2.
-    out_dtype, out
-        Written; ``[M, K]``, contiguous and of this dtype.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
+    Reads a rowwise copy, or a columnwise copy, which is transposed back.
     """
-    what = "row-wise FP8 dequantize"
-    rows, columns = check_matrix(what, data)
-    check_buffer(what, "data", data, torch.uint8, (rows, columns))
-    check_buffer(what, "scale_inv", scale_inv, torch.float32, (rows,))
-    shape = (columns, rows) if columnwise else (rows, columns)
-    check_buffer(what, "out", out, out_dtype, shape)
-    element, of = check_element(what, out), check_float8(what, dtype)
-    aligned = is_aligned(data, 8) and columns % 8 == 0 and is_aligned(out, 16)
-    if columnwise:
-        aligned = aligned and rows % 8 == 0
+    launcher = "row-wise FP8 dequantize"
+    rows, columns = check_matrix(launcher, data)
+    check_buffer(launcher, "data", data, torch.uint8, (rows, columns))
+    check_buffer(launcher, "scale_inv", scale_inv, torch.float32, (rows,))
     # Of each row there is one block, which its scale follows.
-    strides = (int32(0), int64(1), int64(0))
-    producer = Struct((data, scale_inv, int32(columns), *strides))
-    kernel = block_decoder("rowwise_scaling", element, of, aligned, columnwise)
-    launch_decoder(kernel, producer, out, rows, columns, columnwise)
+    producer = Struct((data, scale_inv, int32(columns), int32(0), int64(1), int64(0)))
+    decode_blocks("rowwise_scaling", launcher, producer, dtype, out_dtype, columnwise, out)
 
 
 # -- kernels ------------------------------------------------------------------

@@ -148,18 +148,10 @@ class _Unit(NamedTuple):
 class LaunchSequence:
     """The actions of a function in their order, and the slots of its result.
 
-    Places count the inputs first, then the tensors that the actions make.
-
-    Parameters
-    ----------
-    count
-        The number of inputs.
-    constants
-        Tensors of the function that are the same at each call, and live as long as the sequence.
-        Their places come after those of the inputs.
-    owns_inputs
-        Whether :meth:`play` takes a list, and empties it, so that an input is freed as soon as
-        nothing reads it.
+    Places count the inputs first, then the tensors that the actions make. ``constants`` are tensors
+    of the function that are the same at each call, and live as long as the sequence; their places
+    come after those of the inputs. With ``owns_inputs``, :meth:`play` takes a list, and empties it,
+    so that an input is freed as soon as nothing reads it.
     """
 
     def __init__(
@@ -213,21 +205,21 @@ class LaunchSequence:
         """How the repetitions of the function have run."""
         graphs = self.graphs
         refusal = None if graphs else self.no_graphs
-        for each in graphs:
-            refusal = refusal or each.refusal
+        for graph in graphs:
+            refusal = refusal or graph.refusal
         if not pass_graphs.Switch.is_on:
             refusal = "graphs are turned off"
         if refusal is None:
-            hits, calls = min(each.hits for each in graphs), max(each.calls for each in graphs)
+            hits, calls = min(graph.hits for graph in graphs), max(graph.calls for graph in graphs)
             if hits:
                 how = "a CUDA graph"
                 if len(graphs) > 1:
                     how = f"{len(graphs)} CUDA graphs, with calls that are made each time between,"
                 return (
                     f"{how} in {hits} of {calls} repetitions, found by the "
-                    f"addresses of tensors; {sum(each.count for each in graphs)} in all, which "
-                    f"added {format_bytes(sum(each.nbytes for each in graphs))} to the memory that "
-                    "graphs share"
+                    f"addresses of tensors; {sum(graph.count for graph in graphs)} in all, which "
+                    f"added {format_bytes(sum(graph.nbytes for graph in graphs))} to the memory "
+                    "that graphs share"
                 )
             refusal = f"no addresses have come back in {calls} repetitions"
         return f"{'launched call by call' if self.is_written else 'recorded'}: {refusal}"
@@ -287,13 +279,13 @@ class LaunchSequence:
                 layouts[action.place] = action.layout
             elif type(action) is TorchCall and action.made is not None:
                 (place,) = action.places
-                if place is not None and place not in _places((action.args, action.kwargs)):
+                if place is not None and place not in _read(action):
                     layouts[place] = action.made
         leaving = list(_places(self.result))
         for action in reversed(self.actions):  # a base leaves with its views
             is_view = type(action) is TorchCall and action.function.is_view
             if is_view and not {*leaving}.isdisjoint(action.places):
-                leaving += _places((action.args, action.kwargs))
+                leaving += _read(action)
         chosen = [
             at
             for at, slot in enumerate(slots)
@@ -327,16 +319,16 @@ class LaunchSequence:
         """The actions, with what they put into one tensor allocated as that."""
         places = {piece.place for piece in self.pieces}
         whole = Allocation(self.pieces[0].base, self._packed, device, is_zeroed=False)
-        found: list[Action] = [whole, *self.pieces]
+        replaced: list[Action] = [whole, *self.pieces]
         for action in actions:
             if type(action) is Allocation and action.place in places:
                 if action.is_zeroed and action.layout.nbytes:
-                    found.append(Zeroing(action.place, action.layout.nbytes))
+                    replaced.append(Zeroing(action.place, action.layout.nbytes))
             elif type(action) is TorchCall and action.made and action.places[0] in places:
-                found.append(_written_to(action, Slot(action.places[0])))
+                replaced.append(_written_to(action, Slot(action.places[0])))
             else:
-                found.append(action)
-        return found
+                replaced.append(action)
+        return replaced
 
     # -- generated code -------------------------------------------------------
 
@@ -379,7 +371,9 @@ class LaunchSequence:
         apart = [action for unit in units if unit.first is None for action in unit.actions]
         of_graphs = [touched[n] for n, unit in enumerate(units) if unit.first is not None]
         code = self._code(apart, returned.union(*of_graphs))
-        src = self._begun(code)
+        src = SourceCode(**code.names, in_range=torch.profiler.record_function)
+        for place, constant in enumerate(self.constants, self.count):
+            src.bind(f"t{place}", constant)
         graphs: list[PassGraphs] = []
         number = 0
         for n, unit in enumerate(units):
@@ -431,15 +425,15 @@ class LaunchSequence:
             else:
                 assert type(action) is TorchCall
                 _call(src, number, action, f"view_{n}")
-        given = self._given(units, n)
+        places = self._given(units, n)
         constants = _touched_by(units[n].actions).intersection(range(self.count, self.made_from))
         address_of = src.bind("address_of", torch.Tensor.data_ptr)  # there may be hundreds
         of_constants = "".join(f"t{place}.data_ptr(), " for place in sorted(constants))
         src.add(
-            f"tensors = [{self._names(given)}]",
+            f"tensors = [{self._names(places)}]",
             f"addresses = (*map({address_of}, tensors), {of_constants})",
         )
-        passed = [place for place in given if place not in kept]
+        passed = [place for place in places if place not in kept]
         if passed:
             src.add(f"{''.join(f't{place} = ' for place in passed)}None")
         graphs = PassGraphs(self._device or 0)
@@ -458,12 +452,6 @@ class LaunchSequence:
     @staticmethod
     def _names(places: Iterable[int]) -> str:
         return "".join(f"t{place}, " for place in places)
-
-    def _begun(self, code: _DriverCode | _BackendCode) -> SourceCode:
-        src = SourceCode(**code.names, in_range=torch.profiler.record_function)
-        for place, constant in enumerate(self.constants, self.count):
-            src.bind(f"t{place}", constant)
-        return src
 
     @staticmethod
     def _add(
@@ -491,7 +479,8 @@ class LaunchSequence:
             elif type(action) is PythonCall:
                 target = "" if action.place is None else f"t{action.place} = "
                 name = src.bind(f"call_{number}", action.function)
-                src.add(f"{target}{name}({_expressions(src, action.args)})")
+                args = ", ".join(_expression(src, arg) for arg in action.args)
+                src.add(f"{target}{name}({args})")
             elif type(action) is Step:
                 step.close()
                 if action.title is not None:
@@ -545,15 +534,13 @@ class LaunchSequence:
         kept: list[Action] = []
         for action in reversed(self.actions):
             if type(action) is Allocation:
-                if action.place not in read:
-                    continue
-            elif type(action) is TorchCall:
-                if action.function.is_view and read.isdisjoint(action.places):
-                    continue
-                read.update(_places((action.args, action.kwargs)))
-            elif type(action) is KernelLaunch or type(action) is PythonCall:
-                read.update(_places(action.args))
-            kept.append(action)
+                is_needed = action.place in read
+            else:
+                is_view = type(action) is TorchCall and action.function.is_view
+                is_needed = not (is_view and read.isdisjoint(action.places))
+            if is_needed:
+                read.update(_read(action))
+                kept.append(action)
         return kept[::-1]
 
 
@@ -563,7 +550,7 @@ def _graphed(row: list[Action], read: set[int], device: torch.device) -> tuple[_
     for action in reversed(row):  # a base leaves with its views
         is_view = type(action) is TorchCall and action.function.is_view
         if is_view and not leaving.isdisjoint(action.places):
-            leaving.update(_places((action.args, action.kwargs)))
+            leaving.update(_read(action))
     first: list[Action] = []
     others: list[Action] = []
     for action in row:
@@ -575,11 +562,11 @@ def _graphed(row: list[Action], read: set[int], device: torch.device) -> tuple[_
             first.append(action)  # of which a view leaves
             others.append(action)
         elif type(action) is TorchCall and _SEEDED in action.function.tags:
-            if any(_places((action.args, action.kwargs))):
+            if any(_read(action)):
                 return _Unit(row), f"{action.function} draws numbers for a tensor"
             first.append(action)  # other numbers at each call
         elif type(action) is TorchCall and not leaving.isdisjoint(action.places):
-            known = set(_places((action.args, action.kwargs)))
+            known = set(_read(action))
             if action.function.is_view:
                 first.append(action)
             elif leaving.intersection(p for p in action.places if p is not None) <= known:
@@ -710,7 +697,7 @@ class _BackendCode:
 def _allocate(src: SourceCode, action: Allocation, contiguous: Callable[..., Any]) -> None:
     """Write the allocation of a tensor, by ``contiguous`` if it is."""
     shape, strides, dtype = action.layout
-    if strides == _contiguous_strides(shape):
+    if strides == torch.empty(shape, device="meta").stride():
         new = partial(contiguous, shape, dtype=dtype, device=action.device)
     else:
         new = partial(torch.empty_strided, shape, strides, dtype=dtype, device=action.device)
@@ -726,30 +713,26 @@ def _take(src: SourceCode, piece: Piece) -> None:
     src.add(f"t{place} = {bytes_}.view({name}).as_strided({tuple(shape)}, {strides})")
 
 
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
-
-
 def _call(src: SourceCode, number: int, action: TorchCall, stem: str = "call") -> None:
     """Write a call of torch, by the fastest of its names."""
     function, args, kwargs, places, returns_tuple, *_ = action
     known = {None, *_places((args, kwargs))}  # an argument that is returned keeps its name
     results = [f"t{place}" if place not in known else "_" for place in places]
     target = f"{''.join(f'{result}, ' for result in results)}" if returns_tuple else results[0]
-    given = [_expression(src, arg) for arg in args]
+    arguments = [_expression(src, arg) for arg in args]
     method = _METHODS.get(function)
     if method is not None:
-        callee, given = f"{given[0]}.{method}", given[1:]
+        callee, arguments = f"{arguments[0]}.{method}", arguments[1:]
     else:
         # ``_op`` is the call without Python's wrapper around it.
-        found = _FUNCTIONS.get(function, function._op)
+        operation = _FUNCTIONS.get(function, function._op)
         if "out" in kwargs:
-            found = out_of(function) or found
+            operation = out_of(function) or operation
         if function is torch.ops.fuser.multiply.default:
-            found = cublaslt.Repeated()
-        callee = src.bind(f"{stem}_{number}", found)
-    given += [f"{name}={_expression(src, value)}" for name, value in kwargs.items()]
-    src.add(f"{target} = {callee}({', '.join(given)})  # {function}")
+            operation = cublaslt.Repeated()
+        callee = src.bind(f"{stem}_{number}", operation)
+    arguments += [f"{name}={_expression(src, value)}" for name, value in kwargs.items()]
+    src.add(f"{target} = {callee}({', '.join(arguments)})  # {function}")
 
 
 def _expression(src: SourceCode, value: Any) -> str:
@@ -769,10 +752,6 @@ def _expression(src: SourceCode, value: Any) -> str:
     return src.bind(f"constant_{len(src.names)}", value)
 
 
-def _expressions(src: SourceCode, values: Sequence[Any]) -> str:
-    return ", ".join(_expression(src, value) for value in values)
-
-
 def _places(value: Any) -> Iterable[int]:
     """The places of the slots in a value."""
     if type(value) is Slot:
@@ -788,15 +767,20 @@ def _places(value: Any) -> Iterable[int]:
 
 def _moved(value: Any, to: dict[int, int]) -> Any:
     """A value with other places in its slots, where ``to`` has one."""
-    if type(value) is Slot:
-        return Slot(to.get(value.place, value.place))
+    return _mapped(
+        value, lambda one: Slot(to.get(one.place, one.place)) if type(one) is Slot else one
+    )
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A value with ``change`` of what its structs, dictionaries, tuples and lists contain."""
     if type(value) is Struct:
-        return Struct(tuple(_moved(field, to) for field in value.fields))
+        return Struct(tuple(_mapped(field, change) for field in value.fields))
     if type(value) is dict:
-        return {name: _moved(item, to) for name, item in value.items()}
+        return {name: _mapped(item, change) for name, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_moved(item, to) for item in value)
-    return value
+        return type(value)(_mapped(item, change) for item in value)
+    return change(value)
 
 
 def _with_views_at_once(actions: Sequence[Action], returned: set[int]) -> list[Action]:
@@ -826,7 +810,7 @@ def _with_views_at_once(actions: Sequence[Action], returned: set[int]) -> list[A
             last, layout = call.places[0], call.view
         to |= dict.fromkeys(names, last)
         layouts[action.place] = layout
-    found: list[Action] = []
+    remaining: list[Action] = []
     for number, action in enumerate(actions):
         if type(action) is Allocation and action.place in layouts:
             place = to.get(action.place, action.place)
@@ -834,8 +818,8 @@ def _with_views_at_once(actions: Sequence[Action], returned: set[int]) -> list[A
         elif type(action) is KernelLaunch:
             action = action._replace(args=_moved(action.args, to))
         if number not in gone:
-            found.append(action)
-    return found
+            remaining.append(action)
+    return remaining
 
 
 def reads_unwritten(actions: Iterable[Action], result: Any) -> bool:
@@ -861,28 +845,29 @@ def reads_unwritten(actions: Iterable[Action], result: Any) -> bool:
     return any(bases.get(place) in unwritten for place in _places(result))
 
 
+def _read(action: Action) -> Iterable[int]:
+    """The places among the arguments of an action."""
+    if type(action) is TorchCall:
+        return _places((action.args, action.kwargs))
+    if type(action) is KernelLaunch or type(action) is PythonCall:
+        return _places(action.args)
+    return ()
+
+
 def _read_as_tensors(action: Action) -> set[int]:
     """The places that an action reads otherwise than by their addresses."""
-    if type(action) is TorchCall:
-        return set(_places((action.args, action.kwargs)))
-    return set(_places(action.args)) if type(action) is PythonCall else set()
+    return set() if type(action) is KernelLaunch else set(_read(action))
 
 
 def _touched(action: Action) -> Iterable[int]:
     """The places that an action reads or writes."""
-    if type(action) is KernelLaunch:
-        yield from _places(action.args)
-    elif type(action) is Zeroing:
+    if type(action) is Zeroing:
         yield action.place
     elif type(action) is Piece:
         yield from (action.place, action.base)
-    elif type(action) is TorchCall:
-        yield from _places((action.args, action.kwargs))
-        yield from (place for place in action.places if place is not None)
-    elif type(action) is PythonCall:
-        yield from _places(action.args)
-        if action.place is not None:
-            yield action.place
+    elif type(action) is not Allocation:
+        yield from _read(action)
+        yield from _made_by((action,))
 
 
 def _touched_by(actions: Iterable[Action]) -> set[int]:
@@ -917,30 +902,15 @@ def record(
 ) -> tuple[LaunchSequence, Result, Callable[[Any], Any]]:
     """Call ``function``, and record its actions.
 
-    Parameters
-    ----------
-    tensors
-        The inputs of the sequence.
-    function
-        Called once.
-    constants, owns_inputs
-        As of :class:`LaunchSequence`.
-    runs
-        First addresses, and the addresses after the last, of inputs that follow one another in one
-        memory whenever the sequence is played. A view may reach from one into the next.
-    objects
-        Inputs after the tensors, for calls that are made each time: process groups.
-    with_calls
-        Whether the sequence may call torch, besides allocating.
-    pieces
-        Tensors in the memory of an input, with how they are there; the place of one is not read,
-        and its base is the place of the input.
+    ``tensors`` are the inputs of the sequence; after them come ``objects``, process groups for
+    calls that are made each time. ``runs`` are first addresses, and the addresses after the last,
+    of inputs that follow one another in one memory whenever the sequence is played: a view may
+    reach from one into the next. ``with_calls`` says whether the sequence may call torch, besides
+    allocating. ``pieces`` are tensors in the memory of an input, with how they are there; the place
+    of one is not read, and its base is the place of the input.
 
-    Returns
-    -------
-    tuple
-        The sequence, whose ``result`` is not set; the result; and a function that puts slots in
-        place of the tensors in a value.
+    Returns the sequence, whose ``result`` is not set; the result; and a function that puts slots in
+    place of the tensors in a value.
     """
     count = len(tensors) + len(objects)
     sequence = LaunchSequence(count, constants, owns_inputs=owns_inputs)
@@ -991,8 +961,8 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.with_calls = with_calls
         self.count = sequence.made_from
         # A sequence makes tensors where its inputs are.
-        given = [*tensors, *sequence.constants]
-        self.devices = {tensor.device for tensor in given if tensor is not None}
+        all_tensors = [*tensors, *sequence.constants]
+        self.devices = {tensor.device for tensor in all_tensors if tensor is not None}
         # Weak, so that recording keeps no memory; an id can be used again after a tensor is gone.
         self.places: dict[int, tuple[TensorWeakRef, int]] = {}
         # Objects besides tensors, with their places.
@@ -1022,28 +992,28 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
             func = _aten.view.default
         if func is _aten.squeeze_.dim and self.with_calls:
             return self._squeezed(*args)
-        made = func(*args, **kwargs)
-        if _is_on_meta(made):  # the position of a view of a quantized tensor
-            return made
-        if func in _ALLOCATING and made.device in self.devices and made.is_contiguous():
-            where = (made.device, func in _ZEROING)
-            self.sequence.actions.append(Allocation(self.new(made), _dense(made), *where))
+        result = func(*args, **kwargs)
+        if _is_on_meta(result):  # the position of a view of a quantized tensor
+            return result
+        if func in _ALLOCATING and result.device in self.devices and result.is_contiguous():
+            where = (result.device, func in _ZEROING)
+            self.sequence.actions.append(Allocation(self.new(result), _dense(result), *where))
         elif self.with_calls:
-            self._called(func, args, kwargs, made)
+            self._called(func, args, kwargs, result)
         elif not func.is_view:
             self.refuse(f"{func} is called")
-        elif _are_alike(made, args[0]) and (place := self._place(args[0])) is not None:
-            self._put(made, place)
-        return made
+        elif _are_alike(result, args[0]) and (place := self._place(args[0])) is not None:
+            self._put(result, place)
+        return result
 
     def _squeezed(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Remove a dimension, as a product with a vector does, and record a view in its place.
 
         A graph replays no change of the shape of a tensor.
         """
-        given = self.slotted((tensor, dim))
+        arguments = self.slotted((tensor, dim))
         tensor.squeeze_(dim)
-        call = TorchCall(_aten.squeeze.dim, given, {}, (self.new(tensor),), returns_tuple=False)
+        call = TorchCall(_aten.squeeze.dim, arguments, {}, (self.new(tensor),), returns_tuple=False)
         self.sequence.actions.append(call)
         return tensor
 
@@ -1084,17 +1054,17 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse(f"it passes on a {type(value).__name__} that is neither an input nor made")
         return self.slotted(value)
 
-    def _called(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+    def _called(self, func: Any, args: Any, kwargs: Any, returned: Any) -> None:
         if func is _aten.promote_types.default:  # of dtypes alone
             return
         if not _REJECTED.isdisjoint(func.tags) and not _indexes_by_numbers(func, args):
             self.refuse(f"{func} reads values")
             return
-        if func is _aten.as_strided.default and not self._is_within(made, args, kwargs):
+        if func is _aten.as_strided.default and not self._is_within(returned, args, kwargs):
             self.refuse("it reads memory beside a tensor")  # which other tensors may not have
             return
-        given = tuple(map(self.slotted, args)), self.slotted(dict(kwargs))
-        results = made if isinstance(made, (tuple, list)) else (made,)
+        arguments = tuple(map(self.slotted, args)), self.slotted(dict(kwargs))
+        results = returned if isinstance(returned, (tuple, list)) else (returned,)
         places: list[int | None] = []
         for result in results:
             if isinstance(result, torch.Tensor):
@@ -1107,43 +1077,46 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 self.refuse(f"{func} returns a {type(result).__name__}")
         view = None
-        if func in _REORDERING and made is not args[0] and made.data_ptr() == args[0].data_ptr():
-            view = _dense(made)
-        own = None
-        if not func.is_view and out_of(func) is not None and _fills_its_memory(made):
-            own = _dense(made)
+        if (
+            func in _REORDERING
+            and returned is not args[0]
+            and returned.data_ptr() == args[0].data_ptr()
+        ):
+            view = _dense(returned)
+        layout = None
+        if not func.is_view and out_of(func) is not None and _fills_its_memory(returned):
+            layout = _dense(returned)
         self.sequence.actions.append(
-            TorchCall(func, *given, tuple(places), isinstance(made, (tuple, list)), view, own)
+            TorchCall(
+                func, *arguments, tuple(places), isinstance(returned, (tuple, list)), view, layout
+            )
         )
-        base = self._place(args[0]) if func.is_view and _are_alike(made, args[0]) else None
+        base = self._place(args[0]) if func.is_view and _are_alike(returned, args[0]) else None
         if base is not None and places[0] not in (None, base):
             self.sequence.names[places[0]] = base
 
-    def _is_within(self, made: torch.Tensor, args: Any, kwargs: Any) -> bool:
+    def _is_within(self, view: torch.Tensor, args: Any, kwargs: Any) -> bool:
         """Whether a strided view has no memory but that of its base, or of the inputs beside it."""
-        if not made.numel():
+        if not view.numel():
             return True
         if len(args) > 3 or kwargs:
             return False  # an offset is that in the storage, where another base is elsewhere
-        base, start, end = args[0], made.data_ptr(), end_of(made)
+        base, start, end = args[0], view.data_ptr(), end_of(view)
         spans = [(base.data_ptr(), end_of(base)), *self.runs]
         return any(first <= start and end <= last for first, last in spans)
 
     def slotted(self, value: Any) -> Any:
         """``value`` with slots in place of tensors."""
-        if isinstance(value, torch.Tensor):
-            place = self._place(value)
-            if place is None:
-                self.refuse("it reads or returns a tensor that is neither an input nor its own")
-                return None
-            return Slot(place)
-        if type(value) is Struct:
-            return Struct(tuple(map(self.slotted, value.fields)))
-        if type(value) is dict:
-            return {name: self.slotted(item) for name, item in value.items()}
-        if type(value) in (tuple, list):
-            return type(value)(map(self.slotted, value))
-        return value
+        return _mapped(value, self._slot)
+
+    def _slot(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        place = self._place(value)
+        if place is None:
+            self.refuse("it reads or returns a tensor that is neither an input nor its own")
+            return None
+        return Slot(place)
 
     def _place(self, tensor: torch.Tensor) -> int | None:
         known = self.places.get(id(tensor))
@@ -1275,13 +1248,15 @@ def out_of(function: Any) -> Callable[..., Any] | None:
     """
     if function in _OUT:
         return _OUT[function]
-    given = [(each.name, str(each.type)) for each in schema_of(function).arguments]
+    inputs = [(argument.name, str(argument.type)) for argument in schema_of(function).arguments]
     packet = function.overloadpacket
     for overload in (getattr(packet, name) for name in packet.overloads()):
         arguments = schema_of(overload).arguments
-        outs = [each.name for each in arguments if each.is_out]
-        others = [(each.name, str(each.type)) for each in arguments if not each.is_out]
-        if outs == ["out"] and others == given:
+        outs = [argument.name for argument in arguments if argument.is_out]
+        others = [
+            (argument.name, str(argument.type)) for argument in arguments if not argument.is_out
+        ]
+        if outs == ["out"] and others == inputs:
             written: Callable[..., Any] = overload
             return written
     return None

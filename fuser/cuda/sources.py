@@ -13,13 +13,7 @@ INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILIN
 
 
 def checked_source(path: Path) -> Path:
-    """The absolute path of a user's ``.cu``.
-
-    Raises
-    ------
-    InputError
-        If there is no such file, or it is no ``.cu``.
-    """
+    """The absolute path of a user's ``.cu``; InputError if it is not there, or is another file."""
     resolved = path.resolve()
     if resolved.suffix != ".cu" or not resolved.is_file():
         fault = "is not there" if resolved.suffix == ".cu" else "is not a .cu file"
@@ -36,11 +30,7 @@ def source_text(root: Path, module: str | Path, headers: Iterable[Path] = ()) ->
     """The text of a ``.cu``; a line before it lets compiler errors name the file.
 
     ``root`` is the folder of fuser's own sources; ``headers`` of users are included first.
-
-    Raises
-    ------
-    StateError
-        If the file does not exist.
+    StateError if there is no such file.
     """
     path = module if isinstance(module, Path) else root / f"{module}.cu"
     if not path.is_file():

@@ -18,12 +18,9 @@ BOX_BYTES = 128  # the width of a box, and of its swizzle
 
 @functools.lru_cache(maxsize=4096)
 def driver_map(address: int, rows: int, columns: int, box_rows: int) -> tuple[np.uint64, ...]:
-    """The 128 bytes of a ``CUtensorMap`` of uint8 ``[rows, columns]``, read in boxes of 128 bytes.
+    """The 128 bytes of a ``CUtensorMap`` of uint8 ``[rows, columns]``; a box is 128 bytes wide.
 
-    Raises
-    ------
-    InputError
-        If the driver refuses it.
+    InputError if the driver refuses it.
     """
     words = (ctypes.c_uint64 * 32)()
     start = -ctypes.addressof(words) % 64

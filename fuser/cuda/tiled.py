@@ -2,7 +2,8 @@
 
 The rules of these launchers, on top of what each one says: outputs are keyword arguments, and a
 launcher writes all of every output, the padding of scales with zeros. Inputs are fp32, fp16 or
-bf16, of ``b`` bytes an element. A launcher allocates nothing and does not wait for the device.
+bf16, of ``b`` bytes an element. A launcher raises InputError if a tensor does not match its
+description, allocates nothing, and does not wait for the device.
 
 The rows of a matrix may be at any distance, but the elements of a row are next to each other. A
 kernel reads and writes unaligned data (views at odd offsets, odd widths) one element at a time.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -25,7 +27,15 @@ import torch
 
 from fuser.cuda import launch
 from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int32, int64
-from fuser.cuda.checks import FLOAT8, boolean, check_element, check_matrix, is_aligned
+from fuser.cuda.checks import (
+    FLOAT8,
+    boolean,
+    check_buffer,
+    check_element,
+    check_float8,
+    check_matrix,
+    is_aligned,
+)
 from fuser.cuda.launch import TILE, TILE_THREADS, Kernel, Launch, tiles
 from fuser.errors import KernelUnavailable, StateError
 from fuser.formats import DType, ceil_div
@@ -36,19 +46,12 @@ ALIGNED = ((True, True), (True, False), (False, False))
 # -- producers ----------------------------------------------------------------
 
 
-def as_producer(what: str, x: torch.Tensor | Producer) -> Producer:
-    """The producer that loads a matrix; a producer is returned as it is.
-
-    Raises
-    ------
-    InputError
-        If the elements of a row of ``x`` are not adjacent, ``x`` is no matrix, or its dtype is not
-        fp32, fp16 or bf16. ``what`` names the launcher.
-    """
+def as_producer(launcher: str, x: torch.Tensor | Producer) -> Producer:
+    """The producer that loads a matrix, for a launcher; a producer is returned as it is."""
     if isinstance(x, Producer):
         return x
-    m, k = check_matrix(what, x)
-    element = check_element(what, x)
+    m, k = check_matrix(launcher, x)
+    element = check_element(launcher, x)
     # The threads of a tile read 16 bytes at a time, 8 elements each.
     aligned = (
         x.data_ptr() % 16 == 0
@@ -105,7 +108,7 @@ class _Tiled(NamedTuple):
             return False
         of_other = ceil_div(other_k, TILE)
         blocks = ceil_div(m, TILE) * of_other * (ceil_div(ceil_div(k, TILE), of_other) + 1)
-        arguments = [a for each in (self, other) for a in (each.producer.argument, each.store)]
+        arguments = [a for one in (self, other) for a in (one.producer.argument, one.store)]
         sizes = int64(m), int32(k), int32(other_k)
         pair = pair_of(self.kernel, other.kernel)
         pair(Launch((blocks,), (TILE_THREADS,)), *arguments, *sizes)
@@ -121,7 +124,7 @@ class _Tiled(NamedTuple):
 
 def pair_of(kernel: Kernel, other: Kernel) -> Kernel:
     """The kernel that does the work of two of :func:`store_kernel`, of one source."""
-    types = [each.symbol[len("fuser_tiled<") : -1] for each in (kernel, other)]
+    types = [one.symbol[len("fuser_tiled<") : -1] for one in (kernel, other)]
     return Kernel(kernel.module, f"fuser_tiled_pair<{', '.join(types)}>")
 
 
@@ -143,13 +146,8 @@ _waiting = _Waiting()
 def in_one_launch() -> Iterator[None]:
     """The first store that is launched inside waits for the second one, and joins its launch.
 
-    What the first writes is to be read after the context. If the two do not go together, each has
-    a launch of its own.
-
-    Raises
-    ------
-    NotInOneLaunch
-        If there is no kernel for the one that waited.
+    What the first writes is to be read after the context. If the two do not go together, each has a
+    launch of its own; NotInOneLaunch if there is no kernel for the one that waited.
     """
     outer, _waiting.is_on = _waiting.is_on, True
     launch.recording.is_joined = True
@@ -164,20 +162,20 @@ def in_one_launch() -> Iterator[None]:
 
 def launch_store(kernel: Kernel, producer: Producer, store: Struct) -> None:
     """Launch a producer with its store, a block for each tile."""
-    own = _Tiled(kernel, producer, store)
-    if _waiting.is_on and _waiting.first is None and own.is_joinable:
-        _waiting.first = own
+    tiled = _Tiled(kernel, producer, store)
+    if _waiting.is_on and _waiting.first is None and tiled.is_joinable:
+        _waiting.first = tiled
         return
     first, _waiting.first = _waiting.first, None
     if first is not None:
         try:
-            if own.run_with(first):
+            if tiled.run_with(first):
                 return
         except KernelUnavailable:
             first.run_late()
             raise
         first.run_late()
-    own.kernel(*own.arguments)
+    tiled.kernel(*tiled.arguments)
 
 
 def launch_decoder(
@@ -186,6 +184,31 @@ def launch_decoder(
     """Launch a producer that decodes ``[rows, columns]`` to ``out``, transposed or not."""
     target = Struct((out,)) if transposed else out
     kernel(tiles(rows, columns), producer, target, int64(rows), int32(columns))
+
+
+def decode_blocks(
+    source: str,
+    launcher: str,
+    producer: Struct,
+    dtype: DType,
+    out_dtype: torch.dtype,
+    columnwise: bool,
+    out: torch.Tensor,
+) -> None:
+    """Launch the producer of checked data, its first field, whose blocks are along its columns.
+
+    ``out`` is ``[M, K]``, contiguous and of ``out_dtype``; ``columnwise`` data is transposed back.
+    """
+    data = producer.fields[0]
+    rows, columns = data.shape
+    check_buffer(
+        launcher, "out", out, out_dtype, (columns, rows) if columnwise else (rows, columns)
+    )
+    element, of = check_element(launcher, out), check_float8(launcher, dtype)
+    aligned = is_aligned(data, 8) and columns % 8 == 0 and is_aligned(out, 16)
+    aligned = aligned and not (columnwise and rows % 8)
+    kernel = block_decoder(source, element, of, aligned, columnwise)
+    launch_decoder(kernel, producer, out, rows, columns, columnwise)
 
 
 # -- kernels ------------------------------------------------------------------
@@ -223,12 +246,7 @@ def block_decoders(source: str) -> tuple[Kernel, ...]:
 
 def decoder_types() -> Iterable[tuple[str, str, bool]]:
     """Every element, 8-bit type and alignment of a kernel that dequantizes."""
-    return (
-        (element, of, aligned)
-        for element in ELEMENTS.values()
-        for of in FLOAT8.values()
-        for aligned in (False, True)
-    )
+    return itertools.product(ELEMENTS.values(), FLOAT8.values(), (False, True))
 
 
 def quantizing_kernels(

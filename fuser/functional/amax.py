@@ -28,10 +28,7 @@ def _by_kernel(x: torch.Tensor | LazyTensor) -> torch.Tensor:
 def raise_amax(x: torch.Tensor | LazyTensor, out: torch.Tensor) -> None:
     """Set ``out``, fp32 ``[1]``, to the maximum of itself and ``max |x|``, with a kernel.
 
-    Raises
-    ------
-    KernelUnavailable
-        If the kernel cannot be compiled here.
+    KernelUnavailable if it cannot be compiled here.
     """
     if isinstance(x, LazyTensor):
         x.amax(out)

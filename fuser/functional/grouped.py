@@ -15,12 +15,7 @@ from fuser.cuda.tiled import as_producer
 from fuser.errors import KernelUnavailable
 from fuser.formats import GROUP_TILE, tile_count
 from fuser.functional.lazy import LazyTensor, as_stored, launched, materialize, matrix_of, rows_of
-from fuser.functional.pointwise import (
-    BackwardChain,
-    Operands,
-    chain_backward,
-    kernels_take,
-)
+from fuser.functional.pointwise import BackwardChain, Operands, chain_backward, kernels_take
 from fuser.reference import grouped as reference
 
 

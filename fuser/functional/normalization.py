@@ -86,8 +86,8 @@ def norm_backward(
     lazy = _NormBackward(dy, x, parameters, statistics, needed[1:], *options)
     if needed[0]:
         return lazy, lazy.grads
-    if any(needed):
-        lazy.write_grads()
+    if any(needed) and not launched(lazy._run, None):
+        lazy._from_reference()
     return None, lazy.grads
 
 
@@ -288,11 +288,6 @@ class _NormBackward(LazyTensor):
         other.grads, other.rounded_dx = [None] * len(self.grads), None
         return other
 
-    def write_grads(self) -> None:
-        """Write the gradients of parameters alone."""
-        if not launched(self._run, None):
-            self._from_reference()
-
     def _from_kernel(self) -> torch.Tensor:
         dx = torch.empty(self.x.shape, dtype=self.dtype, device=self.device)
         output = self._output_to_store()
@@ -309,13 +304,13 @@ class _NormBackward(LazyTensor):
         output = self.output
         if not isinstance(output, _Norm) or not self.parameters or output.extra is not None:
             return None
-        own = (self.x, *self.parameters, *self.statistics)
+        tensors = (self.x, *self.parameters, *self.statistics)
         read = (output.x, *output.parameters, *output.statistics)
-        is_same = (*map(id, own), self.dy.dtype) == (*map(id, read), output.dtype)
+        is_same = (*map(id, tensors), self.dy.dtype) == (*map(id, read), output.dtype)
         if not is_same or self.zero_centered is not output.zero_centered:
             return None
-        given = (self.dy, self.x, self.parameters[0], self._beta, self.d_extra)
-        return output if backward_kernels.writes_output(*given) else None
+        arguments = (self.dy, self.x, self.parameters[0], self._beta, self.d_extra)
+        return output if backward_kernels.writes_output(*arguments) else None
 
     @property
     def _beta(self) -> Wanted:

@@ -224,8 +224,8 @@ class BackwardChain(LazyTensor):
         output, saved = self.output, self.saved
         if not isinstance(output, _Forward) or output.x is not self.x:
             return None
-        own = (*self.stages[saved:], *map(id, self.operands[saved:]))
-        if own != (*output.stages, *map(id, output.operands)):
+        contents = (*self.stages[saved:], *map(id, self.operands[saved:]))
+        if contents != (*output.stages, *map(id, output.operands)):
             return None
         reads = kernels.writes_output(self.stages, self.dtype, self.operands, self.grads, saved)
         return output if reads else None

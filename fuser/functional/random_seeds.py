@@ -36,18 +36,18 @@ def given_seeds(dropout: Iterable[torch.Tensor], rounding: Iterable[int] = ()) -
 
 def dropout_seed(device: torch.device) -> torch.Tensor:
     """Two random int64 from torch's generator of the device; new ones at a CUDA graph's replay."""
-    given = _given.get()
-    if given is None:
+    seeds = _given.get()
+    if seeds is None:
         return torch.randint(MOST_DROPOUT, (2,), device=device)
-    return next(given.dropout)
+    return next(seeds.dropout)
 
 
 def rounding_seed() -> int:
     """A random number from torch's generator of the CPU, for stochastic rounding."""
-    given = _given.get()
-    if given is None:
+    seeds = _given.get()
+    if seeds is None:
         return int(torch.randint(MOST_ROUNDING, (), device="cpu"))
-    return next(given.rounding)
+    return next(seeds.rounding)
 
 
 def rounding_seeds(first: int) -> Iterator[int]:

@@ -7,14 +7,13 @@ any result, and are zeros in results.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from fuser.cuda.launch import recording, values_on_host
+from fuser.cuda.launch import capability, recording, values_on_host
 from fuser.errors import InputError
 from fuser.formats import round_up
 from fuser.functional import grouped
@@ -72,10 +71,7 @@ class Groups(NamedTuple):
 def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch has a kernel for all groups in one launch; else each has its own product."""
     is_narrow = dtype in (torch.float16, torch.bfloat16)
-    return is_narrow and device.type == "cuda" and _capability(device)[0] in (9, 10)
-
-
-_capability = functools.cache(torch.cuda.get_device_capability)
+    return is_narrow and device.type == "cuda" and capability(device)[0] in (9, 10)
 
 
 def multiplies_quantized(device: torch.device, dtype: torch.dtype) -> bool:
@@ -87,24 +83,11 @@ def multiplies_quantized(device: torch.device, dtype: torch.dtype) -> bool:
 def groups_of(
     split_sizes: torch.Tensor, x: torch.Tensor, *, is_read: bool, is_padded: bool = False
 ) -> Groups:
-    """The groups of the rows of ``x``, from the number of rows of each.
+    """The groups of the rows of ``x [T, K]``, from the number of rows of each.
 
-    Parameters
-    ----------
-    split_sizes
-        ``[G]``, integers. On the CPU they are checked; on another device they are not read unless
-        ``is_read``. Sizes below zero then count as zero, and groups end at the last row.
-    x
-        ``[T, K]``.
-    is_read
-        Whether the sizes are needed on the host.
-    is_padded
-        Whether padded groups are needed.
-
-    Raises
-    ------
-    InputError
-        If sizes that are read are negative, or sum to more than the rows.
+    ``split_sizes`` are integers ``[G]``, checked on the CPU; on another device they are not read
+    unless ``is_read``, for which they are needed on the host: sizes below zero then count as zero,
+    and groups end at the last row. ``is_padded``: padded groups are needed too.
     """
     rows, sizes = x.shape[0], None
     if is_read:  # not the caller's tensor, which may change before the backward

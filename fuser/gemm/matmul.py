@@ -8,12 +8,11 @@ dequantized into the compute dtype and multiplied with fp32 accumulation.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 
 from fuser.cuda import cublaslt
+from fuser.cuda.launch import capability
 from fuser.gemm.native import NativeGemm, by_cublaslt, native_gemm, product
 from fuser.tensors import QuantizedTensor
 from fuser.torch_private import addmm_activation
@@ -59,10 +58,7 @@ def linear_add(
 
 
 def dgrad(
-    dy: torch.Tensor,
-    weight: torch.Tensor,
-    scale: float = 1.0,
-    addend: torch.Tensor | None = None,
+    dy: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, addend: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``scale * dy @ weight (+ addend)``: the gradient of x, ``[..., K]``.
 
@@ -107,10 +103,7 @@ def wgrad_accumulate(
 
 def architecture(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of a CUDA device; None for any other device."""
-    return _capability(device) if device.type == "cuda" else None
-
-
-_capability = functools.cache(torch.cuda.get_device_capability)
+    return capability(device) if device.type == "cuda" else None
 
 
 def quantized_linear(

@@ -19,12 +19,7 @@ from fuser.functional.grouped import PaddedGroups, padded_rows, unpad, zero_tail
 from fuser.functional.lazy import materialize
 from fuser.gemm.grouped import Groups, multiply_at_once, wgrad
 from fuser.gemm.matmul import column_values
-from fuser.tensors import (
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    QuantizedTensor,
-    Quantizer,
-)
+from fuser.tensors import Float8CurrentScalingQuantizer, Float8Quantizer, QuantizedTensor, Quantizer
 
 
 def sums_of(a: NumberFormat, b: NumberFormat, is_split: bool) -> Sums | None:
@@ -37,14 +32,14 @@ def sums_of(a: NumberFormat, b: NumberFormat, is_split: bool) -> Sums | None:
     return sums.get((a.name, b.name))
 
 
-def reads_columns(own: Quantizer, other: Quantizer, device: torch.device) -> bool:
-    """Whether a product over columns reads a columnwise copy of what ``own`` quantizes.
+def reads_columns(quantizer: Quantizer, other: Quantizer, device: torch.device) -> bool:
+    """Whether a product over columns reads a columnwise copy of what ``quantizer`` quantizes.
 
     If both copies have the same values and the product is emulated, it reads the rowwise copy.
     """
-    has_one_scale = isinstance(own, (Float8CurrentScalingQuantizer, Float8Quantizer))
+    has_one_scale = isinstance(quantizer, (Float8CurrentScalingQuantizer, Float8Quantizer))
     return not has_one_scale or (
-        kernel.has_kernel(device) and sums_of(own.format, other.format, True) is not None
+        kernel.has_kernel(device) and sums_of(quantizer.format, other.format, True) is not None
     )
 
 
@@ -64,11 +59,7 @@ def quantized_forward(
     after the last group. ``is_split`` requests a split accumulator, here and in the functions
     below.
     """
-    product = _by_kernel(x, weight, "rowwise", groups, size, dtype, is_split, is_padded)
-    if product is not None:
-        return product
-    values = _values(weight, "rowwise", dtype).view(len(groups.ends), -1, x.shape[-1])[:, :size]
-    return _product(_values(x, "rowwise", dtype), values.transpose(1, 2), groups, is_padded)
+    return _by_weight(x, weight, "rowwise", groups, size, dtype, is_split, is_padded)
 
 
 def quantized_dgrad(
@@ -84,12 +75,8 @@ def quantized_dgrad(
 
     ``[C, K]`` if ``is_padded``, else ``[T, K]`` as in the forward.
     """
-    n, k = dy.shape[-1], weight.shape[-1]
-    product = _by_kernel(dy, weight, "columnwise", groups, k, dtype, is_split, is_padded)
-    if product is not None:
-        return product
-    values = _values(weight, "columnwise", dtype).view(len(groups.ends), -1, k)[:, :n]
-    return _product(_values(dy, "rowwise", dtype), values, groups, is_padded)
+    columns = weight.shape[-1]
+    return _by_weight(dy, weight, "columnwise", groups, columns, dtype, is_split, is_padded)
 
 
 def quantized_wgrad(
@@ -118,7 +105,7 @@ def quantized_wgrad(
     return wgrad(a, b, Groups(groups.padded_ends, None))
 
 
-def _by_kernel(
+def _by_weight(
     a: QuantizedTensor,
     weight: QuantizedTensor,
     usage: str,
@@ -127,27 +114,33 @@ def _by_kernel(
     dtype: torch.dtype,
     is_split: bool,
     is_padded: bool,
-) -> torch.Tensor | None:
-    """The product of the rows of ``a`` and one copy of the weight; None if there is no kernel."""
+) -> torch.Tensor:
+    """The product of the rows of ``a`` and one copy of the weight, by the kernel or by torch."""
     sums = sums_of(a.format, weight.format, is_split)
-    if sums is None or not kernel.serves((a.shape[-1], columns), dtype, a.device):
-        return None
-    rows = groups.padded_rows if is_padded else groups.rows
-    out = torch.empty(rows, columns, dtype=dtype, device=a.device)
-    try:
-        out = kernel.multiply_rows(
-            _operand(a, "rowwise"),
-            _operand(weight, usage),
-            groups.padded_ends,
-            groups.tiles,
-            sums,
-            out=out,
-            is_padded=is_padded,
-            b_groups="rows" if usage == "rowwise" else "depth",
-        )
-    except KernelUnavailable:
-        return None
-    return out if is_padded else zero_tail(groups.ends, out)
+    if sums is not None and kernel.serves((a.shape[-1], columns), dtype, a.device):
+        rows = groups.padded_rows if is_padded else groups.rows
+        out = torch.empty(rows, columns, dtype=dtype, device=a.device)
+        try:
+            out = kernel.multiply_rows(
+                _operand(a, "rowwise"),
+                _operand(weight, usage),
+                groups.padded_ends,
+                groups.tiles,
+                sums,
+                out=out,
+                is_padded=is_padded,
+                b_groups="rows" if usage == "rowwise" else "depth",
+            )
+        except KernelUnavailable:
+            pass
+        else:
+            return out if is_padded else zero_tail(groups.ends, out)
+    matrices = _values(weight, usage, dtype).view(len(groups.ends), -1, weight.shape[-1])
+    if usage == "rowwise":
+        matrices = matrices[:, :columns].transpose(1, 2)
+    else:
+        matrices = matrices[:, : a.shape[-1]]
+    return _product(_values(a, "rowwise", dtype), matrices, groups, is_padded)
 
 
 def _operand(tensor: QuantizedTensor, usage: str) -> kernel.Operand:

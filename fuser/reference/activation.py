@@ -168,13 +168,7 @@ NATIVE = {"gelu": _GELU, "gelu_erf": _GELU_ERF, "relu": _RELU, "silu": _SILU}
 
 
 def activation(stage: Stage, x: torch.Tensor) -> torch.Tensor:
-    """``stage`` of ``x``; shape ``[..., n]``, or ``[..., n / 2]`` if gated; dtype of x.
-
-    Raises
-    ------
-    InputError
-        If a gated unit cannot split the columns of ``x``.
-    """
+    """``stage`` of ``x``; shape ``[..., n]``, or ``[..., n / 2]`` if gated; dtype of x."""
     native = NATIVE.get(stage.name)
     if native is not None:
         return native.forward(x)

@@ -20,14 +20,9 @@ def constants_of(
 ) -> torch.Tensor:
     """What all elements of a step share: fp32 ``[9]``, on the device of ``step``.
 
-    Parameters
-    ----------
-    step, lr
-        fp64, one element, on one device: the number of this step, from 1 on, and the learning rate.
-    betas, eps, weight_decay
-        As of :class:`torch.optim.AdamW`.
-    is_decoupled
-        True: AdamW. False: the decay is added to the gradient, Adam.
+    ``step``, the number of this step from 1 on, and ``lr`` are fp64 of one element, on one device.
+    The others are as of :class:`torch.optim.AdamW`; if not ``is_decoupled``, the decay is added to
+    the gradient, as in Adam.
     """
     beta1, beta2 = betas
     one = torch.ones_like(step)
@@ -47,16 +42,9 @@ def adamw(
     exp_avg_sq: torch.Tensor,
     constants: torch.Tensor,
 ) -> None:
-    """Update ``master`` and both moments, fp32 of one shape, by a step.
+    """Update ``master`` and both moments, fp32 of one shape, by a step (:func:`constants_of`).
 
-    Parameters
-    ----------
-    master, exp_avg, exp_avg_sq
-        fp32, read and written.
-    gradient
-        fp32, fp16 or bf16, of their shape.
-    constants
-        Of :func:`constants_of`.
+    The gradient is fp32, fp16 or bf16, of their shape.
     """
     kept, decay, beta1, rest1, beta2, rest2, step_size, root_scale, eps = constants.unbind()
     gradient = gradient.float()

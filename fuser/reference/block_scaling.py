@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fuser.formats import FP8_BLOCK, DType, ceil_div, fp8_block_scale_shape
-from fuser.reference.fp8 import decode, encode, padded, scale_from_amax, transpose
-
-FLOAT32_MAX = torch.finfo(torch.float32).max
+from fuser.reference.fp8 import FLOAT32_MAX, decode, encode, padded, scale_from_amax, transpose
 
 
 def quantize(
@@ -33,15 +31,8 @@ def quantize(
     high-precision values; with 2, the columnwise data is the transpose of the rowwise bytes.
     ``pow2`` rounds scales down to powers of two; amaxes below ``eps`` count as ``eps``.
 
-    Returns
-    -------
-    row, row_scale_inv, col, col_scale_inv
-        Data ``[M, K]`` and ``[K, M]``, scales in their padded shapes; None if not requested.
-
-    Raises
-    ------
-    InputError
-        If ``block_dim`` is neither 1 nor 2.
+    Returns row, row_scale_inv, col, col_scale_inv: data ``[M, K]`` and ``[K, M]``, scales in their
+    padded shapes; None if not requested.
     """
     m, k = x.shape
     row_shape = fp8_block_scale_shape(m, k, False, block_dim)

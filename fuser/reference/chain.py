@@ -72,9 +72,9 @@ def _forward(stage: Stage, x: torch.Tensor, operand: torch.Tensor | None) -> tor
         return activation(stage, x)
     if stage.name == "constant_scale":
         return x * stage.scalars[0]
-    own = STAGES[stage.name].forward
-    if own is not None and not stage.is_activation:
-        y: torch.Tensor = own(x.float(), *stage.scalars)
+    registered = STAGES[stage.name].forward
+    if registered is not None and not stage.is_activation:
+        y: torch.Tensor = registered(x.float(), *stage.scalars)
         return y.to(x.dtype)
     assert operand is not None
     if stage.is_scaled:
@@ -104,6 +104,6 @@ def _backward(
     if stage.name == "dropout":
         assert operand is not None
         return dropout(dy, operand, *stage.scalars), None
-    own = STAGES[stage.name].backward
-    assert own is not None
-    return own(dy.float(), *stage.scalars).to(dy.dtype), None
+    registered = STAGES[stage.name].backward
+    assert registered is not None
+    return registered(dy.float(), *stage.scalars).to(dy.dtype), None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -25,31 +26,25 @@ def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
 def dropout_mask(seed: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.Tensor:
     """The mask of a dropout, True for kept elements: word i of Philox4x32-7 is >= ``p 2^32``.
 
-    Parameters
-    ----------
-    seed
-        Two int64: the key, and the upper half of the counter. The lower half is ``i // 4``.
-    shape
-        Of the mask; i counts its elements in memory.
-    p
-        The probability that an element is zeroed.
+    ``seed`` is two int64: the key, and the upper half of the counter, whose lower half is
+    ``i // 4``; i counts the elements of the mask in memory. ``p`` is the probability that an
+    element is zeroed.
     """
     index = torch.arange(math.prod(shape), device=seed.device)
     words = torch.stack(philox(index // 4, seed[1], seed[0]))
-    return (words.gather(0, (index % 4)[None])[0] >= dropout_threshold(p)).view(shape)
-
-
-def dropout_threshold(p: float) -> int:
-    """``p 2^32``, or the largest 32-bit number."""
-    return min(round(p * 2**32), WORD)
+    threshold = min(round(p * 2**32), WORD)
+    return (words.gather(0, (index % 4)[None])[0] >= threshold).view(shape)
 
 
 def philox(
-    low: torch.Tensor, high: torch.Tensor, key: torch.Tensor, rounds: int = PHILOX_ROUNDS
+    low: torch.Tensor,
+    high: torch.Tensor | int,
+    key: torch.Tensor | int,
+    rounds: int = PHILOX_ROUNDS,
 ) -> tuple[torch.Tensor, ...]:
     """Four random 32-bit words for each 128-bit counter (Salmon et al., 2011), as int64."""
-    c = [low & WORD, low >> 32 & WORD, high & WORD, high >> 32 & WORD]
-    k = [key & WORD, key >> 32 & WORD]
+    c: list[Any] = [low & WORD, low >> 32 & WORD, high & WORD, high >> 32 & WORD]
+    k: list[Any] = [key & WORD, key >> 32 & WORD]
     for _ in range(rounds):
         # int64 products wrap around, and keep all 64 bits.
         p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]

@@ -11,9 +11,15 @@ import torch
 
 from fuser.formats import DType
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
 
 def scale_from_amax(
-    amax: torch.Tensor, max_fp8: float, pow2: bool, eps: float, when_infinite: float
+    amax: torch.Tensor,
+    max_fp8: float,
+    pow2: bool,
+    eps: float,
+    when_infinite: float = FLOAT32_MAX,
 ) -> torch.Tensor:
     """The scale that maps ``amax`` to ``max_fp8``, in fp32 and in amax's shape.
 

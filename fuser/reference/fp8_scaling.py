@@ -14,9 +14,7 @@ import torch
 
 from fuser.errors import InputError
 from fuser.formats import GROUP_TILE, DType
-from fuser.reference.fp8 import decode, encode, scale_from_amax, transpose
-
-FLOAT32_MAX = torch.finfo(torch.float32).max
+from fuser.reference.fp8 import FLOAT32_MAX, decode, encode, scale_from_amax, transpose
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -44,15 +42,11 @@ def quantize_current(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Quantize ``x [M, K]`` with the scale of its own amax.
 
-    ``amax_value`` (fp32 ``[1]``) replaces that amax if a group of processes has reduced it.
-
-    Returns
-    -------
-    row, col, scale_inv
-        Data ``[M, K]`` and ``[K, M]`` (None if not requested), and fp32 ``[1]``.
+    ``amax_value`` (fp32 ``[1]``) replaces that amax if a group of processes has reduced it. Returns
+    row, col, scale_inv: data ``[M, K]`` and ``[K, M]`` (None if not requested), and fp32 ``[1]``.
     """
     largest = amax(x) if amax_value is None else amax_value.reshape(1)
-    scale = scale_from_amax(largest, dtype.max, pow2, eps, FLOAT32_MAX)
+    scale = scale_from_amax(largest, dtype.max, pow2, eps)
     row, col = _cast_both(x, scale, dtype, rowwise, columnwise)
     return row, col, scale.reciprocal()
 
@@ -67,11 +61,8 @@ def quantize_delayed(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Quantize ``x [M, K]`` with a ``scale`` (fp32 ``[1]``) from earlier steps.
 
-    Returns
-    -------
-    row, col, scale_inv, amax
-        Data ``[M, K]`` and ``[K, M]`` (None if not requested), and fp32 ``[1]`` each; ``amax``
-        is measured before scaling, for :func:`update_delayed`.
+    Returns row, col, scale_inv, amax: data ``[M, K]`` and ``[K, M]`` (None if not requested), and
+    fp32 ``[1]`` each; ``amax`` is measured before scaling, for :func:`update_delayed`.
     """
     row, col = _cast_both(x, scale, dtype, rowwise, columnwise)
     return row, col, scale.reciprocal(), amax(x)
@@ -109,32 +100,18 @@ def update_delayed(
     margin: int = 0,
     algorithm: str = "max",
 ) -> None:
-    """Update the scales of ``n`` tensors from their amaxes, in place.
+    """Update the scales of ``n`` tensors, fp32 ``[n]``, from their amaxes, in place.
 
     ``scale = max_fp8 * 2^-margin / amax`` if the amax is positive and finite, FLT_MAX if that
-    overflows, and unchanged otherwise. ``amax`` is the maximum of the whole history, or its
-    newest entry. After it is read, the history rolls: row 0 (the newest) becomes the last row,
-    row ``i`` becomes ``i - 1``, and row 0 is 0, ready for the next step. The history of a tensor
-    whose newest amax is 0, because it was not used, stays as it is.
+    overflows, and unchanged otherwise. ``amax`` is the maximum of the whole history, fp32
+    ``[length, n]``, or with ``"most_recent"`` its newest entry. After it is read, the history
+    rolls: row 0 (the newest) becomes the last row, row ``i`` becomes ``i - 1``, and row 0 is 0,
+    ready for the next step. The history of a tensor whose newest amax is 0, because it was not
+    used, stays as it is.
 
-    Parameters
-    ----------
-    amax_history
-        fp32 ``[length, n]``, row 0 the newest.
-    scale
-        fp32 ``[n]``.
-    max_fp8
-        Largest value of the format: ``[n]``, or one number for all.
-    amaxes
-        fp32 ``[n]``, the newest amaxes, in place of row 0; -1 for a tensor whose step has not
-        ended: its scale and history stay as they are. None: those of row 0.
-    algorithm
-        ``"max"`` or ``"most_recent"``.
-
-    Raises
-    ------
-    InputError
-        If ``algorithm`` is neither.
+    ``max_fp8``, the largest value of the format, is ``[n]``, or one number for all. ``amaxes``,
+    fp32 ``[n]``, are the newest ones, in place of row 0; -1 for a tensor whose step has not ended:
+    its scale and history stay as they are.
     """
     if algorithm not in ("max", "most_recent"):
         raise InputError(

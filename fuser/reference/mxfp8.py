@@ -52,15 +52,8 @@ def quantize(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Quantize ``x [M, K]``; with ``two_dimensional``, a block of 32x32 shares its scale.
 
-    Returns
-    -------
-    row, row_scale, col, col_scale
-        Data ``[M, K]`` and scales in their padded shapes; None if not requested.
-
-    Raises
-    ------
-    InputError
-        If M or K is not a multiple of 32.
+    Returns row, row_scale, col, col_scale: data ``[M, K]`` and scales in their padded shapes; None
+    if not requested.
     """
     m, k = x.shape
     check_multiple("MXFP8", m, k, MXFP8_BLOCK)
@@ -109,13 +102,8 @@ def swizzle(scale: torch.Tensor) -> torch.Tensor:
     """Padded scales in the order in which block-scaled tensor cores read them; the same shape.
 
     Element ``(r, c)`` goes to ``tile * 512 + (r % 32) * 16 + (r / 32 % 4) * 4 + c % 4``; tiles of
-    128 x 4 follow each other along a row of tiles. Rows are the GEMM's rows and columns are
-    blocks: rowwise scales as they are, columnwise scales transposed.
-
-    Raises
-    ------
-    InputError
-        If ``scale`` does not divide into whole tiles.
+    128 x 4 follow each other along a row of tiles. Rows are the GEMM's rows and columns are blocks:
+    rowwise scales as they are, columnwise scales transposed.
     """
     tile_rows, tile_cols = _tiles(scale)
     tiles = scale.reshape(tile_rows, 4, 32, tile_cols, 4).permute(0, 3, 2, 1, 4)

@@ -27,6 +27,7 @@ from fuser.formats import (
     check_multiple,
     nvfp4_scale_shape,
 )
+from fuser.reference.dropout import philox
 
 Wanted = torch.Tensor | None  # None if not requested
 
@@ -54,45 +55,30 @@ def quantize(
     four_over_six: str | None = None,
     e4m3_max: float = E4M3_MAX,
 ) -> tuple[Wanted, Wanted, Wanted, Wanted, Wanted, Wanted]:
-    """Quantize ``x [M, K]``.
+    """Quantize ``x [M, K]``, multiples of 16.
 
-    Parameters
-    ----------
-    two_dimensional
-        Blocks of 16x16 share a scale, so that both copies dequantize to the same values.
-    row_scaled
-        Each row of a copy, ``[M]`` of one and ``[K]`` of the other, has an amax of its own.
-    hadamard, random_signs
-        Transform the columnwise copy along M (:func:`hadamard_transform`), before its amax is
-        taken.
-    stochastic, seed, offset
-        Round stochastically. Element ``i`` of a copy, counted in the order it is stored in, uses
-        word ``offset + i`` of the copy's stream (:func:`random_words`).
-    amax_value
-        fp32 ``[1]``, or ``[2]`` (rowwise, columnwise): the amax, if a group has reduced it. With
-        ``row_scaled`` fp32 ``[K]``: those of the rows of the columnwise copy.
-    four_over_six
-        ``"MAE"`` or ``"MSE"``: of each block keep the one of two quantizations with the smaller sum
-        of absolute errors, or of their squares: with its largest value at 6, or at 4 (on equal
-        sums at 6). Not with ``stochastic``.
-    e4m3_max
-        The largest block scale, where the largest value is at 6: 448, or 256.
+    ``two_dimensional``: blocks of 16x16 share a scale, so that both copies dequantize to the same
+    values. ``row_scaled``: each row of a copy, ``[M]`` of one and ``[K]`` of the other, has an amax
+    of its own. ``hadamard``: the columnwise copy is transformed along M
+    (:func:`hadamard_transform`), before its amax is taken. ``stochastic``: element ``i`` of a copy,
+    counted in the order it is stored in, is rounded by word ``offset + i`` of the copy's stream
+    (:func:`random_words`).
 
-    Returns
-    -------
-    row, row_scale, amax_row, col, col_scale, amax_col
-        Data ``[M, K / 2]`` and ``[K, M / 2]``, scales in their padded shapes, amaxes fp32 ``[1]``,
-        or of rows ``[M]`` and ``[K]``; None if not requested.
+    ``amax_value`` is the amax, if a group has reduced it: fp32 ``[1]``, or ``[2]`` (rowwise,
+    columnwise), or with ``row_scaled`` ``[K]``, those of the rows of the columnwise copy.
+    ``four_over_six`` is ``"MAE"`` or ``"MSE"``: of each block keep the one of two quantizations
+    with the smaller sum of absolute errors, or of their squares: with its largest value at 6, or at
+    4 (on equal sums at 6); not with ``stochastic``. ``e4m3_max`` is the largest block scale, where
+    the largest value is at 6: 448, or 256.
 
-    Raises
-    ------
-    InputError
-        If M or K is not a multiple of 16.
+    Returns row, row_scale, amax_row, col, col_scale, amax_col: data ``[M, K / 2]`` and
+    ``[K, M / 2]``, scales in their padded shapes, amaxes fp32 ``[1]``, or of rows ``[M]`` and
+    ``[K]``; None if not requested.
     """
     check_multiple("NVFP4", x.shape[0], x.shape[1], NVFP4_BLOCK)
     x = x.float()
     rows = NVFP4_BLOCK if two_dimensional else 1
-    given = None if amax_value is None else amax_value.reshape(-1)
+    reduced = None if amax_value is None else amax_value.reshape(-1)
     results: list[Wanted] = []
     for is_wanted, is_turned in ((rowwise, False), (columnwise, True)):
         if not is_wanted:
@@ -104,10 +90,10 @@ def quantize(
         if stochastic:
             stream = _COLUMNWISE_STREAM if is_turned else _ROWWISE_STREAM
             words = random_words(seed, offset, values.shape, stream, x.device)
-        if row_scaled and (given is None or not is_turned):
+        if row_scaled and (reduced is None or not is_turned):
             amax = amaxes_of_rows(values)
-        elif given is not None:
-            amax = (given if row_scaled else given[-is_turned:][:1]).clone()
+        elif reduced is not None:
+            amax = (reduced if row_scaled else reduced[-is_turned:][:1]).clone()
         results += _quantize_rows(values, rows, amax, words, four_over_six, e4m3_max)
     return tuple(results)  # type: ignore[return-value]
 
@@ -153,13 +139,15 @@ def quantize_groups(
             rows, start = slice(start, end), end
             if rows.start == end:
                 continue
-            values, own = x[rows], words
-            given = None if amaxes is None else amaxes[g, -is_turned:][:1]
+            values, words_of_rows = x[rows], words
+            amax_of_group = None if amaxes is None else amaxes[g, -is_turned:][:1]
             if is_turned:
                 values = hadamard_transform(values.t(), random_signs) if hadamard else values.t()
             if words is not None:
-                own = words[:, rows] if is_turned else words[rows]
-            codes, scales, largest = _quantize_rows(values.contiguous(), blocks, given, own)
+                words_of_rows = words[:, rows] if is_turned else words[rows]
+            codes, scales, largest = _quantize_rows(
+                values.contiguous(), blocks, amax_of_group, words_of_rows
+            )
             amax[rows.start // GROUP_TILE : end // GROUP_TILE] = largest
             if is_turned:
                 data[:, rows.start // 2 : end // 2] = codes
@@ -228,18 +216,14 @@ def inverse_hadamard_transform(y: torch.Tensor, random_signs: bool = True) -> to
     return groups.flatten(-2)
 
 
-def cast_e2m1(x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
+def cast_e2m1_(x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
     """E2M1 codes (sign, two bits of exponent, one of mantissa) of an fp32 ``x``: uint8 0..15.
 
-    Rounds to nearest, ties to even; beyond 6 saturates; -0 keeps its sign; NaN gives 7, which is
-    +6. With ``words`` (32 random bits in int64, x's shape) rounds up in magnitude if the top 24
-    bits of a word and the remainder, as fractions of the grid's step, sum to 1 or more.
+    Overwrites ``x``. Rounds to nearest, ties to even; beyond 6 saturates; -0 keeps its sign; NaN
+    gives 7, which is +6. With ``words`` (32 random bits in int64, x's shape) rounds up in magnitude
+    if the top 24 bits of a word and the remainder, as fractions of the grid's step, sum to 1 or
+    more.
     """
-    return _encode_in(x.clone(), words)
-
-
-def _encode_in(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
-    """:func:`cast_e2m1`, which overwrites x."""
     x.clamp_(-E2M1_MAX, E2M1_MAX).nan_to_num_(nan=E2M1_MAX)
     sign = (x.view(torch.int32) >> 28).bitwise_and_(8).to(torch.uint8)
     # The grid's step is 2^(octave - 1), with octave 0 below 2, where E2M1 has its subnormals.
@@ -267,18 +251,9 @@ def random_words(
     """
     n = shape.numel()
     first, skip = divmod(offset, 4)
-    low = 0xFFFFFFFF
     block = torch.arange(first, first + (skip + n + 3) // 4, dtype=torch.int64, device=device)
-    c0, c1, c2, c3 = block & low, block >> 32, torch.full_like(block, stream), block.new_zeros(1)
-    key0, key1 = seed & low, seed >> 32 & low
-    for _ in range(10):
-        # Products wrap modulo 2^64, and a masked shift reads the upper half whatever the sign.
-        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0 = (product1 >> 32).bitwise_and_(low).bitwise_xor_(c1).bitwise_xor_(key0)
-        c2 = (product0 >> 32).bitwise_and_(low).bitwise_xor_(c3).bitwise_xor_(key1)
-        c1, c3 = product1.bitwise_and_(low), product0.bitwise_and_(low)
-        key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
-    return torch.stack((c0, c1, c2, c3), -1).flatten()[skip : skip + n].view(shape)
+    words = torch.stack(philox(block, stream, seed, rounds=10), -1)
+    return words.flatten()[skip : skip + n].view(shape)
 
 
 def amaxes_of_rows(x: torch.Tensor) -> torch.Tensor:
@@ -354,7 +329,7 @@ def _quantize_blocks(
         scale = repeated.view(torch.float8_e4m3fn)
         per_block = per_block.repeat_interleave(block_rows, 0)
     words = None if words is None else words.view(blocks.shape)
-    return _encode_in(blocks * per_block[..., None], words), scale
+    return cast_e2m1_(blocks * per_block[..., None], words), scale
 
 
 def _decode(codes: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,6 @@ import torch
 from fuser.formats import DType
 from fuser.reference.fp8 import decode, encode, scale_from_amax, transpose
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
-
 
 def quantize(
     x: torch.Tensor,
@@ -29,12 +27,9 @@ def quantize(
     """Quantize ``x [M, K]`` with a scale for each row, and one for each column.
 
     ``pow2`` rounds scales down to powers of two; amaxes below ``eps`` count as ``eps``.
-    ``col_amax``, fp32 ``[K]``, replaces the amaxes of the columns.
-
-    Returns
-    -------
-    row, row_scale_inv, col, col_scale_inv
-        Data ``[M, K]`` and ``[K, M]``, scales ``[M]`` and ``[K]``; None if not requested.
+    ``col_amax``, fp32 ``[K]``, replaces the amaxes of the columns. Returns row, row_scale_inv, col,
+    col_scale_inv: data ``[M, K]`` and ``[K, M]``, scales ``[M]`` and ``[K]``; None if not
+    requested.
     """
     x32 = x.float()
     row = row_scale_inv = col = col_scale_inv = None
@@ -77,5 +72,5 @@ def _quantize_along(
         largest = x.abs().amax(dim, keepdim=True)
     else:
         largest = x.new_zeros((x.shape[0], 1) if dim == 1 else (1, x.shape[1]))
-    scale = scale_from_amax(largest, dtype.max, pow2, eps, FLOAT32_MAX)
+    scale = scale_from_amax(largest, dtype.max, pow2, eps)
     return encode(x * scale, dtype).contiguous(), scale.reciprocal().flatten()

@@ -1,7 +1,7 @@
 """Quantizers and quantized tensors."""
 
 from fuser.tensors import dispatch, gathering, loading
-from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.base import Operand, QuantizedTensor
 from fuser.tensors.block_scaling import Float8BlockQuantizer, Float8BlockwiseQTensor
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from fuser.tensors.group_formats import Float8GroupsTensor, groups_quantizer, quantizes_groups
@@ -10,7 +10,6 @@ from fuser.tensors.hybrid import HybridQuantizedTensor, HybridQuantizer
 from fuser.tensors.identity import IdentityQuantizer, IdentityTensor
 from fuser.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
-from fuser.tensors.operand import Operand
 from fuser.tensors.quantizer import Quantizer
 from fuser.tensors.rowwise_scaling import Float8RowwiseQuantizer, Float8RowwiseTensor
 from fuser.tensors.stacks import stack_quantizer

@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -20,7 +20,6 @@ from fuser.errors import InputError, StateError
 from fuser.formats import DType, Layout, NumberFormat, padded_shape
 from fuser.functional.lazy import filled
 from fuser.recipe import Recipe
-from fuser.tensors.operand import Operand
 from fuser.torch_private import fsdp_caller, is_module_conversion, make_wrapper, parse_to
 from fuser.wrapper_tensor import WrapperTensor
 
@@ -37,6 +36,14 @@ class RowsOf:
     root: QuantizedTensor
     start: int
     is_turned: bool = False
+
+
+class Operand(NamedTuple):
+    """One side of a product: bytes ``[rows, inner]``, their number format, and their scales."""
+
+    data: torch.Tensor
+    format: NumberFormat
+    scale_inv: torch.Tensor
 
 
 class QuantizedTensor(WrapperTensor):
@@ -308,10 +315,7 @@ class QuantizedTensor(WrapperTensor):
     def operand(self, usage: str) -> Operand:
         """The ``"rowwise"`` or ``"columnwise"`` copy as a GEMM reads it, contracted dimension last.
 
-        Raises
-        ------
-        StateError
-            If the tensor does not have that copy and cannot make it from the other.
+        It is made from the other copy if need be; StateError if it cannot be.
         """
         source = self if self._gathering is None else self._present(usage)
         source = source if self._view_of is None else source.compact()
@@ -320,10 +324,10 @@ class QuantizedTensor(WrapperTensor):
         if data is None:
             source = source.with_usage(usage)
             data = getattr(source, data_name)
-        own = self._quantizer.format
-        if own.parts is not None:
-            own = own.of(usage)
-        return Operand(data, own, getattr(source, scale_name))
+        number_format = self._quantizer.format
+        if number_format.parts is not None:
+            number_format = number_format.of(usage)
+        return Operand(data, number_format, getattr(source, scale_name))
 
     def _operand_names(self, usage: str) -> tuple[str, ...]:
         """The names of the data buffer and the scale buffer."""
@@ -349,12 +353,8 @@ class QuantizedTensor(WrapperTensor):
     def _present(self, usage: str | None = None) -> QuantizedTensor:
         """This tensor; of a gathered parameter, only the copies that are in memory now.
 
-        A backward makes the copy that it reads if the forward left it out.
-
-        Raises
-        ------
-        StateError
-            If none is, or if the copy ``usage`` is not and cannot be made from the other.
+        A backward makes the copy that it reads if the forward left it out. StateError if none is in
+        memory, or if the copy ``usage`` is not and cannot be made from the other.
         """
         if self._gathering is None:
             return self
@@ -402,16 +402,16 @@ class QuantizedTensor(WrapperTensor):
             If a requested copy does not exist and cannot be made from the other,
             or if both copies would be dropped.
         """
-        wanted = {
+        kept = {
             usage: self._has(usage) if is_asked is None else is_asked
             for usage, is_asked in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage))
         }
-        if not any(wanted.values()):
+        if not any(kept.values()):
             raise StateError(
                 f"{type(self).__name__} would have neither a rowwise nor a columnwise copy."
                 " Keep one."
             )
-        for usage, is_wanted in wanted.items():
+        for usage, is_wanted in kept.items():
             if is_wanted and not self._has(usage):
                 if self._view_of is not None:
                     raise StateError(
@@ -419,15 +419,15 @@ class QuantizedTensor(WrapperTensor):
                         "would not follow the tensor that it is a view of: clone it first."
                     )
                 self._make_copy(usage)
-        self._keep(wanted)
+        self._keep(kept)
 
     def release(self, usage: str) -> None:
         """Drop the ``"rowwise"`` or ``"columnwise"`` copy; for a tensor that has no other owner."""
         for name in self._names(usage):
             setattr(self, name, None)
 
-    def _keep(self, wanted: dict[str, bool]) -> None:
-        for usage, is_wanted in wanted.items():
+    def _keep(self, kept: dict[str, bool]) -> None:
+        for usage, is_wanted in kept.items():
             if not is_wanted:
                 self.release(usage)
 
@@ -476,10 +476,7 @@ class QuantizedTensor(WrapperTensor):
         return math.prod(self.shape[:-1]), self.shape[-1]
 
     def _like(
-        self,
-        change: Callable[[torch.Tensor], torch.Tensor],
-        *,
-        dtype: torch.dtype | None = None,
+        self, change: Callable[[torch.Tensor], torch.Tensor], *, dtype: torch.dtype | None = None
     ) -> QuantizedTensor:
         """A new tensor, not a view, with ``change(buffer)`` for each buffer of this one."""
         source = self._present().compact()
@@ -494,10 +491,7 @@ class QuantizedTensor(WrapperTensor):
         return self._with(self.buffers(), self.shape, self._view_of)
 
     def _with(
-        self,
-        buffers: dict[str, torch.Tensor | None],
-        shape: Sequence[int],
-        view: RowsOf | None,
+        self, buffers: dict[str, torch.Tensor | None], shape: Sequence[int], view: RowsOf | None
     ) -> QuantizedTensor:
         """A tensor that shares memory with this one."""
         shares = type(self)(buffers, shape, self.dtype, self.device, self._quantizer, view_of=view)
@@ -785,8 +779,8 @@ class QuantizedTensor(WrapperTensor):
         """Everything but values, as text: torch keeps compiled graphs by it, also on disk."""
         kind, (names, constants) = type(self), self.__tensor_flatten__()
         layouts = [(n, b.dtype, *b.shape, *b.stride()) for n in names for b in [getattr(self, n)]]
-        own = (tuple(self.shape), self.stride(), self.device, self.requires_grad)
-        return f"{kind.__module__}.{kind.__qualname__} {own} {layouts} {constants}"
+        properties = (tuple(self.shape), self.stride(), self.device, self.requires_grad)
+        return f"{kind.__module__}.{kind.__qualname__} {properties} {layouts} {constants}"
 
     @staticmethod
     def __tensor_unflatten__(
@@ -812,20 +806,25 @@ class BlockScaledTensor(QuantizedTensor):
     _rowwise_scale_inv: torch.Tensor | None
     _columnwise_scale_inv: torch.Tensor | None
 
-    def _dequantized(
-        self, dtype: torch.dtype, kernel: Any, reference: Any, *more: Any, **options: Any
-    ) -> torch.Tensor:
+    _kernels: Any
+    _reference: Any
+    """Of a class, the modules whose ``dequantize`` reads one copy, on a GPU and in plain torch."""
+
+    def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._dequantized(dtype, self._quantizer.fp8_dtype)
+
+    def _dequantized(self, dtype: torch.dtype, *more: Any, **options: Any) -> torch.Tensor:
         """The values of one copy, with the padding of the data, by the kernel or the reference.
 
         ``more`` are arguments between the scales and the dtype.
         """
         usage = self._copy_to_read()
         data, scale = (getattr(self, name) for name in self._names(usage)[:2])
-        out = torch.empty(
-            padded_shape(*self._matrix(), self.multiple), dtype=dtype, device=data.device
-        )
+        shape = padded_shape(*self._matrix(), self.multiple)
+        out = torch.empty(shape, dtype=dtype, device=data.device)
+        functions = (self._kernels.dequantize, self._reference.dequantize)
         args = (data, scale, *more, dtype)
-        return filled(out, kernel, reference, *args, columnwise=usage == "columnwise", **options)
+        return filled(out, *functions, *args, columnwise=usage == "columnwise", **options)
 
 
 def note_backward_read(tensor: torch.Tensor | None, usage: str | None) -> None:
@@ -855,13 +854,7 @@ def rebuild(
     is_parameter: bool = False,
     attributes: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Unpickle a quantized tensor; safe for ``torch.load(weights_only=True)``.
-
-    Raises
-    ------
-    InputError
-        If the file was written by a version whose tensors had other buffers.
-    """
+    """Unpickle a quantized tensor; safe for ``torch.load(weights_only=True)``."""
     if unknown := buffers.keys() - set(cls.buffer_names):
         raise InputError(
             f"The file has a {cls.__name__} with {', '.join(sorted(unknown))}; in this version it "
@@ -911,3 +904,12 @@ def _laid_out(buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     padded = buffer.new_zeros(shape)
     padded[tuple(map(slice, buffer.shape))] = buffer
     return padded
+
+
+def fitted(buffer: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """``buffer`` with ``size`` entries of dimension ``dim``: fewer, or zeros after its own."""
+    missing = size - buffer.shape[dim]
+    if missing <= 0:
+        return buffer.narrow(dim, 0, size) if missing else buffer
+    zeros = buffer.new_zeros((*buffer.shape[:dim], missing, *buffer.shape[dim + 1 :]))
+    return torch.cat([buffer, zeros], dim)

@@ -36,6 +36,7 @@ class Float8BlockwiseQTensor(BlockScaledTensor, layout=FP8_BLOCKS[1]):
     """
 
     _quantizer: Float8BlockQuantizer
+    _kernels, _reference = kernels, reference
     _is_2D_scaled = OfProduct("fuser.te.tensors")
 
     def _is_transposable(self) -> bool:
@@ -59,8 +60,8 @@ class Float8BlockwiseQTensor(BlockScaledTensor, layout=FP8_BLOCKS[1]):
         target[:, : len(scale)].copy_(scale[:, :columns].t())
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        how, functions = self._quantizer, (kernels.dequantize, reference.dequantize)
-        return self._dequantized(dtype, *functions, how.fp8_dtype, block_dim=how.block_scaling_dim)
+        how = self._quantizer
+        return self._dequantized(dtype, how.fp8_dtype, block_dim=how.block_scaling_dim)
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,13 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 class DequantizedView(WrapperTensor):
     """A view of a quantized tensor that is not a range of whole rows: columns, a diagonal.
 
-    It behaves as a view of a plain tensor. A read dequantizes the quantized tensor
-    at that moment. An in-place write dequantizes the whole tensor, writes, and
-    quantizes the blocks of rows that it has elements of (``QuantizedTensor``).
-    Results of operations on a view are plain tensors, and so is a clone of it.
+    It behaves as a view of a plain tensor. A read dequantizes the quantized tensor at that moment.
+    An in-place write dequantizes the whole tensor, writes, and quantizes the blocks of rows that it
+    has elements of (``QuantizedTensor``). Results of operations on a view are plain tensors, and so
+    is a clone of it.
 
-    Parameters
-    ----------
-    root
-        The quantized tensor, which is not a view.
-    path
-        The view operations that lead from the values of ``root`` to those of the view.
-    like
-        A tensor of the view's shape, strides, offset and dtype.
+    ``path`` is the view operations that lead from the values of ``root``, which is not a view, to
+    those of the view; ``like`` has the view's shape, strides, offset and dtype.
     """
 
     _root: QuantizedTensor

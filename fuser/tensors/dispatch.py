@@ -70,9 +70,9 @@ def _mutate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "cannot be done to a quantized tensor; use the form that returns a new tensor."
         )
     for target in targets:  # before an op on a list changes plain tensors among them
-        for each in {target, _place(target)[0]}:
-            if isinstance(each, QuantizedTensor):
-                each._check_can_be_written()
+        for tensor in {target, _place(target)[0]}:
+            if isinstance(tensor, QuantizedTensor):
+                tensor._check_can_be_written()
     sharing = Counter(map(_memory_of, targets))
     # Tensors to quantize with new values: in `alone` a target itself; in `whole` the parent of a
     # target, by memory, so that several parts of one tensor are written together.

@@ -190,12 +190,12 @@ class Float8CurrentScalingQuantizer(Quantizer):
         buffers, (m, k), amax_value = self.new_buffers(x), matrix_of(x), self.reduced_amaxes
         if isinstance(x, torch.Tensor):
             x = rows_of(x)
-        found = None
+        measured = None
         if amax_value is None:
-            found = torch.zeros(1, dtype=torch.float32, device=x.device)
+            measured = torch.zeros(1, dtype=torch.float32, device=x.device)
             if not kernels.is_one_tile(m, k):
-                raise_amax(x, found)
-                amax_value, found = found, None
+                raise_amax(x, measured)
+                amax_value, measured = measured, None
         kernels.quantize(
             self.format,
             source_of(x),
@@ -203,14 +203,14 @@ class Float8CurrentScalingQuantizer(Quantizer):
             pow2=self.force_pow_2_scales,
             eps=self.amax_epsilon,
             amax_value=amax_value,
-            recorded=found,  # of one tile, whose kernel finds it
+            recorded=measured,  # of one tile, whose kernel finds it
         )
-        buffers[AMAXES] = amax_value if found is None else found
+        buffers[AMAXES] = amax_value if measured is None else measured
         return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         amaxes = reference.amax(x) if self.reduced_amaxes is None else self.reduced_amaxes
-        made = reference.quantize_current(
+        buffers = reference.quantize_current(
             x,
             self.fp8_dtype,
             pow2=self.force_pow_2_scales,
@@ -219,7 +219,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
             columnwise=self.columnwise,
             amax_value=amaxes,
         )
-        return {**dict(zip(Float8Tensor.buffer_names, made, strict=True)), AMAXES: amaxes}
+        return {**dict(zip(Float8Tensor.buffer_names, buffers, strict=True)), AMAXES: amaxes}
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,12 +278,12 @@ class Float8Quantizer(Quantizer):
         return (id(self.scale), id(self.amax), self.fp8_dtype, *usage, self.saturates)
 
     def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        found = self.reduced_amaxes
-        if found is None:
+        amaxes = self.reduced_amaxes
+        if amaxes is None:
             return super().buffers_of(rows)
         # As of the whole tensor: its amax is recorded on every rank, and one scale is chosen.
-        self._record(found)
-        scale = self.scale if self.saturates else self._scale_for_amax(found)
+        self._record(amaxes)
+        scale = self.scale if self.saturates else self._scale_for_amax(amaxes)
         quantizer = replace(self, scale=scale, amax=None, saturates=True)
         return Quantizer.buffers_of(quantizer, rows)
 
@@ -302,18 +302,18 @@ class Float8Quantizer(Quantizer):
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         usages = {"rowwise": self.rowwise, "columnwise": self.columnwise}
         scale = self.scale if self.saturates else self._scale_for_amax(amax(x))
-        *made, found = reference.quantize_delayed(x, scale, self.fp8_dtype, **usages)
-        self._record(found)
-        return dict(zip(Float8Tensor.buffer_names, made, strict=True))
+        *copies, measured = reference.quantize_delayed(x, scale, self.fp8_dtype, **usages)
+        self._record(measured)
+        return dict(zip(Float8Tensor.buffer_names, copies, strict=True))
 
-    def _record(self, found: torch.Tensor) -> None:
+    def _record(self, amaxes: torch.Tensor) -> None:
         if self.amax is not None:
-            self.amax.copy_(torch.maximum(self.amax, found))
+            self.amax.copy_(torch.maximum(self.amax, amaxes))
 
-    def _scale_for_amax(self, found: torch.Tensor) -> torch.Tensor:
-        """The scale, or a smaller one that holds every finite value up to ``found``."""
-        largest = self.fp8_dtype.max / found
-        return torch.where((found < math.inf) & (largest < self.scale), largest, self.scale)
+    def _scale_for_amax(self, measured: torch.Tensor) -> torch.Tensor:
+        """The scale, or a smaller one that holds every finite value up to ``measured``."""
+        largest = self.fp8_dtype.max / measured
+        return torch.where((measured < math.inf) & (largest < self.scale), largest, self.scale)
 
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self.scale, self.amax
@@ -323,7 +323,7 @@ class Float8Quantizer(Quantizer):
         """This quantizer for the rowwise copy, and the values themselves for the columnwise one."""
         return HybridQuantizer(rowwise_quantizer=self, columnwise_quantizer=IdentityQuantizer())
 
-    def to_repeat(self, made: QuantizedTensor) -> torch.Tensor | None:
+    def to_repeat(self, tensor: QuantizedTensor) -> torch.Tensor | None:
         return self.scale.clone()  # a step may end before the tensor is quantized again
 
     def repeating(self, kept: torch.Tensor | None) -> Quantizer:

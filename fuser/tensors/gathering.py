@@ -24,14 +24,8 @@ import torch
 
 from fuser.errors import StateError
 from fuser.recipe import Recipe
-from fuser.tensors.base import USAGES, QuantizedTensor
-from fuser.tensors.sharding import (
-    Gathered,
-    Sharding,
-    check_is_of_one_format,
-    is_exact,
-    size_of,
-)
+from fuser.tensors.base import USAGES, QuantizedTensor, fitted
+from fuser.tensors.sharding import Gathered, Sharding, check_is_of_one_format, is_exact, size_of
 from fuser.torch_private import (
     forwards_without_backward,
     fsdp_callers,
@@ -113,11 +107,7 @@ class Gathering:
 
         It is made of the other copy, or gathered. Of torch's group of parameters all copies that
         backward reads are gathered together; all ranks read the first of them at the same place.
-
-        Raises
-        ------
-        StateError
-            If the shard was written since the forward.
+        StateError if the shard was written since the forward.
         """
         if not (usage == "columnwise" and self.lacks_columns() and _is_in_backward()):
             return False
@@ -205,13 +195,7 @@ def fsdp_pre_all_gather(
     module: torch.nn.Module,
     mp_policy: Any,
 ) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """The bytes and scales of this shard that the pass needs from every rank, for ``fully_shard``.
-
-    Raises
-    ------
-    StateError
-        If other code than torch's ``fully_shard`` calls it.
-    """
+    """What ``fully_shard`` gathers: the bytes and scales of this shard that the pass needs."""
     return gather(self, calling_gatherer(self), outer_size)
 
 
@@ -247,7 +231,7 @@ def gather(
             scale = _scale_of_first(shard, sharding)
     else:
         source = shard.high_precision_source
-        parts = {VALUES: _padded(shard._values() if source is None else source, padded[0], 0)}
+        parts = {VALUES: fitted(shard._values() if source is None else source, 0, padded[0])}
     units = shard._layout.rows
     for name, part in parts.items():
         memory = gathering.memory.get(name)
@@ -264,13 +248,7 @@ def gather(
 
 
 def calling_gatherer(tensor: torch.Tensor) -> Gathered:
-    """Torch's objects that call ``fsdp_pre_all_gather`` of ``tensor`` now.
-
-    Raises
-    ------
-    StateError
-        If other code calls it.
-    """
+    """Torch's objects that call ``fsdp_pre_all_gather`` of ``tensor`` now; other code may not."""
     callers = fsdp_callers()
     param, group = callers.get("FSDPParam"), callers.get("FSDPParamGroup")
     if param is None or group is None:
@@ -290,14 +268,7 @@ def fsdp_post_all_gather(
     *,
     out: torch.Tensor | None = None,
 ) -> Any:
-    """Make the whole parameter for ``fully_shard``, or fill the buffers of ``out``, made before.
-
-    Raises
-    ------
-    StateError
-        If bytes with other scales were copied into some of the shards, in a format with one
-        scale for the whole tensor.
-    """
+    """Make the whole parameter for ``fully_shard``, or fill the buffers of ``out``, made before."""
     sent: _Sent = metadata
     gathering = sent.gathering
     if not sent.names:
@@ -322,11 +293,10 @@ def fsdp_post_all_gather(
 def _copies_read(quantizer: Any, sharding: Sharding, gathered: Gathered) -> tuple[str, ...]:
     """The copies that a gathered parameter needs until it is resharded.
 
-    Forward reads the rowwise copy. Backward
-    reads what the ops said in their forward. If they said nothing, as ops of others do, it needs
-    every copy; if they said that they read none, any copy will do. A parameter that stays gathered
-    after backward needs every copy, and one that stays gathered after forward is completed in
-    backward, unless that would gather its values twice.
+    Forward reads the rowwise copy. Backward reads what the ops said in their forward. If they said
+    nothing, as ops of others do, it needs every copy; if they said that they read none, any copy
+    will do. A parameter that stays gathered after backward needs every copy, and one that stays
+    gathered after forward is completed in backward, unless that would gather its values twice.
     """
     copies = tuple([name for name in USAGES if getattr(quantizer, name)])
     if len(copies) == 1:
@@ -357,9 +327,9 @@ def _gathering(
     shard: QuantizedTensor, param: Any, group: Any, shape: torch.Size, ranks: int
 ) -> Gathering:
     """The buffers of the whole parameter: those of the gatherings before, or new ones."""
-    made = _gathering_of(param)
-    if made is not None:
-        return made
+    known = _gathering_of(param)
+    if known is not None:
+        return known
     quantizer, held = shard._quantizer, shard.buffers()
     layout = shard._layout.shapes(shape.numel() // shape[-1], shape[-1])
     unused = {n for usage in USAGES if not getattr(quantizer, usage) for n in shard._names(usage)}
@@ -412,24 +382,13 @@ def _parts(
             if is_even:
                 parts[name] = buffer.detach()
             continue
-        dim, unit = units[name]
-        size = rows // unit
-        part = buffer.narrow(dim, 0, min(size, buffer.shape[dim]))
+        (dim, unit), part = units[name], buffer.detach()
         if name in columns:
             part = part.narrow(1 - dim, 0, columns[name])
-        parts[name] = _padded(part, size, dim).contiguous()
+        parts[name] = fitted(part, dim, rows // unit).contiguous()
         if not is_even:
             parts[name] = parts[name].view(padded)
     return parts
-
-
-def _padded(part: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """``part`` with zeros after it, so that its dimension ``dim`` is ``size``."""
-    missing = size - part.shape[dim]
-    if not missing:
-        return part
-    zeros = part.new_zeros((*part.shape[:dim], missing, *part.shape[dim + 1 :]))
-    return torch.cat([part, zeros], dim)
 
 
 # -- scales of a whole tensor ---------------------------------------------------------------
@@ -445,9 +404,9 @@ def _agree(shard: QuantizedTensor, param: Any, sharding: Sharding) -> None:
         return
     sharding.is_agreed = True
     mine = torch.cat(scales)
-    found = [torch.empty_like(mine) for _ in range(sharding.ranks)]
-    torch.distributed.all_gather(found, mine, group=sharding.group)
-    if not all(torch.equal(one, found[0]) for one in found):
+    scales_of_ranks = [torch.empty_like(mine) for _ in range(sharding.ranks)]
+    torch.distributed.all_gather(scales_of_ranks, mine, group=sharding.group)
+    if not all(torch.equal(one, scales_of_ranks[0]) for one in scales_of_ranks):
         kept = local_shard(param)  # not the copy of it on another device
         kept.quantize_(kept._values())
         if kept is not shard:
@@ -467,11 +426,11 @@ def _scale_of_first(shard: QuantizedTensor, sharding: Sharding) -> torch.Tensor:
 
     ``fully_shard`` takes no part of another shape than the shard's if shards are not even.
     """
-    (own,) = _scales_of_tensor(shard)
-    scale = own.clone()
+    (scale_here,) = _scales_of_tensor(shard)
+    scale = scale_here.clone()
     torch.distributed.broadcast(scale, group=sharding.group, group_src=0)
     if shard.numel():
-        _check_scales(shard, sharding, torch.stack([scale, own]))
+        _check_scales(shard, sharding, torch.stack([scale, scale_here]))
     return scale
 
 
@@ -482,13 +441,13 @@ def _check_scales(shard: QuantizedTensor, sharding: Sharding, scales: torch.Tens
     by_rank = scales.view(len(scales), -1)
     differs = (by_rank != by_rank[0]).any(0)
     for column in by_rank[:, differs].t().tolist():
-        found = sorted({one for one in column if not math.isnan(one)})
-        if len(found) < 2:
+        different = sorted({one for one in column if not math.isnan(one)})
+        if len(different) < 2:
             continue
         raise StateError(
             f"The shards of a {type(shard).__name__} have the scales or amaxes "
-            f"{', '.join(f'{one:.9g}' for one in found)}, and the whole tensor has one. Bytes of "
-            "another tensor were copied into some of the shards: copy the parts of one tensor "
+            f"{', '.join(f'{one:.9g}' for one in different)}, and the whole tensor has one. Bytes "
+            "of another tensor were copied into some of the shards: copy the parts of one tensor "
             "into all of them, or values that are not quantized."
         )
     sharding.has_new_bytes = False
@@ -511,8 +470,8 @@ def _fill_from_values(shard: QuantizedTensor, sent: _Sent, values: torch.Tensor)
     gathering = sent.gathering
     usage = {name: name in sent.copies for name in USAGES}
     whole = values.view(-1, *gathering.shape[1:])[: gathering.shape[0]]
-    made = shard._quantizer.unbound().with_usage(**usage)(whole)
-    for name, buffer in made.buffers().items():
+    quantized = shard._quantizer.unbound().with_usage(**usage)(whole)
+    for name, buffer in quantized.buffers().items():
         if buffer is not None:
             gathering.allocated(name).copy_(buffer)
     values.untyped_storage().resize_(0)
@@ -600,10 +559,12 @@ def _gather_columns(gathered: Sequence[tuple[Any, Gathering]]) -> None:
                 "that belongs to the values of the forward. Write it after the backward, or give "
                 "fully_shard reshard_after_forward=True, with which backward reads new values."
             )
-        own = _parts(shard, USAGES[1:], tuple(param.padded_sharded_param_size), is_even=True)
-        shapes = tuple(tuple(part.shape) for part in own.values())
-        sends.append((shard, _Sent(USAGES[1:], tuple(own), shapes, None, gathering)))
-        parts += own.values()
+        parts_of_shard = _parts(
+            shard, USAGES[1:], tuple(param.padded_sharded_param_size), is_even=True
+        )
+        shapes = tuple(tuple(part.shape) for part in parts_of_shard.values())
+        sends.append((shard, _Sent(USAGES[1:], tuple(parts_of_shard), shapes, None, gathering)))
+        parts += parts_of_shard.values()
     sharding = sends[0][0]._sharding
     sent_bytes = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
     every = sent_bytes.new_empty(sharding.ranks, len(sent_bytes))

@@ -30,6 +30,27 @@ from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fuser.tensors.quantizer import AMAXES, Quantizer
 from fuser.torch_private import foreach_maximum_
 
+
+@dataclass(frozen=True, eq=False)
+class _OfGroups:
+    """A base of quantizers of the rows of padded ``groups``; ``alone`` is that of one group."""
+
+    groups: PaddedGroups
+    alone: Any
+    rowwise: bool = field(default=True, kw_only=True)
+    columnwise: bool = field(default=True, kw_only=True)
+
+    accepts_lazy = True
+
+    @functools.cached_property
+    def format(self) -> NumberFormat:
+        number_format: NumberFormat = self.alone.format
+        return number_format
+
+    def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return (self.groups.tiles,)
+
+
 # -- FP8 with one scale a group --------------------------------------------------
 
 
@@ -44,34 +65,21 @@ class Float8GroupsTensor(Float8Tensor):
 
 
 @dataclass(frozen=True, eq=False)
-class Float8GroupsQuantizer(Quantizer):
+class Float8GroupsQuantizer(_OfGroups, Quantizer):
     """FP8 with one scale a group, of the rows of padded ``groups``.
 
-    Parameters
-    ----------
-    groups
-        Where the groups are.
-    alone
-        The quantizer of one group; of delayed scaling that of the same elements.
-    scales, amaxes
-        Delayed scaling: fp32 ``[1]`` for each group, or one ``[G]`` for all of them. ``amaxes``
-        become the maxima of themselves and the amaxes of the groups; empty if nothing is recorded.
-        If ``scales`` is empty, scales follow from the amaxes of the groups.
+    ``alone`` is the quantizer of one group; of delayed scaling that of the same elements.
+    ``scales`` and ``amaxes`` are those of delayed scaling: fp32 ``[1]`` for each group, or one
+    ``[G]`` for all of them. ``amaxes`` become the maxima of themselves and the amaxes of the
+    groups; empty if nothing is recorded. If ``scales`` is empty, scales follow from the amaxes of
+    the groups.
     """
 
-    groups: PaddedGroups
     alone: Float8CurrentScalingQuantizer = field(default_factory=Float8CurrentScalingQuantizer)
-    rowwise: bool = field(default=True, kw_only=True)
-    columnwise: bool = field(default=True, kw_only=True)
     scales: tuple[torch.Tensor, ...] = field(default=(), kw_only=True)
     amaxes: tuple[torch.Tensor, ...] = field(default=(), kw_only=True)
 
     tensor_class = Float8GroupsTensor
-    accepts_lazy = True
-
-    @functools.cached_property
-    def format(self) -> NumberFormat:
-        return self.alone.format
 
     @property
     def fp8_dtype(self) -> DType:
@@ -86,11 +94,8 @@ class Float8GroupsQuantizer(Quantizer):
             return super().unbound()
         return self.alone.with_usage(rowwise=self.rowwise, columnwise=self.columnwise)
 
-    def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return (self.groups.tiles,)
-
-    def to_repeat(self, made: QuantizedTensor) -> torch.Tensor | None:
-        scaling = super().to_repeat(made)
+    def to_repeat(self, tensor: QuantizedTensor) -> torch.Tensor | None:
+        scaling = super().to_repeat(tensor)
         return torch.cat(self.scales) if self.scales and scaling is None else scaling
 
     def repeating(self, kept: torch.Tensor | None) -> Quantizer:
@@ -106,58 +111,58 @@ class Float8GroupsQuantizer(Quantizer):
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         assert isinstance(x, LazyTensor)
         source, tiles, buffers = source_of(x), self.groups.tiles, self.new_buffers(x)
-        alone, found = self.alone, self.reduced_amaxes
-        if found is None:
-            found = torch.zeros(len(self.groups.ends), dtype=torch.float32, device=x.device)
+        alone, amaxes = self.alone, self.reduced_amaxes
+        if amaxes is None:
+            amaxes = torch.zeros(len(self.groups.ends), dtype=torch.float32, device=x.device)
         if self.scales:
-            scale, amax = self._scale(), found if self.amaxes else None
+            scale, amax = self._scale(), amaxes if self.amaxes else None
             kernels.quantize(self.format, source, buffers, scale=scale, recorded=amax, tiles=tiles)
-            self._record(found)
+            self._record(amaxes)
             buffers[AMAXES] = scale.clone() if scale is self.scales[0] else scale
         else:
             if self.reduced_amaxes is None:
-                kernels.quantize(self.format, source, {}, recorded=found, tiles=tiles)
+                kernels.quantize(self.format, source, {}, recorded=amaxes, tiles=tiles)
             how: dict[str, Any] = {"pow2": alone.force_pow_2_scales, "eps": alone.amax_epsilon}
-            kernels.quantize(self.format, source, buffers, amax_value=found, **how, tiles=tiles)
-            buffers[AMAXES] = found
+            kernels.quantize(self.format, source, buffers, amax_value=amaxes, **how, tiles=tiles)
+            buffers[AMAXES] = amaxes
         return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         known, groups, alone = self.reduced_amaxes, self.groups.tiles[:, 0], self.alone
-        found = amaxes_of_groups(x, self.groups) if known is None else known
+        amaxes = amaxes_of_groups(x, self.groups) if known is None else known
         if self.scales:
             scale = self._scale()
-            self._record(found)
+            self._record(amaxes)
         else:
-            how = (alone.force_pow_2_scales, alone.amax_epsilon, reference.FLOAT32_MAX)
-            scale = scale_from_amax(found, self.fp8_dtype.max, *how)
+            how = (alone.force_pow_2_scales, alone.amax_epsilon)
+            scale = scale_from_amax(amaxes, self.fp8_dtype.max, *how)
         of_tiles = scale[groups.clamp(min=0).long()].masked_fill(groups < 0, 1)
         row = reference.cast(x, of_tiles.repeat_interleave(GROUP_TILE)[:, None], self.fp8_dtype)
         col = transpose(row) if self.columnwise else None
         copies = (row if self.rowwise else None, col, of_tiles.reciprocal())
         buffers = dict(zip(Float8Tensor.buffer_names, copies, strict=True))
-        return buffers if self.scales else {**buffers, AMAXES: found}
+        return buffers if self.scales else {**buffers, AMAXES: amaxes}
 
-    def _record(self, found: torch.Tensor) -> None:
+    def _record(self, amaxes: torch.Tensor) -> None:
         if self.amaxes:
-            foreach_maximum_(list(self.amaxes), list(found.view(-1, 1).unbind()))
+            foreach_maximum_(list(self.amaxes), list(amaxes.view(-1, 1).unbind()))
 
 
 def amaxes_of_groups(rows: torch.Tensor | LazyTensor, groups: PaddedGroups) -> torch.Tensor:
     """The amax of each group, fp32 ``[G]``, of the rows of padded groups."""
-    found = torch.zeros(len(groups.ends), dtype=torch.float32, device=rows.device)
+    amaxes = torch.zeros(len(groups.ends), dtype=torch.float32, device=rows.device)
     if isinstance(rows, LazyTensor):
         try:
-            kernels.amax(source_of(rows), out=found, tiles=groups.tiles)
+            kernels.amax(source_of(rows), out=amaxes, tiles=groups.tiles)
         except KernelUnavailable:
             rows = rows.tensor()
         else:
-            return found
+            return amaxes
     start = 0
     for g, end in enumerate(values_on_host(groups.padded_ends)):
-        found[g : g + 1] = reference.amax(rows[start:end])
+        amaxes[g : g + 1] = reference.amax(rows[start:end])
         start = end
-    return found
+    return amaxes
 
 
 # -- NVFP4 with the amaxes of groups ---------------------------------------------
@@ -174,30 +179,19 @@ class NVFP4GroupsTensor(NVFP4Tensor):
 
 
 @dataclass(frozen=True, eq=False)
-class NVFP4GroupsQuantizer(Quantizer):
+class NVFP4GroupsQuantizer(_OfGroups, Quantizer):
     """NVFP4 of the rows of padded ``groups``, each with an amax of its own.
 
     ``alone`` is the quantizer of one group. Stochastic rounding draws one seed for all groups.
     """
 
-    groups: PaddedGroups
     alone: NVFP4Quantizer
-    rowwise: bool = field(default=True, kw_only=True)
-    columnwise: bool = field(default=True, kw_only=True)
 
     tensor_class = NVFP4GroupsTensor
-    accepts_lazy = True
-
-    @functools.cached_property
-    def format(self) -> NumberFormat:
-        return self.alone.format
 
     @property
     def is_repeatable(self) -> bool:
         return self.alone.is_repeatable
-
-    def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return (self.groups.tiles,)
 
     def encoding(self) -> tuple[Any, ...]:
         return self.alone.encoding()

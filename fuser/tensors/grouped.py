@@ -9,7 +9,7 @@ import torch
 from fuser.errors import InputError
 from fuser.formats import GROUP_TILE, round_up
 from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad
-from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.base import QuantizedTensor, fitted
 from fuser.tensors.fp8 import Float8Tensor
 from fuser.tensors.group_formats import (
     Float8GroupsTensor,
@@ -32,8 +32,8 @@ def can_be_joined(members: Sequence[torch.Tensor]) -> bool:
     kind = type(members[0])
     if not issubclass(kind, QuantizedTensor):
         return False
-    alike = [each for each in members if isinstance(each, QuantizedTensor) and type(each) is kind]
-    if len(alike) < len(members) or not all(each.format.has_kernel for each in alike):
+    alike = [one for one in members if isinstance(one, QuantizedTensor) and type(one) is kind]
+    if len(alike) < len(members) or not all(member.format.has_kernel for member in alike):
         return False
     return kind in _OF_GROUPS or kind.has_independent_blocks
 
@@ -43,7 +43,7 @@ def joined(members: Sequence[QuantizedTensor], usage: str) -> QuantizedTensor:
 
     N' is N, rounded up to whole tiles of 128 rows. Bytes and scales are those of the members.
     """
-    parts = [one_copy(each, usage) for each in members]
+    parts = [one_copy(member, usage) for member in members]
     kind = type(parts[0])
     return join(parts, _OF_GROUPS.get(kind, kind), parts[0]._quantizer.unbound())
 
@@ -54,20 +54,20 @@ def join(
     """Tensors ``[N, K]``, of several N, as padded groups: a ``kind`` with ``quantizer``."""
     first = parts[0]
     rows = [round_up(len(part), GROUP_TILE) for part in parts]
-    made = kind({}, (sum(rows), first.shape[-1]), first.dtype, first.device, quantizer)
-    of_groups, of_one = made._layout.rows, first._layout.rows
+    result = kind({}, (sum(rows), first.shape[-1]), first.dtype, first.device, quantizer)
+    of_groups, of_one = result._layout.rows, first._layout.rows
     for name, buffer in first.buffers().items():
         if buffer is None:
             continue
         dim, unit = of_groups[name]
         sizes = [n // unit for n in rows]
-        each = [getattr(part, name) for part in parts]
+        buffers = [getattr(part, name) for part in parts]
         if name in of_one:
-            each = [_fitted(one, dim, size) for one, size in zip(each, sizes, strict=True)]
-            setattr(made, name, torch.cat(each, dim))
+            buffers = [fitted(one, dim, size) for one, size in zip(buffers, sizes, strict=True)]
+            setattr(result, name, torch.cat(buffers, dim))
         else:
-            setattr(made, name, _for_tiles(each, sizes))
-    return made
+            setattr(result, name, _for_tiles(buffers, sizes))
+    return result
 
 
 def one_copy(tensor: QuantizedTensor, usage: str) -> QuantizedTensor:
@@ -75,8 +75,9 @@ def one_copy(tensor: QuantizedTensor, usage: str) -> QuantizedTensor:
     if tensor._has(usage) or tensor.derives_columnwise:
         return tensor._present(usage).with_usage(usage).compact()
     usages = {name: name == usage for name in ("rowwise", "columnwise")}
-    made: QuantizedTensor = tensor._quantizer.unbound().with_usage(**usages)(tensor.dequantize())
-    return made
+    quantizer = tensor._quantizer.unbound().with_usage(**usages)
+    quantized: QuantizedTensor = quantizer(tensor.dequantize())
+    return quantized
 
 
 def _for_tiles(numbers: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
@@ -85,16 +86,6 @@ def _for_tiles(numbers: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.
         of_tiles = torch.cat(list(numbers)).unsqueeze(1).expand(-1, counts[0])
         return of_tiles.contiguous().view(-1)  # flatten() of one member is a view of one number
     return torch.cat([one.expand(count) for one, count in zip(numbers, counts, strict=True)])
-
-
-def _fitted(buffer: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """``buffer`` with ``size`` entries of dimension ``dim``: fewer, or zeros after its own."""
-    found = buffer.narrow(dim, 0, min(size, buffer.shape[dim]))
-    missing = size - found.shape[dim]
-    if not missing:
-        return found
-    shape = (*found.shape[:dim], missing, *found.shape[dim + 1 :])
-    return torch.cat([found, found.new_zeros(shape)], dim)
 
 
 class GroupedTensor:
@@ -112,10 +103,7 @@ class GroupedTensor:
 
     @classmethod
     def quantize(
-        cls,
-        x: torch.Tensor,
-        split_sizes: torch.Tensor,
-        quantizer: Quantizer | Sequence[Quantizer],
+        cls, x: torch.Tensor, split_sizes: torch.Tensor, quantizer: Quantizer | Sequence[Quantizer]
     ) -> GroupedTensor:
         """Quantize the groups of consecutive rows of ``x``.
 
@@ -140,24 +128,25 @@ class GroupedTensor:
                 f"GroupedTensor.quantize got a tensor of shape {tuple(x.shape)} and split sizes of "
                 f"shape {tuple(split_sizes.shape)}; it takes a matrix and a vector."
             )
-        given = [quantizer] if isinstance(quantizer, Quantizer) else list(quantizer)
-        each = [one.value() for one in given]
-        if any(getattr(one, "with_amax_reduction", False) for one in given):
+        quantizers = [quantizer] if isinstance(quantizer, Quantizer) else list(quantizer)
+        frozen = [one.value() for one in quantizers]
+        if any(getattr(one, "with_amax_reduction", False) for one in quantizers):
             raise InputError(
                 "GroupedTensor.quantize reduces no amaxes over a process group."
                 " Quantize each group by its quantizer."
             )
         sizes = split_sizes.to(x.device, non_blocking=True)
         groups = padded_groups(sizes, len(sizes), x.shape[0], x.device)
-        if not quantizes_groups(each, len(sizes)):
+        first = frozen[0]
+        if not quantizes_groups(frozen, len(sizes)):
             raise InputError(
-                f"{type(each[0]).__name__} quantizes no groups in one launch, in {each[0].format}: "
+                f"{type(first).__name__} quantizes no groups in one launch, in {first.format}: "
                 "current and delayed scaling, FP8 in blocks of 128, MXFP8 and NVFP4 with one scale "
                 f"do; delayed scaling takes a quantizer for each of the {len(sizes)} groups."
             )
-        usages = {"rowwise": each[0].rowwise, "columnwise": each[0].columnwise}
-        of_groups = groups_quantizer(each, groups, **usages)
-        return cls(of_groups(padded_rows(x, groups)), groups, each[0])
+        usages = {"rowwise": first.rowwise, "columnwise": first.columnwise}
+        of_groups = groups_quantizer(frozen, groups, **usages)
+        return cls(of_groups(padded_rows(x, groups)), groups, first)
 
     @property
     def shape(self) -> torch.Size:
@@ -209,9 +198,9 @@ class GroupedTensor:
     def _member(self, first: int, rows: int) -> QuantizedTensor:
         """The group of ``rows`` rows that starts at row ``first`` of the padded matrix."""
         padded, quantizer = self.padded, self.quantizer.unbound()
-        made: QuantizedTensor = quantizer.tensor_class({}, (rows, padded.shape[-1]))
-        made._quantizer = quantizer
-        layout, units = made._layout.shapes(rows, padded.shape[-1]), padded._layout.rows
+        empty: QuantizedTensor = quantizer.tensor_class({}, (rows, padded.shape[-1]))
+        empty._quantizer = quantizer
+        layout, units = empty._layout.shapes(rows, padded.shape[-1]), padded._layout.rows
         buffers: dict[str, torch.Tensor | None] = {}
         stored = round_up(rows, quantizer.multiple)
         for name, whole in padded.buffers().items():

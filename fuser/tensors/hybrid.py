@@ -10,13 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from fuser.errors import InputError, InputTypeError
-from fuser.formats import (
-    HYBRID,
-    NumberFormat,
-    hybrid_format,
-    names_of_copy,
-    padded_shape,
-)
+from fuser.formats import HYBRID, NumberFormat, hybrid_format, names_of_copy, padded_shape
 from fuser.functional.lazy import materialize
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.quantizer import Quantizer, whole_blocks
@@ -95,20 +89,22 @@ class HybridQuantizer(Quantizer):
     def __post_init__(self) -> None:
         for usage in ("rowwise", "columnwise"):
             name = f"{usage}_quantizer"
-            given = getattr(self, name)
-            if not isinstance(given, Quantizer):
+            quantizer = getattr(self, name)
+            if not isinstance(quantizer, Quantizer):
                 raise InputTypeError(
-                    f"HybridQuantizer got {name}={given!r}; it takes a Quantizer for each copy."
+                    f"HybridQuantizer got {name}={quantizer!r}; it takes a Quantizer for each copy."
                 )
-            own = given.value()
-            slots, names = (names_of_copy(layout, usage) for layout in (HYBRID, own.format.layout))
-            if isinstance(own, HybridQuantizer) or len(names) > len(slots):
+            value = quantizer.value()
+            slots, names = (
+                names_of_copy(layout, usage) for layout in (HYBRID, value.format.layout)
+            )
+            if isinstance(value, HybridQuantizer) or len(names) > len(slots):
                 raise InputError(
-                    f"HybridQuantizer got {name}={given!r}; it takes a quantizer of one format, "
-                    "which a hybrid one is not."
+                    f"HybridQuantizer got {name}={quantizer!r}; it takes a quantizer of one "
+                    "format, which a hybrid one is not."
                 )
-            usages = {each: each == usage for each in ("rowwise", "columnwise")}
-            object.__setattr__(self, name, own.with_usage(**usages))
+            usages = {copy_name: copy_name == usage for copy_name in ("rowwise", "columnwise")}
+            object.__setattr__(self, name, value.with_usage(**usages))
         if self.columnwise_source not in get_args(ColumnwiseSource):
             raise InputError(
                 f"HybridQuantizer got columnwise_source={self.columnwise_source!r}; it is "

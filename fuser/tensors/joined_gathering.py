@@ -64,10 +64,7 @@ class JoinedGathering(Gathering):
     def whole(self) -> torch.Tensor:
         """The parameters as one weight, which a forward reads; differentiable.
 
-        Raises
-        ------
-        StateError
-            If they are not gathered now.
+        StateError if they are not gathered now.
         """
         whole: torch.Tensor = _Whole.apply(self, *self.parts)  # type: ignore[no-untyped-call]
         return whole

@@ -10,7 +10,7 @@ that the load has not reached yet are zeros until then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -53,12 +53,8 @@ def _takes_chunk(
     """Whether the bytes of a checkpoint's chunk can be written to rows of a tensor with one scale.
 
     The tensor has the scale of the chunk then. False if its scale is another, and rows have it that
-    the load has written, or that are not in the checkpoint: their values are kept.
-
-    Raises
-    ------
-    StateError
-        If the tensor is a shard, and chunks of this load have several scales.
+    the load has written, or that are not in the checkpoint: their values are kept. StateError if
+    the tensor is a shard, and chunks of this load have several scales.
     """
     view = target._view_of
     if view is None or view.is_turned:
@@ -67,15 +63,20 @@ def _takes_chunk(
     if root._rows_of_a_write() or any(target._has(usage) != root._has(usage) for usage in copies):
         return False
     first, of_rows = root._memory()[0], root._layout.rows
-    pairs = [*_pairs(root, source)]
-    if all(torch.equal(own, brought) for name, own, brought in pairs if name not in of_rows):
+    brought = source.buffers()
+    pairs = [
+        (name, buffer, other.to(buffer.device))
+        for name, buffer in root.buffers().items()
+        if buffer is not None and (other := brought[name]) is not None
+    ]
+    if all(torch.equal(buffer, other) for name, buffer, other in pairs if name not in of_rows):
         return True
     written_by = _loads.get(first)
     if written_by is None or written_by() is not plan:
         is_whole = any(_is_whole(value, first) for value in state.values())
-        for name, own, _ in pairs if is_whole else ():
+        for name, buffer, _ in pairs if is_whole else ():
             if name in of_rows:
-                own.zero_()
+                buffer.zero_()
         return is_whole
     if root._sharding is not None and root._sharding.is_exact:
         raise StateError(
@@ -97,14 +98,3 @@ def _is_whole(value: Any, first: torch.Tensor) -> bool:
     root = view.root
     is_shard = root._sharding is not None and local._matrix()[0] >= root._sharding.rows
     return is_shard and view.start == 0 and root._memory()[0] is first
-
-
-def _pairs(
-    root: QuantizedTensor, source: QuantizedTensor
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """The name of each buffer that both have, with those of the tensor and of the chunk."""
-    brought = source.buffers()
-    for name, own in root.buffers().items():
-        other = brought[name]
-        if own is not None and other is not None:
-            yield name, own, other.to(own.device)

@@ -62,10 +62,6 @@ class _State:
     known: dict[Any, Any] = field(default_factory=dict)
     """What is known of quantizations of this and the weights after it, which are repeated."""
 
-    def another(self) -> _State:
-        """The state of another weight."""
-        return _State(self.recipe, self.quantizer, self.joint)
-
     def __deepcopy__(self, memo: dict[int, object]) -> _State:
         return _State(self.recipe, self.quantizer, copy.deepcopy(self.joint, memo))
 
@@ -74,20 +70,13 @@ class MasterWeight(torch.Tensor):
     """A weight of plain values, which behaves as them, and is gathered quantized.
 
     A forward and its backward get a :class:`QuantizedTensor`, with the bytes of ``quantizer`` for
-    the values of all ranks, in the dtype of the mixed precision policy. A shard is quantized
-    before each forward; the backward gathers the same bytes. Results of operations are plain
-    tensors, except views, copies and empty tensors like it. It is pickled as a plain tensor.
+    the values of all ranks, in the dtype of the mixed precision policy. A shard is quantized before
+    each forward; the backward gathers the same bytes. Results of operations are plain tensors,
+    except views, copies and empty tensors like it. It is pickled as a plain tensor.
 
-    Parameters
-    ----------
-    values
-        fp32, fp16 or bf16 ``[M, K]``, shared.
-    recipe
-        The recipe of ``gather_quantized``, under which ops read the gathered weight.
-    quantizer
-        How the gathered weight is quantized, with the usages that it has.
-    joint
-        The weights with which it is read as one; None if it is read alone.
+    ``values``, fp32, fp16 or bf16 ``[M, K]``, are shared. ``recipe`` is that of
+    ``gather_quantized``, under which ops read the gathered weight, and ``joint`` has the weights
+    with which it is read as one; None if it is read alone.
     """
 
     _plain: torch.Tensor
@@ -126,16 +115,16 @@ class MasterWeight(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, object]) -> MasterWeight:
         if id(self) in memo or not self.is_leaf:
-            made: MasterWeight = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-            return made
+            copied: MasterWeight = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+            return copied
         # Torch's own deep copy fails on a wrapper with a storage offset: one of an op's experts.
         attributes = copy.deepcopy(self.__dict__, memo)
-        made = MasterWeight._of(attributes["_plain"], attributes["_state"])
-        made.__dict__.update(attributes)
-        made.requires_grad_(self.requires_grad)
-        made.grad = copy.deepcopy(self.grad, memo)
-        memo[id(self)] = made
-        return made
+        copied = MasterWeight._of(attributes["_plain"], attributes["_state"])
+        copied.__dict__.update(attributes)
+        copied.requires_grad_(self.requires_grad)
+        copied.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self._plain
@@ -173,7 +162,8 @@ class MasterWeight(torch.Tensor):
         is_another = fsdp_caller("FSDPParam", "_init_sharded_param") is not None
         if func not in _VIEWS:
             is_another = is_another or fsdp_caller("FSDPParam") is None
-        return self._state.another() if is_another else self._state
+        state = self._state
+        return _State(state.recipe, state.quantizer, state.joint) if is_another else state
 
     @property
     def data(self) -> Any:
@@ -239,7 +229,7 @@ def _quantize(weight: MasterWeight, gathered: Gathered, *, is_backward: bool) ->
             and (other._state.shard is None or not is_backward)
         ]
     states = [one._state for one, _ in weights]
-    joints = [each.joint if has_one_scale(each.quantizer) else None for each in states]
+    joints = [state.joint if has_one_scale(state.quantizer) else None for state in states]
     for joint in joints:
         if joint is not None and joints.count(joint) < len(joint.names):
             raise StateError(

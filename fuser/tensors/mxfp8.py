@@ -26,10 +26,7 @@ class MXFP8Tensor(BlockScaledTensor, layout=MXFP8):
     """
 
     _quantizer: MXFP8Quantizer
-
-    def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        functions = (kernels.dequantize, reference.dequantize)
-        return self._dequantized(dtype, *functions, self._quantizer.fp8_dtype)
+    _kernels, _reference = kernels, reference
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,7 @@ from fuser.cuda import nvfp4 as kernels
 from fuser.errors import InputError
 from fuser.formats import NVFP4, NVFP4_BLOCK, NVFP4_ROWS, DType, NumberFormat
 from fuser.functional.amax import amax, raise_amax
-from fuser.functional.lazy import (
-    LazyTensor,
-    kernel_or_torch,
-    matrix_of,
-    rows_of,
-    source_of,
-)
+from fuser.functional.lazy import LazyTensor, kernel_or_torch, matrix_of, rows_of, source_of
 from fuser.functional.random_seeds import rounding_seed
 from fuser.recipe import FourOverSixError, NVFP4BlockScaling, role_params
 from fuser.reference import nvfp4 as reference
@@ -42,6 +36,7 @@ class NVFP4Tensor(BlockScaledTensor, layout=NVFP4):
     _amax_rowwise: torch.Tensor | None
     _amax_columnwise: torch.Tensor | None
     _quantizer: NVFP4Quantizer
+    _kernels, _reference = kernels, reference
 
     def _is_transposable(self) -> bool:
         how = self._quantizer
@@ -70,8 +65,7 @@ class NVFP4Tensor(BlockScaledTensor, layout=NVFP4):
         data, scale, amax_value = (getattr(self, n) for n in self._names(self._copy_to_read()))
         how = self._quantizer
         if how.format.has_kernel:
-            functions = (kernels.dequantize, reference.dequantize)
-            return self._dequantized(dtype, *functions, amax_value)
+            return self._dequantized(dtype, amax_value)
         if how.row_scaled_nvfp4:
             amax_value = amax_value[:, None]
         columnwise = self._rowwise_data is None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,29 +31,8 @@ class Observation:
         self.measured: dict[str, torch.Tensor] = {}
 
 
-class Step(Protocol):
-    """An inspected call of a model, with its backward."""
-
-    def ran(self, op: int, *, has_recipe: bool) -> None:
-        """The forward of an op runs; ``op`` is the id of its attributes."""
-
-    def saw(
-        self,
-        op: int,
-        role: str,
-        tensors: Sequence[QuantizedTensor],
-        groups: object | None,
-        *,
-        is_repeated: bool,
-    ) -> None:
-        """An op reads quantized tensors, one or one for each group, in a role such as "input".
-
-        ``groups`` are the padded groups of their rows, as the op gave them.
-        """
-
-
-Steps = Mapping[int, Step]
-"""By the id of an op's attributes, the step that inspects its calls."""
+Steps = Mapping[int, Any]
+"""By the id of an op's attributes, the step of ``fuser.inspect`` that inspects its calls."""
 
 
 class _Observing(threading.local):
@@ -94,11 +73,11 @@ def note_run(ops: Sequence[Any], steps: Steps, *, has_recipe: bool) -> None:
             step.ran(id(op.__dict__), has_recipe=has_recipe)
 
 
-def keep_source(made: QuantizedTensor, source: torch.Tensor | LazyTensor) -> None:
-    """Leave with ``made`` what it was quantized from; a lazy tensor is computed once more."""
+def keep_source(tensor: QuantizedTensor, source: torch.Tensor | LazyTensor) -> None:
+    """Leave with ``tensor`` what it was quantized from; a lazy tensor is computed once more."""
     if isinstance(source, LazyTensor):
         source = source.apart().tensor().view(source.shape)
-    made._observation = Observation(source.detach())
+    tensor._observation = Observation(source.detach())
 
 
 def note_operands(
@@ -130,5 +109,5 @@ def _quantized_in(operand: Any, only_new: bool) -> Iterator[QuantizedTensor]:
         if is_new or not only_new:
             yield operand
     elif isinstance(operand, (list, tuple)):
-        for each in operand:
-            yield from _quantized_in(each, only_new)
+        for item in operand:
+            yield from _quantized_in(item, only_new)

@@ -152,12 +152,12 @@ class Quantizer:
         self, buffers: dict[str, torch.Tensor | None], source: torch.Tensor | LazyTensor
     ) -> QuantizedTensor:
         about = source.shape, source.dtype, source.device, self.unbound()
-        made = self.tensor_class(buffers, *about)
+        tensor = self.tensor_class(buffers, *about)
         if AMAXES in buffers:
-            made._amaxes = buffers[AMAXES]
+            tensor._amaxes = buffers[AMAXES]
         if observing.now is not None:
-            keep_source(made, source)
-        return made
+            keep_source(tensor, source)
+        return tensor
 
     @property
     def format(self) -> NumberFormat:
@@ -238,15 +238,15 @@ class Quantizer:
             relative = replace(self, rowwise=rowwise, columnwise=columnwise)
             relative.__dict__["_family"] = family
             family.setdefault((rowwise, columnwise), relative)
-        found: Quantizer = family[rowwise, columnwise]
-        return found
+        member: Quantizer = family[rowwise, columnwise]
+        return member
 
     def __getstate__(self) -> dict[str, Any]:
-        own, cls = self.__dict__.items(), type(self)
+        attributes, cls = self.__dict__.items(), type(self)
         # Cached properties are computed again after unpickling.
         return {
             name: value
-            for name, value in own
+            for name, value in attributes
             if name != "_family"
             and not isinstance(getattr(cls, name, None), functools.cached_property)
         }
@@ -265,9 +265,9 @@ class Quantizer:
 
     def with_amaxes(self, amaxes: torch.Tensor) -> Quantizer:
         """For one call: take these for those of :meth:`amaxes_of`, over the rows of all ranks."""
-        made = replace(self.value())
-        made.__dict__["reduced_amaxes"] = amaxes
-        return made
+        quantizer = replace(self.value())
+        quantizer.__dict__["reduced_amaxes"] = amaxes
+        return quantizer
 
     def bound_to(self, group: Any) -> Callable[[torch.Tensor | LazyTensor], QuantizedTensor]:
         """For one call: reduce amaxes over ``group``; returns itself if the format has none."""
@@ -279,12 +279,12 @@ class Quantizer:
         """The quantizer that a tensor keeps: without the amaxes of one call."""
         return self if self.reduced_amaxes is None else replace(self)
 
-    def to_repeat(self, made: QuantizedTensor) -> torch.Tensor | None:
-        """What :meth:`repeating` needs to quantize the values of ``made``, made just now, again.
+    def to_repeat(self, tensor: QuantizedTensor) -> torch.Tensor | None:
+        """What :meth:`repeating` needs to quantize the values of ``tensor``, made just now, again.
 
         None if their scales need not be known, or are to be measured again.
         """
-        return made._amaxes
+        return tensor._amaxes
 
     def repeating(self, kept: torch.Tensor | None) -> Quantizer:
         """For one call: makes the same bytes of the same values, and records nothing.
@@ -318,7 +318,7 @@ def quantized_parts(parts: Sequence[Part]) -> Iterator[QuantizedTensor]:
     does not depend on the values, or on kernels, whether a rank reduces: others would wait.
     """
     quantizers: list[Quantizer] = []
-    found: dict[tuple[Any, torch.device], list[torch.Tensor]] = {}
+    by_group: dict[tuple[Any, torch.device], list[torch.Tensor]] = {}
     joint_amaxes: dict[Any, list[torch.Tensor]] = {}
     for quantizer, values, group, joint in parts:
         amaxes = None
@@ -327,12 +327,12 @@ def quantized_parts(parts: Sequence[Part]) -> Iterator[QuantizedTensor]:
             amaxes = quantizer.amaxes_of(quantizer._checked_rows(plain))
         if amaxes is not None:
             if group is not None:
-                found.setdefault((group, amaxes.device), []).append(amaxes)
+                by_group.setdefault((group, amaxes.device), []).append(amaxes)
             if joint is not None:
                 joint_amaxes.setdefault(joint, []).append(amaxes)
             quantizer = quantizer.with_amaxes(amaxes)
         quantizers.append(quantizer)
-    for (group, _), together in found.items():
+    for (group, _), together in by_group.items():
         reduce_amaxes(together, group)
     for together in joint_amaxes.values():
         largest = torch.stack(together).amax(0)

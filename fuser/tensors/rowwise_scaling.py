@@ -25,10 +25,7 @@ class Float8RowwiseTensor(BlockScaledTensor, layout=FP8_ROWS):
     """
 
     _quantizer: Float8RowwiseQuantizer
-
-    def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        functions = (kernels.dequantize, reference.dequantize)
-        return self._dequantized(dtype, *functions, self._quantizer.fp8_dtype)
+    _kernels, _reference = kernels, reference
 
 
 @dataclass(frozen=True)
@@ -77,15 +74,15 @@ class Float8RowwiseQuantizer(Quantizer):
         )
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        buffers, (m, k), given = self.new_buffers(x), matrix_of(x), self.reduced_amaxes
+        buffers, (m, k), reduced = self.new_buffers(x), matrix_of(x), self.reduced_amaxes
         if isinstance(x, torch.Tensor):
             x = rows_of(x)  # once, though it is read twice
         row_amax, col_amax = (
             torch.zeros(size, dtype=torch.float32, device=x.device) if is_needed else None
-            for size, is_needed in ((m, self.rowwise), (k, self.columnwise and given is None))
+            for size, is_needed in ((m, self.rowwise), (k, self.columnwise and reduced is None))
         )
         source = source_of(x)
-        if self.rowwise or given is None:
+        if self.rowwise or reduced is None:
             kernels.amaxes(source, row_amax=row_amax, col_amax=col_amax)
         kernels.quantize(
             self.format,
@@ -94,7 +91,7 @@ class Float8RowwiseQuantizer(Quantizer):
             pow2=self.force_pow_2_scales,
             eps=self.amax_epsilon,
             row_amax=row_amax,
-            col_amax=col_amax if given is None else given,
+            col_amax=col_amax if reduced is None else reduced,
         )
         return buffers
 

@@ -37,24 +37,17 @@ from fuser.torch_private import (
 class Sharding:
     """What a shard knows of the parameter that it is a part of; shared by all views of the shard.
 
-    Parameters
-    ----------
-    group
-        The process group over which the rows are split; None for one rank. It is not pickled.
-    rows
-        The number of rows of the shard, as a matrix. Rows of zeros may follow, so that the shards
-        of all ranks are equally large.
-    is_exact
-        Whether the bytes of shards are those of the whole parameter. Then their scales are those of
-        the whole parameter too.
-    high_precision_init_val
-        The shard's rows of the values before quantization, if they were kept.
+    The rows are split over ``group``, None for one rank; it is not pickled. ``rows`` is the number
+    of rows of the shard, as a matrix. Rows of zeros may follow, so that the shards of all ranks are
+    equally large.
     """
 
     group: Any
     rows: int
     is_exact: bool
+    """Whether the bytes of shards, and their scales, are those of the whole parameter."""
     high_precision_init_val: torch.Tensor | None = None
+    """The shard's rows of the values before quantization, if they were kept."""
     is_agreed: bool = False
     """Whether the ranks were found to have one scale, in a format with one for the tensor."""
     has_new_bytes: bool = False
@@ -86,13 +79,7 @@ HANDLERS[aten.new_zeros.default] = _new_zeros
 
 
 def _zeros_of_shard(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor | None:
-    """Zeros for a shard of ``tensor`` if ``fully_shard`` is asking, or ``tensor`` is a shard.
-
-    Raises
-    ------
-    InputError
-        If the tensor cannot be sharded along this dimension, or by these mesh dimensions.
-    """
+    """Zeros for a shard of ``tensor`` if ``fully_shard`` is asking, or ``tensor`` is a shard."""
     sharding, quantizer = tensor._sharding, tensor._quantizer
     if sharding is None:
         param = fsdp_caller("FSDPParam", "_init_sharded_param")
@@ -144,9 +131,9 @@ def shards_of_values(
         )
         is_whole = is_exact(whole, quantizer, size_of(group))
         sharding = Sharding(group, values.shape[:-1].numel(), is_whole)
-        own = quantizer.with_usage(**_usage_of_shard(whole, quantizer, is_whole))
+        of_shard = quantizer.with_usage(**_usage_of_shard(whole, quantizer, is_whole))
         shardings.append(sharding)
-        writes.append(sharding.write(own, values)._replace(joint=joint))
+        writes.append(sharding.write(of_shard, values)._replace(joint=joint))
 
     def made() -> tuple[tuple[torch.Tensor | None, ...], ...]:
         return tuple([tuple(shard.buffers().values()) for shard in quantized_parts(writes)])
@@ -156,14 +143,14 @@ def shards_of_values(
         rows = made()
     else:
         which = tuple([None if joint is None else joints.index(joint) for joint in joints])
-        what = (which, *[(quantizer, tuple(shape)) for _, quantizer, shape in parameters])
+        arguments = (which, *[(quantizer, tuple(shape)) for _, quantizer, shape in parameters])
         groups = () if group is None else (group,)
-        _, rows = PASSES.guest.repeated_launches(known, what, sources, made, groups)
+        _, rows = PASSES.guest.repeated_launches(known, arguments, sources, made, groups)
     shards = []
-    for row, sharding, (own, quantizer, _) in zip(rows, shardings, parameters, strict=True):
+    for row, sharding, (values, quantizer, _) in zip(rows, shardings, parameters, strict=True):
         kind = quantizer.tensor_class
         buffers = dict(zip(kind.buffer_names, row, strict=True))
-        shard = kind(buffers, tuple(own.shape), own.dtype, own.device, quantizer)
+        shard = kind(buffers, tuple(values.shape), values.dtype, values.device, quantizer)
         shard._sharding = sharding
         shards.append(shard)
     return shards
@@ -187,9 +174,9 @@ def gathered_by(parameters: Sequence[torch.Tensor]) -> list[Gathered]:
         return []
     for parameter in parameters:
         if parameter not in _gatherers:
-            found = _find_gatherer(parameter)
-            if found is not None:  # torch swaps no parameter that has a weak reference
-                _gatherers[parameter] = found
+            gatherer = _find_gatherer(parameter)
+            if gatherer is not None:  # torch swaps no parameter that has a weak reference
+                _gatherers[parameter] = gatherer
     return [Gathered(*(one() for one in _gatherers[p])) for p in parameters if p in _gatherers]
 
 
@@ -211,8 +198,8 @@ class GatheredMemory:
 
     def is_of(self, gathered: Sequence[Gathered]) -> bool:
         """Whether it is that of these."""
-        own, others = ([one.param for one in each] for each in (self._gathered, gathered))
-        return len(own) == len(others) and all(map(operator.is_, own, others))
+        params, others = ([one.param for one in members] for members in (self._gathered, gathered))
+        return len(params) == len(others) and all(map(operator.is_, params, others))
 
     def is_freed_after_forward(self) -> bool:
         """Whether it is freed before the next forward or backward."""
@@ -254,12 +241,6 @@ def initialise_shard(
     ``make`` quantizes the shard's values (:func:`shard_of_values`); None leaves them unquantized.
     ``part`` is the dimension and the ranks of tensor parallelism, whose parts have scales of their
     own; None without it.
-
-    Raises
-    ------
-    InputError
-        If the parameter is on meta, or if the rows of a part, or of the whole, are sharded over
-        several dimensions of the mesh, or its columns.
     """
     mesh, placements, shape = parameter.device_mesh, parameter.placements, list(parameter.shape)
     if parameter.is_meta:
@@ -294,19 +275,19 @@ def initialise_shard(
 
 def _new_sharding(tensor: QuantizedTensor, param: Any) -> Sharding:
     """The sharding of ``tensor``, which ``param``, an ``FSDPParam``, divides into shards."""
-    what = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    description = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
     if (dim := param.fsdp_placement.dim) != 0:
         raise InputError(
-            f"fully_shard was asked to shard {what} along dimension {dim}; a quantized parameter "
-            "is sharded along dimension 0."
+            f"fully_shard was asked to shard {description} along dimension {dim}; a quantized "
+            "parameter is sharded along dimension 0."
         )
     other = param.post_forward_mesh_info
     if other is not None and other != param.mesh_info:
         raise InputError(
-            f"fully_shard was asked to reshard {what} to {other.shard_mesh_size} ranks after "
-            "forward; for a quantized parameter reshard_after_forward is True or False."
+            f"fully_shard was asked to reshard {description} to {other.shard_mesh_size} ranks "
+            "after forward; for a quantized parameter reshard_after_forward is True or False."
         )
-    check_is_of_one_format(tensor._quantizer, what)
+    check_is_of_one_format(tensor._quantizer, description)
     group = getattr(param.mesh_info, "shard_process_group", None)
     size = ceil_div(tensor.shape[0], size_of(group))
     start = min(size * (0 if group is None else group.rank()), tensor.shape[0])
@@ -318,18 +299,12 @@ def _new_sharding(tensor: QuantizedTensor, param: Any) -> Sharding:
     return Sharding(group, rows, is_exact(tensor, tensor._usage(), size_of(group)), values)
 
 
-def check_is_of_one_format(quantizer: Any, what: str) -> None:
-    """Refuse to shard a parameter whose two copies are in two formats.
-
-    Raises
-    ------
-    InputError
-        If they are.
-    """
+def check_is_of_one_format(quantizer: Any, description: str) -> None:
+    """Refuse to shard a parameter whose two copies are in two formats."""
     if quantizer.format.parts is not None:
         raise InputError(
-            f"{what} has its copies in two formats, {quantizer.format}, and is not sharded: make "
-            "its module outside of quantized_model_init, and weights are sharded unquantized."
+            f"{description} has its copies in two formats, {quantizer.format}, and is not sharded: "
+            "make its module outside of quantized_model_init, and weights are sharded unquantized."
         )
 
 

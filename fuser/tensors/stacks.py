@@ -36,8 +36,8 @@ class _StackQuantizer(Quantizer):
 
     def alone(self) -> Quantizer:
         """The quantizer of one matrix."""
-        own = {each.name: getattr(self, each.name) for each in fields(self.of_one)}
-        return self.of_one(**own)
+        options = {one.name: getattr(self, one.name) for one in fields(self.of_one)}
+        return self.of_one(**options)
 
     def encoding(self) -> tuple[Any, ...]:
         return (*super().encoding(), self.stacked_rows)
@@ -49,13 +49,7 @@ class _StackQuantizer(Quantizer):
         return replace(self, stacked_rows=GROUP_TILE)  # type: ignore[call-arg]
 
     def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
-        """As in the base class; the last matrix may have fewer rows.
-
-        Raises
-        ------
-        InputError
-            If the number of rows is not a multiple of 128.
-        """
+        """As in the base class, of a multiple of 128 rows; the last matrix may have fewer rows."""
         into = rows.buffers if isinstance(rows, LazyTensor) else None
         rows = materialize(rows).view(matrix_of(rows))
         count, size = rows.shape[0], self.stacked_rows
@@ -115,9 +109,9 @@ def stack_quantizer(alone: Quantizer, rows: int) -> Quantizer | None:
     kind = _STACKS.get(type(alone))
     if kind is None:
         return None
-    own = {each.name: getattr(alone, each.name) for each in fields(kind.of_one)}
-    made: Quantizer = kind(**own, stacked_rows=rows)
-    return made
+    options = {one.name: getattr(alone, one.name) for one in fields(kind.of_one)}
+    quantizer: Quantizer = kind(**options, stacked_rows=rows)
+    return quantizer
 
 
 def is_stack(weights: Sequence[QuantizedTensor]) -> bool:
@@ -148,13 +142,13 @@ def _alone(matrix: torch.Tensor) -> torch.Tensor:
         return matrix
     assert isinstance(matrix, QuantizedTensor)
     one = quantizer.alone()
-    made = one.tensor_class(
+    result = one.tensor_class(
         {}, matrix.shape, matrix.dtype, matrix.device, one, view_of=matrix._view_of
     )
-    own, of_stack = made._layout.rows, matrix._layout.rows
+    rows_of_result, of_stack = result._layout.rows, matrix._layout.rows
     for name, buffer in matrix.buffers().items():
-        is_shared = buffer is not None and name in of_stack and name not in own
-        setattr(made, name, buffer[:1] if is_shared else buffer)  # type: ignore[index]
-    made._is_read_only = True
-    made._gathering = matrix._gathering
-    return made
+        is_shared = buffer is not None and name in of_stack and name not in rows_of_result
+        setattr(result, name, buffer[:1] if is_shared else buffer)  # type: ignore[index]
+    result._is_read_only = True
+    result._gathering = matrix._gathering
+    return result

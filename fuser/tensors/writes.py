@@ -18,17 +18,12 @@ def quantize_all(
     """Quantize values into tensors, in place, for the copies that each has.
 
     ``writes`` are targets, which share no memory, and their values. ``noop_flag`` is that of
-    :meth:`QuantizedTensor.quantize_`.
-
-    Raises
-    ------
-    StateError
-        If a target is read-only; nothing is written then.
+    :meth:`QuantizedTensor.quantize_`. StateError if a target is read-only; nothing is written then.
     """
-    given = [target for target, _ in writes]
+    targets = [target for target, _ in writes]
     writes = [_alone(target, values) for target, values in writes]
     for seen, (target, _), fresh in zip(
-        given, writes, quantized_parts([_part(*write) for write in writes]), strict=True
+        targets, writes, quantized_parts([_part(*write) for write in writes]), strict=True
     ):
         target._write(fresh if noop_flag is None else _unless(noop_flag, target, fresh))
         if seen is not target:
@@ -39,29 +34,22 @@ def write_updated(target: QuantizedTensor, values: torch.Tensor | LazyTensor) ->
     """Quantize values into a tensor, in place, as :func:`quantize_all`.
 
     If they are lazy, the kernel that computes them writes the bytes of this tensor, where it can.
-
-    Raises
-    ------
-    StateError
-        If the tensor is read-only; lazy values are not computed then.
+    They are not computed if the tensor is read-only.
     """
     quantizer = target._usage()
-    if not (isinstance(values, LazyTensor) and _takes_lazy(target, quantizer)):
+    is_whole = target._sharding is None and target._gathering is None
+    takes_lazy = is_whole and quantizer.accepts_lazy
+    if not (isinstance(values, LazyTensor) and target._can_be_written_alone() and takes_lazy):
         quantize_all([(target, materialize(values))])
         return
-    own = target.buffers()
-    if _are_for_kernels(own, target, quantizer):
-        values.buffers = own
+    buffers = target.buffers()
+    if _are_for_kernels(buffers, target, quantizer):
+        values.buffers = buffers
     fresh = quantizer.buffers_of(values)
-    if all(fresh[name] is buffer for name, buffer in own.items()):
+    if all(fresh[name] is buffer for name, buffer in buffers.items()):
         target._was_written()
     else:  # torch has quantized them, or their blocks were padded
         target._write(quantizer._made(fresh, values))
-
-
-def _takes_lazy(target: QuantizedTensor, quantizer: Quantizer) -> bool:
-    is_whole = target._sharding is None and target._gathering is None
-    return target._can_be_written_alone() and is_whole and quantizer.accepts_lazy
 
 
 def _are_for_kernels(

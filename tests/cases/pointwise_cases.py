@@ -9,10 +9,7 @@ from typing import Any
 
 import oracles
 import torch
-
-from fuser.chain import ACTIVATIONS, Stage, Stages
-from fuser.cuda.pointwise import pointwise, pointwise_backward, workspace_size, writes_output
-from fuser.cuda.pointwise_instantiations import (
+from pointwise_instantiations import (
     BIAS_GELU,
     EVERYTHING,
     GELU_ERF,
@@ -21,6 +18,9 @@ from fuser.cuda.pointwise_instantiations import (
     SWIGLU,
     TWO_HALVES,
 )
+
+from fuser.chain import ACTIVATIONS, Stage, Stages
+from fuser.cuda.pointwise import pointwise, pointwise_backward, workspace_size, writes_output
 from fuser.reference import chain as reference
 from fuser.reference.dropout import dropout_mask
 

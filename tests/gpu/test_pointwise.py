@@ -8,11 +8,11 @@ import pointwise_cases as cases
 import pytest
 import torch
 from pointwise_cases import Case, activation, tensors_of
+from pointwise_instantiations import BIAS_GELU, EVERYTHING, LINEAR, SWIGLU
 from streams import SLEEP_CYCLES
 
 from fuser.chain import ACTIVATIONS, Stage
 from fuser.cuda.pointwise import pointwise, pointwise_backward, workspace_size
-from fuser.cuda.pointwise_instantiations import BIAS_GELU, EVERYTHING, LINEAR, SWIGLU
 from fuser.reference import chain as reference
 
 LARGE = tuple(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import chain_store_cases as cases
 import emulator
 import kernel_instantiations
+import pointwise_instantiations
 import pytest
 import torch
 from chain_store_cases import CHAINS, ONE_STORE, STORES, Store, check, made, sized
@@ -14,7 +15,7 @@ from pointwise_cases import Case
 from quantize_cases import DTYPES, EMULATOR, buffers, fp8_format
 from said import holds, said
 
-from fuser.cuda import fp8_scaling, pointwise, pointwise_instantiations
+from fuser.cuda import fp8_scaling, pointwise
 from fuser.errors import InputError
 
 pytestmark = pytest.mark.sampled(most=12)

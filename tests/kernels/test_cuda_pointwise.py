@@ -12,14 +12,7 @@ from emulator import emulated, prepare
 from oracles import under
 from paths import EMULATOR_KERNELS
 from pointwise_cases import Case, activation, tensors_of
-from said import holds, said
-
-from fuser.chain import Stage
-from fuser.cuda import pointwise as launcher
-from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
-from fuser.cuda.launch import Kernel, tiles
-from fuser.cuda.pointwise import pointwise, pointwise_backward, workspace_size
-from fuser.cuda.pointwise_instantiations import (
+from pointwise_instantiations import (
     BIAS_GELU,
     EVERYTHING,
     LINEAR,
@@ -27,6 +20,13 @@ from fuser.cuda.pointwise_instantiations import (
     TWO_HALVES,
     instantiations,
 )
+from said import holds, said
+
+from fuser.chain import Stage
+from fuser.cuda import pointwise as launcher
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
+from fuser.cuda.launch import Kernel, tiles
+from fuser.cuda.pointwise import pointwise, pointwise_backward, workspace_size
 from fuser.errors import InputError, InputTypeError
 from fuser.reference import chain as reference
 from fuser.reference.dropout import philox

@@ -205,26 +205,19 @@ EDGES = (
     ),
     Mutant(
         "what was scaled by rows is dequantized 16 bytes at a time wherever it goes",
-        "cuda/rowwise_scaling.py",
-        "dequantize",
+        "cuda/tiled.py",
+        "decode_blocks",
         "and is_aligned(out, 16)",
         "",
         "test_unaligned.py::test_each_tensor_alone_may_begin_one_element_further",
     ),
     Mutant(
-        "a transposed copy with scales of rows is dequantized by vectors at any size",
-        "cuda/rowwise_scaling.py",
-        "dequantize",
-        "aligned = aligned and rows % 8 == 0",
+        "a transposed copy with scales of rows or blocks is dequantized by vectors at any size",
+        "cuda/tiled.py",
+        "decode_blocks",
+        "aligned = aligned and not (columnwise and rows % 8)",
         "pass",
-        "test_cuda_rowwise_scaling.py::test_both_copies_are_dequantized",
-    ),
-    Mutant(
-        "a transposed copy with scales of blocks is dequantized by vectors at any size",
-        "cuda/block_scaling.py",
-        "dequantize",
-        "aligned = aligned and rows % 8 == 0",
-        "pass",
+        "test_cuda_rowwise_scaling.py::test_both_copies_are_dequantized "
         "test_cuda_block_scaling.py::test_both_copies_are_dequantized",
     ),
     Mutant(

@@ -81,7 +81,7 @@ PASS_GRAPHS = (
         "what a caller gets a view of is packed",
         "cuda/sequence.py",
         "LaunchSequence.pack",
-        "leaving += _places((action.args, action.kwargs))",
+        "leaving += _read(action)",
         "leaving += ()",
         "test_pass_graphs.py::test_a_result_that_leaves_otherwise_too_is_in_memory_of_its_own",
     ),

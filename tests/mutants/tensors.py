@@ -516,7 +516,7 @@ NUMBER_FORMATS = (
     Mutant(
         "stochastic rounding rounds up too rarely",
         "reference/nvfp4.py",
-        "_encode_in",
+        "cast_e2m1_",
         "fixed.add_((words >> 8).to(torch.int32))",
         "fixed.add_((words >> 9).to(torch.int32))",
         "test_nvfp4_stochastic_rounding.py::"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fuser.chain import ACTIVATIONS, STAGES, Stage, Stages
+from fuser.cuda import pointwise
 from fuser.cuda.arguments import ELEMENTS
 from fuser.cuda.chain import chain_of
 from fuser.cuda.launch import Kernel
@@ -13,7 +14,6 @@ from fuser.cuda.pointwise import (
     backward_producer_type,
     forward_kernel,
     forward_producer_type,
-    sum_kernel,
 )
 
 GELU = (Stage("gelu"),)
@@ -62,8 +62,7 @@ def instantiations() -> tuple[Kernel, ...]:
     vectors, and every kind of stage with the gradient of its operand.
     """
     bf16, fp32 = torch.bfloat16, torch.float32
-    kernels = [sum_kernel(dtype, 1) for dtype in ELEMENTS]
-    kernels += [sum_kernel(fp32, 4), sum_kernel(fp32, 8)]
+    kernels = [*pointwise.instantiations()]
 
     def add(
         stages: Stages,
