@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -10,11 +9,14 @@ import torch
 from fuser.chain import Stage
 from fuser.errors import InputError
 from fuser.functional import pointwise
-from fuser.functional.lazy import LazyTensor
 from fuser.op import (
+    Autocast,
     BasicOperation,
-    Grads,
     OperationContext,
+    OpGrads,
+    Specs,
+    Tensors,
+    Values,
     cast,
     quantizes_values,
     write_grad_input,
@@ -89,9 +91,7 @@ class Activation(BasicOperation):
             parts.append(f"glu_interleave_size={self.function.interleave}")
         return ", ".join(parts)
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         features = self.function.output_features(spec.shape[-1])
         return TensorSpec((*spec.shape[:-1], features), autocast or spec.dtype)
 
@@ -119,9 +119,7 @@ class Activation(BasicOperation):
         """True unless the saved input is rounded."""
         return self.saves_input
 
-    def rebuild(
-        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
-    ) -> torch.Tensor | LazyTensor:
+    def rebuild(self, ctx: OperationContext, input_: Values | None) -> Values:
         x = self.saved_input(ctx)
         state: ActivationState = ctx.state
         return pointwise.chain((state.function,), x, is_plain=not ctx.has_recipe)
@@ -132,7 +130,7 @@ class Activation(BasicOperation):
     def kept_input(self, key: PlanKey) -> QuantSpec | None:
         return rounded_input(key)
 
-    def run(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor | LazyTensor:
+    def run(self, ctx: OperationContext, input_: torch.Tensor) -> Values:
         """The output. Saves the input for backward in ``ctx``."""
         x = input_ if ctx.autocast_dtype is None else cast(input_, ctx.autocast_dtype)
         if ctx.requires_grad:
@@ -145,11 +143,7 @@ class Activation(BasicOperation):
         return pointwise.chain((self.function,), x, is_plain=not ctx.has_recipe)
 
     def stage(
-        self,
-        ctx: OperationContext,
-        shape: tuple[int, ...],
-        device: torch.device,
-        extras: tuple[torch.Tensor, ...],
+        self, ctx: OperationContext, shape: tuple[int, ...], device: torch.device, extras: Tensors
     ) -> tuple[Stage, torch.Tensor | None]:
         """This op as a stage of a chain, and its operand, for an input of ``shape``."""
         self.function.output_features(shape[-1])
@@ -173,9 +167,7 @@ class Activation(BasicOperation):
     ) -> torch.Tensor:
         return write_output(self.run(ctx, input_), next_op_input_quantizer)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
         state: ActivationState = ctx.state
         dx, _ = pointwise.chain_backward(
             *((state.function,), grad_output, self.saved_input(ctx), (None,), (False,)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,10 @@ import torch
 from fuser.basic_ops.linear_operands import plain
 from fuser.errors import InputError
 from fuser.op import (
+    Autocast,
     BasicOperation,
     Contexts,
+    Specs,
     StepGrads,
     StepInputs,
     StepOutputs,
@@ -84,9 +85,7 @@ class AdaptiveLayerNorm(BasicOperation):
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, batch_dim={self.batch_dim}"
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         self._check_shapes(spec.shape, *(extra.shape for extra in extras))
         return TensorSpec(spec.shape, autocast or spec.dtype)
 

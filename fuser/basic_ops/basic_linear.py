@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,11 +27,15 @@ from fuser.basic_ops.linear_weight import LinearWeight, parallel_text
 from fuser.basic_ops.main_grad import main_grad_of_linear, stand_in_gradient
 from fuser.communication import GroupArgument
 from fuser.errors import InputError
-from fuser.functional.lazy import LazyTensor, materialize
+from fuser.functional.lazy import materialize
 from fuser.op import (
+    Autocast,
     Grads,
     OperationContext,
+    OpGrads,
     ParallelMode,
+    Specs,
+    Values,
     cast,
     check_parameter,
     check_sizes,
@@ -146,7 +150,7 @@ class BasicLinear(LinearWeight):
     def quantizes_weight_again(self, key: PlanKey) -> bool:
         return quantizes_weight_again(self, key)
 
-    def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
+    def take_rebuilt_input(self, ctx: OperationContext, values: Values) -> None:
         if ctx.is_partial and not ctx.params_require_grad[0]:
             return
         kept, *weight = LinearSaved(*ctx.saved_tensors)
@@ -161,9 +165,7 @@ class BasicLinear(LinearWeight):
             x = quantizer(values if values.dtype is dtype else materialize(values).to(dtype))
         ctx.saved_tensors = LinearSaved(x, *weight)
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         check_parameter(
             self._sized(), "weight", self.weight, (self.local_out_features, self.local_in_features)
         )
@@ -475,7 +477,7 @@ class BasicLinear(LinearWeight):
         grad_output: torch.Tensor,
         scale: float = 1.0,
         addend: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, Grads]:
+    ) -> OpGrads:
         """``scale * dy @ weight (+ addend)``, and ``scale * dy.T @ x`` for the weight.
 
         Each is None if it is not wanted; the weight's also if it went into ``main_grad``.
@@ -565,7 +567,7 @@ class BasicLinear(LinearWeight):
         weight: torch.Tensor | None,
         scale: float,
         addend: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, Grads]:
+    ) -> OpGrads:
         """:meth:`op_backward` with quantized operands."""
         dtype, quantizer = ctx.compute_dtype, ctx.grad_output_quantizer
         assert dtype is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +22,15 @@ from fuser.communication import (
     start_reduce_scatter,
 )
 from fuser.errors import InputError, StateError
-from fuser.op import BasicOperation, Grads, OperationContext, write_grad_input, write_output
+from fuser.op import (
+    Autocast,
+    BasicOperation,
+    OperationContext,
+    OpGrads,
+    Specs,
+    write_grad_input,
+    write_output,
+)
 from fuser.precision.contexts import current_recipe
 from fuser.specs import Collective, PlanKey, TensorSpec
 from fuser.tensors import Quantizer
@@ -104,9 +112,7 @@ class CollectiveOperation(BasicOperation):
         """The shape of the output on this rank; of more than one rank."""
         return shape
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         if self.process_group_size == 1:
             return spec
         return TensorSpec(self.output_shape(spec.shape), spec.dtype)
@@ -148,9 +154,7 @@ class CollectiveOperation(BasicOperation):
             return gathered(input_, quantizer, group, reduces_amaxes=ctx.reduces_amaxes)
         return write_output(_STARTS[kind](input_, group).wait(), quantizer)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
         kind, quantizer = self.backward_kind, ctx.grad_input_quantizer
         if kind is None or self.process_group_size == 1:
             return write_grad_input(grad_output, ctx), ()

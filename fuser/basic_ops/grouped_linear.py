@@ -33,13 +33,16 @@ from fuser.functional.lazy import LazyTensor, materialize
 from fuser.gemm import grouped
 from fuser.gemm.quantized_groups import sums_of
 from fuser.op import (
+    Autocast,
     BasicOperation,
     Contexts,
     OperationContext,
+    Specs,
     StepGrads,
     StepInputs,
     StepOutputs,
     Tensors,
+    Values,
     check_sizes,
     default_device,
     default_dtype,
@@ -182,9 +185,7 @@ class GroupedLinear(GroupParameters):
         """The weight gradients read the input."""
         return any(getattr(self, name).requires_grad for name in self._names["weight"])
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         self._check(spec.shape, extras)
         return TensorSpec((*spec.shape[:-1], self.out_features), autocast or self._dtype)
 
@@ -289,7 +290,7 @@ class GroupedLinear(GroupParameters):
     def kept_weight(self, key: PlanKey) -> QuantSpec | None:
         return kept_copy(self, "weight", key)
 
-    def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
+    def take_rebuilt_input(self, ctx: OperationContext, values: Values) -> None:
         is_lazy = isinstance(values, LazyTensor) and values.is_of_groups
         if values.dtype is not ctx.compute_dtype or not is_lazy:
             values = materialize(values)

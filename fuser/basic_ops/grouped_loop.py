@@ -17,12 +17,12 @@ from fuser.basic_ops.grouped_products import (
     Saved,
     SeparateWeights,
     Usages,
-    Values,
     Weights,
 )
 from fuser.basic_ops.linear_operands import original, plain, quantized, readable, saved_operand
 from fuser.functional.grouped import zero_tail
 from fuser.functional.lazy import materialize
+from fuser.op import Values
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.gathering import gather_noted_reads
 from fuser.tensors.stacks import matrices

@@ -33,7 +33,7 @@ from fuser.functional.lazy import LazyTensor, materialize
 from fuser.gemm import grouped, quantized_groups
 from fuser.gemm.grouped import Groups
 from fuser.gemm.quantized_groups import reads_columns
-from fuser.op import BasicOperation, OperationContext, cast
+from fuser.op import BasicOperation, OperationContext, Values, cast
 from fuser.precision.contexts import current_recipe
 from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import Recipe
@@ -52,7 +52,6 @@ from fuser.tensors.observation import note_operands, observing
 from fuser.tensors.sharding import gathered_by
 from fuser.tensors.stacks import is_stack
 
-Values = torch.Tensor | LazyTensor
 Operand = Any
 """An operand of a product: a tensor of all groups, or ``GroupOperands`` of a loop."""
 Weights = torch.Tensor | Sequence[torch.Tensor]

@@ -8,13 +8,7 @@ from typing import Any
 import torch
 
 from fuser.basic_ops.initialised_weights import InitialisedWeights
-from fuser.communication import (
-    Agreement,
-    GroupArgument,
-    GroupRef,
-    divided,
-    group_size,
-)
+from fuser.communication import Agreement, GroupArgument, GroupRef, divided, group_size
 from fuser.doors import PARAMETERS
 from fuser.errors import InputError
 from fuser.op import ParallelMode, cast, check_parallel_mode, default_device, default_dtype

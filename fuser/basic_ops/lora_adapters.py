@@ -15,10 +15,10 @@ from fuser.basic_ops.linear_operands import plain
 from fuser.communication import is_distributed
 from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
-from fuser.functional.lazy import LazyTensor, materialize
+from fuser.functional.lazy import materialize
 from fuser.functional.random_seeds import dropout_seed
 from fuser.gemm.grouped import GroupProducts
-from fuser.op import OperationContext, cast, check_sizes
+from fuser.op import Autocast, OperationContext, Specs, Values, cast, check_sizes
 from fuser.op.module_calls import module_calls
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor
@@ -317,7 +317,7 @@ class LoRAAdapters(InitialisedWeights):
         of_a, _ = self._wants([param.requires_grad for param in op.params])
         return not self.is_merged and op.requires_grad and of_a
 
-    def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
+    def take_rebuilt_input(self, ctx: OperationContext, values: Values) -> None:
         _, *others = ctx.saved_tensors
         ctx.saved_tensors = (cast(materialize(values), ctx.adapters.dtype), *others)
 
@@ -329,9 +329,7 @@ class LoRAAdapters(InitialisedWeights):
         """None, for the same reason."""
         return None
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> Any:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> Any:
         self._check_parameters()
         return super().output_spec(spec, extras, autocast)
 

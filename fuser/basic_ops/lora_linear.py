@@ -15,8 +15,8 @@ from fuser.basic_ops.lora_adapters import LoRAAdapters, check_adapters
 from fuser.communication import GroupArgument, is_distributed
 from fuser.errors import InputError
 from fuser.op import (
-    Grads,
     OperationContext,
+    OpGrads,
     ParallelMode,
     cast,
     check_parameter,
@@ -205,7 +205,7 @@ class LoRALinear(LoRAAdapters, BasicLinear):
         grad_output: torch.Tensor,
         scale: float = 1.0,
         addend: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, Grads]:
+    ) -> OpGrads:
         """``dy @ W + scale * dy @ B @ A``, and the gradients of the bias and of A and B."""
         assert scale == 1.0  # no fusion runs this backward
         assert addend is None

@@ -26,7 +26,7 @@ from fuser.communication import GroupArgument, divided, resolved
 from fuser.cuda.launch import call_each_time
 from fuser.errors import InputError
 from fuser.functional import permutation as ops
-from fuser.functional.lazy import LazyTensor, materialize
+from fuser.functional.lazy import materialize
 from fuser.functional.permutation import gathered_rows
 from fuser.functional.routing import (
     DropPolicy,
@@ -37,14 +37,17 @@ from fuser.functional.routing import (
     route,
 )
 from fuser.op import (
+    Autocast,
     BasicOperation,
     Contexts,
     Counter,
     OperationContext,
+    Specs,
     StepGrads,
     StepInputs,
     StepOutputs,
     Tensors,
+    Values,
     cast,
     write_grad_input,
     write_output,
@@ -195,9 +198,7 @@ class MoeDispatch(ExpertParallelOperation):
         """Whether the rows are copies of this rank's tokens."""
         return self.expert_parallel_size == 1
 
-    def rebuild(
-        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
-    ) -> torch.Tensor | LazyTensor:
+    def rebuild(self, ctx: OperationContext, input_: Values | None) -> Values:
         inverse_map, row_map, x = MoeDispatchSaved(*ctx.saved_tensors)
         if x is None:
             assert input_ is not None
@@ -205,9 +206,7 @@ class MoeDispatch(ExpertParallelOperation):
         assert row_map is not None
         return gathered_rows(x, row_map, inverse_map)
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         check_assignments("MoeDispatch", math.prod(spec.shape[:-1]), *extras)
         return TensorSpec((self._rows(extras[0]), spec.shape[-1]), autocast or spec.dtype)
 
@@ -304,7 +303,7 @@ class MoeDispatch(ExpertParallelOperation):
         *,
         is_lazy: bool = False,
         may_send_bytes: bool = False,
-    ) -> tuple[torch.Tensor | LazyTensor, tuple[torch.Tensor, ...]]:
+    ) -> tuple[Values, tuple[torch.Tensor, ...]]:
         """The rows in ``dtype``, and the extra outputs; saves what backward reads.
 
         ``block``: the rows that each rank sends to each, if they were counted. ``is_lazy``: the
@@ -347,7 +346,7 @@ class MoeDispatch(ExpertParallelOperation):
         block: int | None,
         is_lazy: bool,
         may_send_bytes: bool,
-    ) -> tuple[torch.Tensor | LazyTensor, tuple[torch.Tensor, ...]]:
+    ) -> tuple[Values, tuple[torch.Tensor, ...]]:
         """As :meth:`rows_of_experts`, of tokens ``x`` from all ranks."""
         group = self._agreed_group(
             ctx,
@@ -463,9 +462,7 @@ class MoeCombine(ExpertParallelOperation):
     def __init__(self, *, expert_parallel_group: GroupArgument = None) -> None:
         super().__init__(expert_parallel_group)
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         self._check(spec, extras[0])
         return TensorSpec((self._tokens(spec, extras[0]), spec.shape[-1]), spec.dtype)
 

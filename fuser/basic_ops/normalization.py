@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -11,11 +11,15 @@ import torch
 from fuser.cuda.norm_common import takes, takes_addend
 from fuser.errors import InputError
 from fuser.functional import normalization as functional
-from fuser.functional.lazy import LazyTensor, materialize
+from fuser.functional.lazy import materialize
 from fuser.op import (
+    Autocast,
     BasicOperation,
     Grads,
     OperationContext,
+    OpGrads,
+    Specs,
+    Values,
     cast,
     check_parameter,
     check_sizes,
@@ -135,9 +139,7 @@ class _Normalization(BasicOperation):
         # Only parameters on meta: the others may come from a checkpoint.
         self._reset([name for name in self.parameter_names if getattr(self, name).is_meta])
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         for name in self.parameter_names:
             owner = f"{type(self).__name__}({self.normalized_shape})"
             check_parameter(owner, name, getattr(self, name), self.normalized_shape)
@@ -159,7 +161,7 @@ class _Normalization(BasicOperation):
         input_: torch.Tensor,
         extra: torch.Tensor | None = None,
         wants_sum: bool = False,
-    ) -> tuple[torch.Tensor | LazyTensor, torch.Tensor | None]:
+    ) -> tuple[Values, torch.Tensor | None]:
         """The norm of ``input_ + extra``, and that sum; ``ctx`` keeps what backward needs.
 
         The sum is None unless there is an ``extra`` and the sum is read, perhaps by backward.
@@ -186,7 +188,7 @@ class _Normalization(BasicOperation):
         grad_output: torch.Tensor,
         d_extra: torch.Tensor | None = None,
         rounded_dx: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | LazyTensor | None, Grads]:
+    ) -> tuple[Values | None, Grads]:
         """The gradient of the input, plus ``d_extra``, in its dtype, and those of the parameters.
 
         A gradient that is not needed is None. ``rounded_dx``, contiguous, in the dtype of
@@ -214,9 +216,7 @@ class _Normalization(BasicOperation):
         """True if the rows of the norm are those of the next op."""
         return len(self.normalized_shape) == 1
 
-    def rebuild(
-        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
-    ) -> torch.Tensor | LazyTensor:
+    def rebuild(self, ctx: OperationContext, input_: Values | None) -> Values:
         x, *saved = self.saved(*ctx.saved_tensors)
         state: NormState = ctx.state
         parameters = saved[: len(self.parameter_names)]
@@ -267,13 +267,11 @@ class _Normalization(BasicOperation):
     ) -> torch.Tensor:
         return write_output(self.normalize(ctx, input_)[0], next_op_input_quantizer)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
         dx, param_grads = self.input_grad_and_param_grads(ctx, grad_output)
         return None if dx is None else write_grad_input(dx, ctx), param_grads
 
-    def _shaped(self, y: torch.Tensor | LazyTensor, shape: torch.Size) -> torch.Tensor | LazyTensor:
+    def _shaped(self, y: Values, shape: torch.Size) -> Values:
         """``y`` in ``shape``: the output, or the gradient of the input."""
         if len(self.normalized_shape) > 1:
             y = materialize(y)  # the rows of the new shape are not the rows of the norm
@@ -354,9 +352,7 @@ class L2Normalization(BasicOperation):
     def extra_repr(self) -> str:
         return f"eps={self.eps}"
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         return TensorSpec(spec.shape, autocast or spec.dtype)
 
     def saved_bytes(self, spec: TensorSpec) -> int:
@@ -383,17 +379,13 @@ class L2Normalization(BasicOperation):
             ctx.to_save = L2NormalizationSaved(rows, rnorm)
         return write_output(y.view(x.shape), next_op_input_quantizer)
 
-    def rebuild(
-        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
-    ) -> torch.Tensor | LazyTensor:
+    def rebuild(self, ctx: OperationContext, input_: Values | None) -> Values:
         x, rnorm = L2NormalizationSaved(*ctx.saved_tensors)
         state: L2NormalizationState = ctx.state
         y, *_ = functional.norm(x, (), state.eps, x.dtype)
         return functional.with_statistics(y, [rnorm])
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
         x, rnorm = L2NormalizationSaved(*ctx.saved_tensors)
         dx, _ = functional.norm_backward(grad_output.reshape(x.shape), x, (), (rnorm,), (True,))
         assert dx is not None

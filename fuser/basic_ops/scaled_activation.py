@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,15 +10,17 @@ from fuser.basic_ops.activation import input_to_save, rounded_input
 from fuser.chain import Stage
 from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
-from fuser.functional.lazy import LazyTensor
 from fuser.op import (
+    Autocast,
     BasicOperation,
     Contexts,
     OperationContext,
+    Specs,
     StepGrads,
     StepInputs,
     StepOutputs,
     Tensors,
+    Values,
     cast,
     quantizes_values,
     write_grad_input,
@@ -76,9 +77,7 @@ class ScaledActivation(BasicOperation):
         self.function = function
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         (scales,) = extras
         self._check_scales(spec.shape, scales.shape)
         features = self.function.output_features(spec.shape[-1])
@@ -95,11 +94,7 @@ class ScaledActivation(BasicOperation):
         return rounded_input(key)
 
     def stage(
-        self,
-        ctx: OperationContext,
-        shape: tuple[int, ...],
-        device: torch.device,
-        extras: tuple[torch.Tensor, ...],
+        self, ctx: OperationContext, shape: tuple[int, ...], device: torch.device, extras: Tensors
     ) -> tuple[Stage, torch.Tensor | None]:
         """As in ``Activation``."""
         (scales,) = extras
@@ -109,9 +104,7 @@ class ScaledActivation(BasicOperation):
             raise self._unfused()
         return self.function.scaled, scales
 
-    def rebuild(
-        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
-    ) -> torch.Tensor | LazyTensor:
+    def rebuild(self, ctx: OperationContext, input_: Values | None) -> Values:
         x, scales = self.saved(ctx)
         return pointwise.chain((ctx.state.function.scaled,), x, (scales,))
 

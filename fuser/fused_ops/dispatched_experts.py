@@ -14,7 +14,7 @@ from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.functional.lazy import materialize
 from fuser.fused_ops.catalog import register
 from fuser.fused_ops.grouped_mlp import GroupedMLP
-from fuser.op import Contexts, FusedOperation, StepGrads, StepInputs, StepOutputs, Tensors
+from fuser.op import Contexts, FusedOperation, Kernels, StepGrads, StepInputs, StepOutputs, Tensors
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey, QuantSpec
 
@@ -80,23 +80,15 @@ class DispatchedExperts(FusedOperation):
         return None
 
     @classmethod
-    def kernels(
-        cls,
-        dispatch: MoeDispatch,
-        up: GroupedLinear,
-        activation: ScaledActivation | None,
-        down: GroupedLinear | None,
-        *,
-        side: str,
-        key: PlanKey,
-    ) -> tuple[tuple[str, int], ...]:
+    def kernels(cls, *ops: Any, side: str, key: PlanKey) -> Kernels:
+        dispatch, up, *others = ops
         of_experts = key.window(1, len(key.ops))
         own = dispatch.kernels(side, key.window(0, 1))
         sends_bytes = _sends_bytes(dispatch, up, key)
-        if activation is None or down is None:
+        if None in others:
             names = up.kernels(side, of_experts)
         else:
-            of_mlp = GroupedMLP.kernels(up, activation, down, side=side, key=of_experts)
+            of_mlp = GroupedMLP.kernels(up, *others, side=side, key=of_experts)
             names = tuple(name for name, _ in of_mlp)
         if side == "forward":
             how = "permute input" if sends_bytes else "permute+quantize input"
@@ -117,17 +109,9 @@ class DispatchedExperts(FusedOperation):
         return tuple(zip((*names, *own), counts, strict=True)) or (("nothing", len(key.ops)),)
 
     @classmethod
-    def sends(
-        cls,
-        dispatch: MoeDispatch,
-        up: GroupedLinear,
-        activation: ScaledActivation | None,
-        down: GroupedLinear | None,
-        *,
-        side: str,
-        key: PlanKey,
-    ) -> Mapping[str, QuantSpec]:
+    def sends(cls, *ops: Any, side: str, key: PlanKey) -> Mapping[str, QuantSpec]:
         """Bytes of the tokens, if an expert has one scale."""
+        dispatch, up, *_ = ops
         if side == "backward" or not _sends_bytes(dispatch, up, key):
             return {}
         assert key.recipe is not None

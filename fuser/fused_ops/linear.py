@@ -12,13 +12,7 @@ from fuser.basic_ops.linear_weight import parallel_text
 from fuser.communication import GroupArgument, divided, group_size, rank_in
 from fuser.doors import PARAMETERS
 from fuser.errors import InputError
-from fuser.op import (
-    BasicOperation,
-    FusedOperation,
-    ParallelMode,
-    check_parallel_mode,
-    check_sizes,
-)
+from fuser.op import BasicOperation, FusedOperation, ParallelMode, check_parallel_mode, check_sizes
 
 
 class Linear(FusedOperation):

@@ -23,10 +23,24 @@ from fuser.op.parameters import (
     fill_weight,
 )
 from fuser.op.state import Stateful, is_tried, plain_keys
-from fuser.op.step import Contexts, Grads, StepGrads, StepInputs, StepOutputs, Tensors, rows
+from fuser.op.step import (
+    Autocast,
+    Contexts,
+    Grads,
+    Kernels,
+    OpGrads,
+    Specs,
+    StepGrads,
+    StepInputs,
+    StepOutputs,
+    Tensors,
+    Values,
+    rows,
+)
 from fuser.op.walk import HiddenOps, modules_and_ops
 
 __all__ = [
+    "Autocast",
     "BasicOperation",
     "COMPUTE_DTYPES",
     "COMPUTE_METHODS",
@@ -36,17 +50,21 @@ __all__ = [
     "FusedOperation",
     "FusibleOperation",
     "Grads",
+    "Kernels",
     "HiddenOps",
     "MAX_RECIPES",
     "METHODS",
+    "OpGrads",
     "OperationContext",
     "ParallelMode",
     "QUANTIZER_ARGUMENTS",
+    "Specs",
     "Stateful",
     "StepGrads",
     "StepInputs",
     "StepOutputs",
     "Tensors",
+    "Values",
     "autocast_dtype",
     "cast",
     "check_parallel_mode",

@@ -10,14 +10,25 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from fuser.functional.lazy import LazyTensor
 from fuser.op.context import OperationContext
+from fuser.specs import TensorSpec
 from fuser.tensors import Quantizer
 
 T = TypeVar("T")
+Autocast: TypeAlias = torch.dtype | None
+"""The dtype of torch's autocast; None if it is off."""
+Specs = Sequence[TensorSpec]
+"""Of the extra inputs of an op."""
+Values: TypeAlias = torch.Tensor | LazyTensor
 Contexts = Sequence[OperationContext]
 """The context of each basic op of a step."""
 Tensors = Sequence[torch.Tensor]
 Grads = Iterable[torch.Tensor | None]
+OpGrads: TypeAlias = tuple[torch.Tensor | None, Grads]
+"""The gradients of the main input and of the parameters."""
+Kernels = tuple[tuple[str, int], ...]
+"""The kernels of a fusion: a name, and how many ops it finishes."""
 StepOutputs: TypeAlias = tuple[torch.Tensor, Tensors]
 """The output, and the extra outputs."""
 StepGrads: TypeAlias = tuple[torch.Tensor | None, Grads, Grads]

@@ -128,7 +128,7 @@ PARALLEL = (
     ),
     Mutant(
         "every rank adds the bias of a row parallel linear",
-        "basic_ops/bias.py",
+        "basic_ops/pointwise_ops.py",
         "Bias.addend",
         "if not self.is_added:",
         "if self is None:",

@@ -540,7 +540,7 @@ PLANNER = (
     ),
     Mutant(
         "a plan has a sum for a frozen bias",
-        "basic_ops/bias.py",
+        "basic_ops/pointwise_ops.py",
         "Bias.kernels",
         'return ("sum",) if key.ops[0].params[0].requires_grad else ()',
         'return ("sum",)',
@@ -556,7 +556,7 @@ PLANNER = (
     ),
     Mutant(
         "a plan expects the dtype of a bias under torch's autocast",
-        "basic_ops/bias.py",
+        "basic_ops/pointwise_ops.py",
         "Bias.output_spec",
         "return TensorSpec(spec.shape, autocast or self.bias.dtype)",
         "return TensorSpec(spec.shape, self.bias.dtype)",
@@ -1052,7 +1052,7 @@ REBUILT = (
     ),
     Mutant(
         "a chain keeps an exact input where a plan says that it is rounded",
-        "fused_ops/pointwise_chain.py",
+        "fused_ops/pointwise_fusions.py",
         "PointwiseChain.refuses",
         "if op_key.rounds_input or (isinstance(op, Activation) and op.cache_quantized_input):",
         "if isinstance(op, Activation) and op.cache_quantized_input:",
@@ -1182,7 +1182,7 @@ REBUILT = (
     ),
     Mutant(
         "an activation's backward does not store the output for the wgrad after it",
-        "fused_ops/backward_activation_bias.py",
+        "fused_ops/pointwise_fusions.py",
         "BackwardActivationBias.step_backward",
         ", output=ctx.rebuilt_output",
         "",

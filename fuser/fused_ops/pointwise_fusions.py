@@ -1,4 +1,4 @@
-"""PointwiseChain: consecutive pointwise ops as one kernel in forward and one in backward."""
+"""Fusions of pointwise ops: PointwiseChain, of any, and BackwardActivationBias."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.basic_ops import Activation, AddExtraInput, Bias, ConstantScale
+from fuser.basic_ops.activation import ActivationState
+from fuser.basic_ops.pointwise_ops import BIAS_STAGES
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.chain import Stage, Stages
 from fuser.functional import pointwise
-from fuser.functional.lazy import LazyTensor, materialize
+from fuser.functional.lazy import materialize
 from fuser.op import (
     Contexts,
     FusedOperation,
+    Kernels,
     OperationContext,
     StepGrads,
     StepInputs,
     StepOutputs,
     Tensors,
+    Values,
     cast,
     quantizes_values,
     rows,
@@ -76,9 +80,7 @@ class PointwiseChain(FusedOperation):
         return _dtype_refusal(ops, key)
 
     @classmethod
-    def kernels(
-        cls, first: Any, rest: tuple[Any, ...], *, side: str, key: PlanKey
-    ) -> tuple[tuple[str, int], ...]:
+    def kernels(cls, first: Any, rest: tuple[Any, ...], *, side: str, key: PlanKey) -> Kernels:
         name = "+".join(_name(op) for op in (first, *rest))
         return ((name if side == "forward" else f"{name}_backward", len(key.ops)),)
 
@@ -114,9 +116,7 @@ class PointwiseChain(FusedOperation):
         y = pointwise.chain(stages, x, operands) if stages else x
         return write_output(y, inputs.quantizer), ()
 
-    def step_rebuild(
-        self, ctxs: Contexts, x: torch.Tensor | LazyTensor | None
-    ) -> torch.Tensor | LazyTensor:
+    def step_rebuild(self, ctxs: Contexts, x: Values | None) -> Values:
         ctx = ctxs[0]
         state: PointwiseChainState = ctx.state
         if not state.stages:
@@ -199,3 +199,42 @@ def _dtype_refusal(ops: Sequence[Any], key: PlanKey) -> str | None:
         if other is not dtype:
             return f"the chain begins in {dtype}, and {other} {what} {type(op).__name__}."
     return None
+
+
+class BackwardActivationBias(FusedOperation):
+    """``dx = dy f'(x); db = sum(dx)`` over rows, for every activation and GLU."""
+
+    window = (Bias, Activation)
+    member_names = ("bias", "activation")
+    side = "backward"
+    stores_rebuilt_output = True
+
+    @classmethod
+    def refuses(cls, bias: Bias, activation: Activation, *, key: PlanKey) -> str | None:
+        if not key.ops[0].params[0].requires_grad:
+            return "the bias needs no gradient, so there is nothing to sum."
+        return None
+
+    @classmethod
+    def kernels(cls, bias: Bias, activation: Activation, *, side: str, key: PlanKey) -> Kernels:
+        name = f"{activation.function.name}_backward"
+        if key.no_kernels is None:
+            return ((f"{name}_bias", 2),)
+        return ((name, 1), ("sum", 1))
+
+    @classmethod
+    def fuses_quantize(cls, bias: Bias, activation: Activation, *, side: str, key: PlanKey) -> bool:
+        return quantizes_values(side, key)
+
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        _, activation = self.members
+        bias_ctx, ctx = ctxs
+        x = activation.saved_input(ctx)
+        state: ActivationState = ctx.state
+        dx, (dbias, _) = pointwise.chain_backward(
+            *((*BIAS_STAGES, state.function), dy, x, (None, None), (True, False)),
+            saved=1,
+            is_plain=not ctx.has_recipe,
+            output=ctx.rebuilt_output,
+        )
+        return write_grad_input(dx, bias_ctx), (dbias,), ()
