@@ -183,10 +183,7 @@ _by_key: dict[str, Recipe] = {}
 def recipe_of_key(key: str) -> Recipe:
     """One of the latest recipes with such contents.
 
-    Raises
-    ------
-    KeyError
-        If there is none, or it has functions of the user, as custom recipes.
+    Raises KeyError if there is none, or it has functions of the user, as custom recipes.
     """
     return _by_key[key]
 

@@ -37,18 +37,11 @@ SMALL_BLOCK = 128
 class ExpertParallelOperation(BasicOperation):
     """Base of the two ops that take tokens to their experts and back.
 
-    Parameters
-    ----------
-    group
-        The process group over which experts are spread, or a mesh of one dimension. None: all
-        experts are on this rank.
+    ``group``: the process group over which experts are spread, or a mesh of one dimension. None:
+    all experts are on this rank.
 
-    Raises
-    ------
-    InputError
-        If this rank is not a member of the group.
-    StateError
-        If a group is given and torch.distributed is not initialised.
+    Raises InputError if this rank is not a member of the group. Raises StateError if a group is
+    given and torch.distributed is not initialised.
     """
 
     parameter_names = ()

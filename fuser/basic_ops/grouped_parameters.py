@@ -135,10 +135,7 @@ class GroupParameters(GroupedWeightGradients):
     def _take_parameter_init(self, *, is_one: bool) -> None:
         """Note the options of ``quantized_model_init``.
 
-        Raises
-        ------
-        InputError
-            If all weights are one parameter, of which the recipe makes no stack.
+        Raises InputError if all weights are one parameter, of which the recipe makes no stack.
         """
         self._init = current_parameter_init()
         if self._init is None or not is_one:

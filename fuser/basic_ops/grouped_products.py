@@ -227,18 +227,10 @@ class GroupedProduct:
     A grouped linear in one pass: its operands, what backward reads of them, and its gradients.
     Operands that were quantized are dequantized.
 
-    Parameters
-    ----------
-    linear, ctx
-        The op and its context.
-    groups
-        The groups of rows; products are of the rows of padded groups, if these are given.
-    quantizers
-        None without a recipe.
-    is_padded
-        Whether ``x`` and ``y``, and their gradients, have the rows of padded groups.
-    saved
-        In backward, what the forward saved.
+    ``linear`` and ``ctx``: the op and its context. ``groups``: the groups of rows; products are of
+    the rows of padded groups, if these are given. ``quantizers``: None without a recipe.
+    ``is_padded``: whether ``x`` and ``y``, and their gradients, have the rows of padded groups.
+    ``saved``: in backward, what the forward saved.
     """
 
     linear: GroupParameters
@@ -252,10 +244,8 @@ class GroupedProduct:
     def of_backward(linear: GroupParameters, ctx: OperationContext, rows: int) -> GroupedProduct:
         """The product in the backward of a forward with ``rows`` rows.
 
-        Raises
-        ------
-        StateError
-            If a weight or a bias that it reads was changed in place since the forward.
+        Raises StateError if a weight or a bias that it reads was changed in place since the
+        forward.
         """
         linear.check_versions(ctx)
         saved, state = GroupedLinearSaved.of(ctx.saved_tensors), ctx.state
@@ -474,14 +464,9 @@ class GroupedProduct:
 
         If the context has a ``rebuilt_input``, that is the input, and none was saved.
 
-        Parameters
-        ----------
-        held
-            The gradient of the output alone, which is taken out, and so is not kept.
-        leading
-            The shape of the input's rows.
-        sums
-            The sums of that gradient by group, if a kernel leaves them as it quantizes it.
+        ``held``: the gradient of the output alone, which is taken out, and so is not kept.
+        ``leading``: the shape of the input's rows. ``sums``: the sums of that gradient by group, if
+        a kernel leaves them as it quantizes it.
         """
         dy, saved = held.pop(), self.saved
         assert saved is not None

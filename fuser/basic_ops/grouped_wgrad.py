@@ -18,10 +18,7 @@ from fuser.op import OperationContext
 class GroupedWeightGradients(InitialisedWeights):
     """The weight gradients of :class:`GroupedLinear`, which derives from this class.
 
-    Parameters
-    ----------
-    accumulate_into_main_grad, delay_wgrad_compute
-        As in :class:`GroupedLinear`.
+    ``accumulate_into_main_grad`` and ``delay_wgrad_compute``: as in :class:`GroupedLinear`.
     """
 
     def __init__(self, accumulate_into_main_grad: bool, delay_wgrad_compute: bool) -> None:

@@ -88,11 +88,8 @@ class Parallelism:
     def output_shape(self, op: str, shape: tuple[int, ...], features: int) -> tuple[int, ...]:
         """The shape of the output on this rank.
 
-        Raises
-        ------
-        InputError
-            If the ranks do not divide the rows of a sequence, or the tensor has fewer than
-            two dimensions.
+        Raises InputError if the ranks do not divide the rows of a sequence, or the tensor has fewer
+        than two dimensions.
         """
         if self.gathers_input:
             check_shard(op, shape)

@@ -61,12 +61,8 @@ class LinearWeight(InitialisedWeights):
         """Shard an op of whole features over ``group``; the caller replaces the weight.
 
         The arguments are ``tensor_parallel_mode``, ``tensor_parallel_group`` and
-        ``sequence_parallel`` of the constructor.
-
-        Raises
-        ------
-        InputError, StateError
-            As the constructor; nothing has changed then.
+        ``sequence_parallel`` of the constructor. Raises InputError, StateError as the constructor;
+        nothing has changed then.
         """
         check_parallel_mode("BasicLinear", mode, sequence_parallel)
         ranks = group_size("BasicLinear", group) if mode is not None else 1

@@ -14,12 +14,8 @@ def main_grad_of(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
 
     None for a weight that ``torch.func.functional_call`` passed, which has no buffer. ``own`` is
     the op's own weight. Megatron-LM's sharding gives a buffer to each backward, by
-    ``get_main_grad``. Where ``overwrite_main_grad`` is set, the buffer is cleared first.
-
-    Raises
-    ------
-    StateError
-        If the op's own weight has no ``main_grad``.
+    ``get_main_grad``. Where ``overwrite_main_grad`` is set, the buffer is cleared first. Raises
+    StateError if the op's own weight has no ``main_grad``.
     """
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()
@@ -38,10 +34,7 @@ def main_grad_of(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
 def main_grad_of_linear(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
     """:func:`main_grad_of` for the weight ``[out_features, in_features]`` of a linear.
 
-    Raises
-    ------
-    InputError
-        If the buffer has another shape; it is as it was then.
+    Raises InputError if the buffer has another shape; it is as it was then.
     """
     main_grad = getattr(weight, "main_grad", None)
     is_sharded = hasattr(weight, "__fsdp_param__")

@@ -58,12 +58,8 @@ def travelling(recipe: Recipe | None, spec: QuantSpec | None) -> QuantSpec | Non
 class Rows:
     """Rows that one rank holds, quantized so that gathered bytes are those of one tensor.
 
-    Parameters
-    ----------
-    tensor
-        The quantized rows, with the copies that travel.
-    checks_scales
-        Whether scales that rows of all ranks share are compared when they are gathered.
+    ``tensor``: the quantized rows, with the copies that travel. ``checks_scales``: whether scales
+    that rows of all ranks share are compared when they are gathered.
     """
 
     def __init__(self, tensor: QuantizedTensor, checks_scales: bool) -> None:

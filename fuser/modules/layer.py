@@ -28,17 +28,12 @@ InitMethod = Callable[[torch.Tensor], object]
 class Layer(HiddenOps):
     """A pipeline under one name: ``ops`` holds it, and parameters are the layer's own.
 
-    The ops are not submodules. Each call gives them the layer's parameters, so
-    that they use a parameter that was replaced, sharded or swapped.
+    The ops are not submodules. Each call gives them the layer's parameters, so that they use a
+    parameter that was replaced, sharded or swapped.
 
-    Parameters
-    ----------
-    places
-        For the name of each parameter: the op that uses it, and its name in
-        that op; None if there is no such parameter.
-    init_methods
-        Functions that initialise weights of linears, by name; None for the
-        op's own initialisation.
+    ``places``: for the name of each parameter: the op that uses it, and its name in that op; None
+    if there is no such parameter. ``init_methods``: functions that initialise weights of linears,
+    by name; None for the op's own initialisation.
     """
 
     ops: Sequential
@@ -63,10 +58,7 @@ class Layer(HiddenOps):
     def run(self, *inputs: torch.Tensor, op_kwargs: OpKwargs | None = None) -> torch.Tensor:
         """The output of the ops, with the parameters of the layer.
 
-        Raises
-        ------
-        StateError
-            If parameters on meta have an ``init_method``.
+        Raises StateError if parameters on meta have an ``init_method``.
         """
         self.hand_parameters_to_ops()
         is_first = not self._has_run and observer() is None

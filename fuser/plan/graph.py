@@ -49,12 +49,8 @@ def extra_input_sources(
     """For each op, the source of each of its extra inputs.
 
     The producer of a channel in ``open_channels`` may be outside of ``ops``; the extra input then
-    comes from the caller.
-
-    Raises
-    ------
-    InputError
-        If a channel has two producers, none, or one that runs after a consumer.
+    comes from the caller. Raises InputError if a channel has two producers, none, or one that runs
+    after a consumer.
     """
     producers: dict[str, tuple[int, int]] = {}
     for index, op in enumerate(ops):
@@ -147,25 +143,14 @@ def with_quantized_outputs(ops: Sequence[BasicOperation], key: PlanKey) -> PlanK
 class OpGraph:
     """The tensors of a pipeline, and the bytes that each window of its ops moves.
 
-    Parameters
-    ----------
-    ops
-        The basic ops in order.
-    sources
-        From :func:`extra_input_sources`.
-    input_spec, extra_specs
-        The pipeline's main input and the extra inputs from its caller.
-    autocast
-        The dtype of torch's autocast, None if it is off.
-    returned
-        From :func:`returned_outputs`; None if no channel is open.
-    places
-        The place of each op in the user's model, for messages.
+    ``ops``: the basic ops in order. ``sources``: from :func:`extra_input_sources`. ``input_spec``
+    and ``extra_specs``: the pipeline's main input and the extra inputs from its caller.
+    ``autocast``: the dtype of torch's autocast, None if it is off. ``returned``: from
+    :func:`returned_outputs`; None if no channel is open. ``places``: the place of each op in the
+    user's model, for messages.
 
-    Raises
-    ------
-    InputError
-        If an op cannot take its input; it says where the op is, and what is before it.
+    Raises InputError if an op cannot take its input; it says where the op is, and what is before
+    it.
     """
 
     def __init__(

@@ -45,14 +45,9 @@ def make_plan(
 
     Without a target for the device of the key, and for a number of tokens that all plans share.
 
-    If a method of a fusion raises, the planner refuses the fusion with the
-    exception as the reason, and warns.
-
-    Raises
-    ------
-    StateError
-        If a registered function returns ops that do not cover the pipeline, or a fused op that
-        does not do their communication.
+    If a method of a fusion raises, the planner refuses the fusion with the exception as the reason,
+    and warns. Raises StateError if a registered function returns ops that do not cover the
+    pipeline, or a fused op that does not do their communication.
     """
     graph.bind(key)
     tokens = NOMINAL_TOKENS if target is None else graph.tokens

@@ -53,12 +53,7 @@ def apply_registered(graph: OpGraph, key: PlanKey, registered: RegisteredFusions
 
 
 def check_has_methods(fusion: type[FusedOperation], side: str) -> None:
-    """Refuse a fusion that does not implement the methods of ``side``.
-
-    Raises
-    ------
-    InputTypeError
-    """
+    """Refuse a fusion that does not implement the methods of ``side``."""
     for half in ("forward", "backward") if side == "joint" else (side,):
         methods = (f"fuser_{half}", f"step_{half}")
         if all(getattr(fusion, name) is getattr(FusibleOperation, name) for name in methods):

@@ -44,10 +44,7 @@ class Having:
 def check_window(name: str, window: Any) -> None:
     """Refuse a window of the fusion ``name`` that is not a valid pattern.
 
-    Raises
-    ------
-    InputTypeError
-        If it is not a tuple of op classes and patterns of this module.
+    Raises InputTypeError if it is not a tuple of op classes and patterns of this module.
     """
     is_fit = isinstance(window, (tuple, list))
     if not is_fit or not all(_is_element(element) for element in window):

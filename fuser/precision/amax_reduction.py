@@ -119,14 +119,8 @@ class AmaxReduction:
         """End a step in which this rank used ``states``.
 
         Returns the states that have a place, with their amaxes over the ranks, -1 for a state that
-        no rank used.
-
-        Raises
-        ------
-        InputError
-            On every rank, if they used different ops, and have not made the same ones.
-        StateError
-            If another rank does not take part.
+        no rank used. Raises InputError on every rank, if they used different ops, and have not made
+        the same ones. Raises StateError if another rank does not take part.
         """
         # A state that was replaced, by loading a checkpoint, has no later step.
         used = [s for s in dict.fromkeys((*self._late, *states)) if s._identity.state() is s]
@@ -255,10 +249,7 @@ def _flags_of(message: torch.Tensor) -> Flags | None:
 def _agreed(own: _Step, group: dist.ProcessGroup) -> tuple[Used, list[int]]:
     """The states that any rank used, and the places in the list that no rank needs.
 
-    Raises
-    ------
-    InputError
-        On every rank, if their ops do not tell which states are the same.
+    Raises InputError on every rank, if their ops do not tell which states are the same.
     """
     prefix = own.ops[: max((number + 1 for number, _ in own.used), default=0)]
     text = repr((sorted(own.used.items(), key=lambda item: item[0]), prefix, own.gone))
@@ -319,10 +310,7 @@ def _gathered(own: Result, group: dist.ProcessGroup) -> list[Result]:
 def _communicate(group: dist.ProcessGroup, collective: Callable[[], object]) -> None:
     """Run a collective.
 
-    Raises
-    ------
-    StateError
-        If another rank does not take part.
+    Raises StateError if another rank does not take part.
     """
     try:
         collective()

@@ -446,10 +446,7 @@ class DelayedScales:
     def unpacked(cls, packed: torch.Tensor, mode: str) -> tuple[DelayedScales, torch.Tensor]:
         """The state at the start of ``packed``, a result of :meth:`packed`, and the rest of it.
 
-        Raises
-        ------
-        InputError
-            If ``packed`` is shorter than the sizes at its start require.
+        Raises InputError if ``packed`` is shorter than the sizes at its start require.
         """
         state = cls(mode)
         count, length = (int(size) for size in packed[:2]) if len(packed) > 1 else (0, -1)

@@ -65,10 +65,7 @@ def numbers_in(tensors: Iterable[torch.Tensor]) -> list[Number]:
 def ops_of(numbers: Sequence[Number]) -> list[Any]:
     """The ops with these numbers.
 
-    Raises
-    ------
-    StateError
-        If one no longer exists.
+    Raises StateError if one no longer exists.
     """
     found = [numbered_op(number % MOST_OPS) for number in numbers]
     if None in found:
@@ -97,10 +94,7 @@ def note_forward(numbers: Sequence[Number], ops: Sequence[Any], call: ForwardCal
 def forward_call(number: Number) -> ForwardCall:
     """The forward with this number.
 
-    Raises
-    ------
-    StateError
-        If it is not known.
+    Raises StateError if it is not known.
     """
     call = _calls.get(number)
     if call is None:

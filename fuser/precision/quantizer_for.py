@@ -16,13 +16,9 @@ def make_quantizer(
 ) -> Quantizer:
     """The quantizer of ``recipe`` for an ``"input"``, ``"weight"`` or ``"grad_output"``.
 
-    ``module_type`` and ``name`` are those of the op, for the factory of a custom recipe.
-
-    Raises
-    ------
-    InputError
-        If the recipe is custom and its factory returns no quantizer, or if it is DelayedScaling,
-        whose quantizers belong to the state of an op.
+    ``module_type`` and ``name`` are those of the op, for the factory of a custom recipe. Raises
+    InputError if the recipe is custom and its factory returns no quantizer, or if it is
+    DelayedScaling, whose quantizers belong to the state of an op.
     """
     if not isinstance(recipe, CustomRecipe):
         return _make_quantizer(recipe, role)
