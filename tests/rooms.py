@@ -49,8 +49,8 @@ ROOMS = (
         "wing",
         (
             *("moe/", "gemm/grouped", "gemm/quantized_groups", "modules/grouped_linear"),
-            *_in("basic_ops", "expert_parallel", "group_notes", "grouped_linear", "grouped_loop"),
-            *_in("basic_ops", "grouped_parameters", "grouped_products", "grouped_wgrad", "moe"),
+            *_in("basic_ops", "expert_parallel", "grouped_linear", "grouped_loop"),
+            *_in("basic_ops", "grouped_parameters", "grouped_products", "moe"),
             "basic_ops/remote_rows",
             *_in("fused_ops", "dispatched_experts", "grouped_mlp"),
             *_in("cuda", "grouped", "grouped_gemm", "permutation"),
@@ -103,7 +103,7 @@ ROOMS = (
         "memory plans",
         "wing",
         (
-            *_in("plan", "kept", "memory_curve", "rebuilt", "why_kept"),
+            *_in("plan", "kept", "memory_curve", "rebuilt"),
             "runtime/repeated_forward",
         ),
     ),

@@ -206,7 +206,7 @@ CURES_OF_PLACES: tuple[tuple[str, str, str], ...] = (
         "without it.",
     ),
     ("plan/registered.py", "StateError", "Return ops that replace each op of the pipeline once."),
-    ("plan/why_kept.py", "refusal", KEPT),
+    ("plan/kept.py", "refusal", KEPT),
     ("runtime/recorded.py", "refusal", UNRECORDED),
     (
         "precision/availability.py",

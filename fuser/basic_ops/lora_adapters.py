@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fuser.basic_ops.grouped_parameters import stacked
-from fuser.basic_ops.initialised_weights import InitialisedWeights
 from fuser.basic_ops.linear_operands import plain
+from fuser.basic_ops.linear_weight import InitialisedWeights
 from fuser.communication import is_distributed
 from fuser.errors import InputError, StateError
 from fuser.functional import pointwise

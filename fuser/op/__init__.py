@@ -22,7 +22,7 @@ from fuser.op.parameters import (
     default_dtype,
     fill_weight,
 )
-from fuser.op.state import Stateful, is_tried, plain_keys
+from fuser.op.state import HiddenOps, Stateful, is_tried, modules_and_ops, plain_keys
 from fuser.op.step import (
     Autocast,
     Contexts,
@@ -37,7 +37,6 @@ from fuser.op.step import (
     Values,
     rows,
 )
-from fuser.op.walk import HiddenOps, modules_and_ops
 
 __all__ = [
     "Autocast",

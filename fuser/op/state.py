@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -128,3 +128,22 @@ def _size(key: str, value: Any) -> Any:
         return value
     # A parameter that needs a gradient takes floating-point numbers alone.
     return torch.empty(value.shape, dtype=torch.get_default_dtype(), device="meta")
+
+
+class HiddenOps(Stateful):
+    """Base of modules whose ops are not submodules: parameters and states are the module's own."""
+
+    ops: torch.nn.Module
+
+    def hand_parameters_to_ops(self) -> None:
+        """Give the ops the parameters of this module."""
+        raise NotImplementedError
+
+
+def modules_and_ops(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The submodules with their paths, and after each layer its ops, with its parameters."""
+    for path, each in module.named_modules():
+        yield path, each
+        if isinstance(each, HiddenOps):
+            each.hand_parameters_to_ops()
+            yield from each.ops.named_modules(prefix=f"{path}.ops".strip("."))

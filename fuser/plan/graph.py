@@ -11,7 +11,7 @@ import torch
 
 from fuser.errors import InputError
 from fuser.op import BasicOperation
-from fuser.plan.dtypes import compute_dtypes
+from fuser.op.parameters import compute_dtypes
 from fuser.plan.parameter_slots import find_slots
 from fuser.plan.saved_inputs import rebuilding
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec

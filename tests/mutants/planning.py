@@ -62,7 +62,7 @@ CHANNELS = (
     ),
     Mutant(
         "a note on padded groups counts the rows of one group",
-        "basic_ops/group_notes.py",
+        "basic_ops/grouped_linear.py",
         "padding_note",
         "more = groups * multiple // 2",
         "more = multiple // 2",

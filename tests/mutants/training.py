@@ -796,8 +796,8 @@ STATE = (
     ),
     Mutant(
         "the copy of a grouped linear calls the hooks of the original",
-        "basic_ops/grouped_wgrad.py",
-        "GroupedWeightGradients.__getstate__",
+        "basic_ops/grouped_parameters.py",
+        "GroupParameters.__getstate__",
         '{**super().__getstate__(), "_delayed_wgrads": deque(), "_wgrad_hooks": []}',
         '{**super().__getstate__(), "_delayed_wgrads": deque()}',
         "test_grouped_linear.py::test_a_copy_calls_no_hooks_of_the_original",
