@@ -393,11 +393,7 @@ class BasicLinear(LinearWeight):
         return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)
 
     def _saved_input(
-        self,
-        ctx: OperationContext,
-        input_: torch.Tensor,
-        qx: QuantizedTensor,
-        gather: Any | None,
+        self, ctx: OperationContext, input_: torch.Tensor, qx: QuantizedTensor, gather: Any | None
     ) -> torch.Tensor | None:
         """The input that backward reads; ``qx`` is the quantized one."""
         if gather is not None:
@@ -533,13 +529,7 @@ class BasicLinear(LinearWeight):
         return x, quantized(weight, ctx.compute_dtype, quantizer)
 
     def weight_gradient(
-        self,
-        ctx: OperationContext,
-        dy: Any,
-        x: Any,
-        scale: float,
-        *,
-        is_quantized: bool = False,
+        self, ctx: OperationContext, dy: Any, x: Any, scale: float, *, is_quantized: bool = False
     ) -> torch.Tensor | None:
         """``scale * dy.T @ x``; None if it is added to ``main_grad``.
 

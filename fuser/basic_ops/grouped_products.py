@@ -454,11 +454,7 @@ class GroupedProduct:
     # -- backward ----------------------------------------------------------------------
 
     def backward(
-        self,
-        held: list[Values],
-        leading: torch.Size,
-        *,
-        sums: torch.Tensor | None = None,
+        self, held: list[Values], leading: torch.Size, *, sums: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, Gradients, Gradients]:
         """The gradients of the input, of the parameters, and of the extra inputs.
 

@@ -91,12 +91,7 @@ class Rows:
 
 
 def quantized_rows(
-    x: torch.Tensor,
-    quantizer: Any,
-    usages: tuple[str, ...],
-    group: Any,
-    *,
-    reduces_amaxes: bool,
+    x: torch.Tensor, quantizer: Any, usages: tuple[str, ...], group: Any, *, reduces_amaxes: bool
 ) -> Rows | None:
     """The rows ``x`` of this rank quantized, for gathering the copies ``usages``.
 

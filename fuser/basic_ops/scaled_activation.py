@@ -194,10 +194,7 @@ class ScaledSwiGLU(ScaledActivation):
     """
 
     def __init__(
-        self,
-        glu_interleave_size: int | None = None,
-        *,
-        activation_recompute_in_mlp: bool = False,
+        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
     ) -> None:
         super().__init__(
             Stage("swiglu", interleave=glu_interleave_size),

@@ -349,10 +349,7 @@ class FusionPlan(Drawn):
         quantization = ("emits",) if emits else ()
         numbers = ("FLOP/token", "bytes/token", "GEMMs", "modelled")
         heading = (side, "runs as", "columns", "kernels", *quantization, *numbers)
-        return [
-            *columns([heading, *rows], left=len(heading) - len(numbers)),
-            f"  {_total(steps)}",
-        ]
+        return [*columns([heading, *rows], left=len(heading) - len(numbers)), f"  {_total(steps)}"]
 
     def shape_of(self, step: Step, side: str) -> str:
         """The columns of a step's main input and output, or of their gradients: ``64 -> 256``."""

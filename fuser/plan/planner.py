@@ -36,10 +36,7 @@ class Planned:
 
 
 def make_plan(
-    graph: OpGraph,
-    key: PlanKey,
-    registered: RegisteredFusions,
-    target: Device | None = None,
+    graph: OpGraph, key: PlanKey, registered: RegisteredFusions, target: Device | None = None
 ) -> Planned:
     """Plan the ops of ``graph`` under ``key``, for ``target`` and the tokens of the graph.
 
