@@ -70,10 +70,10 @@ def check_parameter(op: str, name: str, parameter: torch.Tensor, shape: tuple[in
     ------
     InputError
     """
-    found = tuple(parameter.shape)
-    is_whole = len(found) == len(shape) and parameter.numel() and not is_distributed(parameter)
-    if found != shape and is_whole:
-        raise InputError(f"{op} has a {name} of shape {found}; it must be {shape}.")
+    actual = tuple(parameter.shape)
+    is_whole = len(actual) == len(shape) and parameter.numel() and not is_distributed(parameter)
+    if actual != shape and is_whole:
+        raise InputError(f"{op} has a {name} of shape {actual}; it must be {shape}.")
 
 
 def check_sizes(op: str, **sizes: object) -> None:
