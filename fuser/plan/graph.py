@@ -171,12 +171,12 @@ class OpGraph:
         shape_is_known = 0 not in input_spec.shape
         self.main_specs = [_without_zeros(input_spec)]
         self.tokens = math.prod(self.main_specs[0].shape[:-1])
-        given = [_without_zeros(spec) for spec in extra_specs]
+        from_caller = [_without_zeros(spec) for spec in extra_specs]
         self.extra_inputs: list[tuple[TensorSpec, ...]] = []
         self.extra_outputs: list[tuple[TensorSpec, ...]] = []
         for op, row in zip(ops, sources, strict=True):
             spec = self.main_specs[-1]
-            extras = tuple(self._extra_spec(source, given) for source in row)
+            extras = tuple(self._extra_spec(source, from_caller) for source in row)
             for k, extra in enumerate(extras) if op.takes_floating_extras else ():
                 if k not in op.index_extras and extra.dtype not in compute_dtypes():
                     raise InputError(
@@ -214,9 +214,9 @@ class OpGraph:
         """Whether an extra input comes from an op that does not tell what it is."""
         return source.producer is not None and assumes_extra_outputs(self.ops[source.producer])
 
-    def _extra_spec(self, source: Source, given: Sequence[TensorSpec]) -> TensorSpec:
+    def _extra_spec(self, source: Source, from_caller: Sequence[TensorSpec]) -> TensorSpec:
         if source.caller_index is not None:
-            return given[source.caller_index]
+            return from_caller[source.caller_index]
         producer, output = source.place
         return self.extra_outputs[producer][output]
 
@@ -269,9 +269,8 @@ class OpGraph:
 
     def _origin(self, op: int, slot: int) -> Node:
         source = self.sources[op][slot]
-        return (
-            source.producer if source.producer is not None else ("extra input", source.caller_index)
-        )
+        is_callers = source.producer is None
+        return ("extra input", source.caller_index) if is_callers else source.producer
 
     def _memory_names(self, key: PlanKey) -> tuple[dict[Node, Memory], dict[Node, Memory]]:
         """The name of the memory of each value and each gradient; references share a name."""
@@ -304,9 +303,9 @@ class OpGraph:
             passes = passes_on["backward"][i]
             gradient["line", i] = here if passes else ("gradient", i)
             for k in range(self.ops[i].num_extra_inputs):
-                own = ("gradient of extra input", i, k)
                 is_shared = passes or self.ops[i].passes_gradient_to_extras
-                gradient["extra input", i, k] = here if is_shared else own
+                name = ("gradient of extra input", i, k)
+                gradient["extra input", i, k] = here if is_shared else name
         return value, gradient
 
     def channels_inside(self, start: int, stop: int) -> str | None:
@@ -456,12 +455,10 @@ class OpGraph:
         return collectives
 
     def _param_bytes(self, op: int, side: str) -> int:
-        keys = self.key.ops[op].params
-        total = 0
-        for parameter, key in zip(self.params[op], keys, strict=True):
-            nbytes = parameter.numel() * parameter.element_size()
-            total += nbytes * (1 + (side == "backward" and key.requires_grad))
-        return total
+        return sum(
+            p.numel() * p.element_size() * (1 + (side == "backward" and key.requires_grad))
+            for p, key in zip(self.params[op], self.key.ops[op].params, strict=True)
+        )
 
 
 def _without_zeros(spec: TensorSpec) -> TensorSpec:

@@ -136,7 +136,9 @@ def _of_step(
             spec = graph.main_specs[i]
             nbytes = graph.gap_bytes(i, "forward") if quantized is None else quantized.nbytes(spec)
             memory = graph.arriving[i] if quantized is None else ("operand", i)
-            cut = _cut_before(graph, i, cuts)
+            # Between the op and the first one that would compute its input again.
+            first = rebuilding(graph.ops, graph.key, i).start
+            cut = next((cut for cut in cuts if first < cut <= i), None)
             if key.ops[0].keeps_input:
                 yield "input", i, memory, nbytes, why_input(graph, i)
             elif cut is not None:
@@ -148,12 +150,6 @@ def _of_step(
         statistics = op.saved_bytes(graph.main_specs[i])
         if statistics:
             yield "statistics", i, ("statistics", i), statistics, OWN
-
-
-def _cut_before(graph: OpGraph, reader: int, cuts: Sequence[int]) -> int | None:
-    """The cut between op ``reader`` and the first op that would compute its input again."""
-    path = rebuilding(graph.ops, graph.key, reader)
-    return next((cut for cut in cuts if path.start < cut <= reader), None)
 
 
 def _weights(graph: OpGraph, ops: Iterable[int]) -> Iterator[Kept]:

@@ -35,7 +35,6 @@ from fuser.specs import TensorSpec
 
 Tensors = tuple[torch.Tensor, ...]
 
-
 EAGER, COMPILED = "torch eager", "torch.compile"
 
 
@@ -145,13 +144,13 @@ def baselines_of(graph: OpGraph, device: Device) -> tuple[Baseline, ...]:
         with mode:
             outputs = run.forward()
         places = [place for output in outputs for place in mode._parts(output)]
-        wanted = [t for t in run.leaves if t.requires_grad]
+        trained = [t for t in run.leaves if t.requires_grad]
         ends = [output for output in outputs if output.requires_grad]
-        if graph.key.requires_grad and wanted and ends:
+        if graph.key.requires_grad and trained and ends:
             grads = [torch.empty_like(end) for end in ends]
             mode._listed = calls["backward"].append
             with mode:
-                torch.autograd.grad(ends, wanted, grads, allow_unused=True)
+                torch.autograd.grad(ends, trained, grads, allow_unused=True)
     eager = [eager_seconds(calls[side], device, side) for side in calls]
     compiled = compiled_seconds(calls["forward"], calls["backward"], places, device)
     return (
@@ -211,20 +210,19 @@ class _Run:
     def forward(self) -> list[torch.Tensor]:
         """The main output, and the extra outputs for the caller."""
         graph, x = self.graph, self.x
-        made: dict[tuple[int, int], torch.Tensor] = {}
+        outputs: dict[tuple[int, int], torch.Tensor] = {}
         ops: Sequence[BasicOperation] = graph.ops
         for i, op in enumerate(ops):
             extras = tuple(
                 self.given[source.caller_index]
                 if source.caller_index is not None
-                else made[source.place]
+                else outputs[source.place]
                 for source in graph.sources[i]
             )
             params = tuple(self.params[i])
             dtype = graph.main_specs[i + 1].dtype
-            if isinstance(op, Bias) and i and _plain(ops[i - 1]) is _linear:
-                pass  # the linear before it has added it
-            else:
+            # The linear before a bias has added it.
+            if not (isinstance(op, Bias) and i and _plain(ops[i - 1]) is _linear):
                 if params:
                     x = x.to(dtype)
                 has_bias = i + 1 < len(ops) and isinstance(ops[i + 1], Bias)
@@ -232,8 +230,8 @@ class _Run:
                     params += tuple(self.params[i + 1])
                 x = _plain(op)(op, x, extras, params)
             for k, spec in enumerate(graph.extra_outputs[i]):
-                made[i, k] = self._extra_output(op, x, extras, spec)
-        return [x, *(made[place] for place in graph.returned)]
+                outputs[i, k] = self._extra_output(op, x, extras, spec)
+        return [x, *(outputs[place] for place in graph.returned)]
 
     def _extra_output(
         self, op: BasicOperation, x: torch.Tensor, extras: Tensors, spec: TensorSpec

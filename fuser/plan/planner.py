@@ -110,9 +110,8 @@ def _notes(
 ) -> tuple[Note, ...]:
     """The notes of the basic ops, and of the fused ops that run."""
     fused = [(op, ops) for op, ops in run if op.is_fused_op]
-    asked = dict.fromkeys([*((op, (i,)) for i, op in enumerate(graph.ops)), *fused])
     notes = []
-    for op, ops in asked:
+    for op, ops in dict.fromkeys([*((op, (i,)) for i, op in enumerate(graph.ops)), *fused]):
         rows = math.prod(graph.main_specs[ops[0]].shape[:-1])
         texts = op.notes(key.window(ops[0], ops[-1] + 1), round(rows * tokens / graph.tokens))
         name = type(op).__name__ if op.is_fused_op else None
@@ -134,7 +133,8 @@ class _Search:
 
     def side(self, side: str, pinned: Sequence[tuple[int, FusedOperation]]) -> list[Candidate]:
         """Every candidate of ``side``; a pinned fused op is the only candidate for its ops."""
-        candidates = [*self.basic[side], *self._fused(side)]
+        asked = (self._ask(*match, side) for match in self._windows(side))
+        candidates = [*self.basic[side], *(fused for fused in asked if fused is not None)]
         for start, fused in pinned:
             window = range(start, start + len(fused.basic_ops))
             reason = self._unsent(fused, window, side)
@@ -183,13 +183,6 @@ class _Search:
                 backward = Candidate(window.start, window.stop, 0.0, fusion, backward.step)
             pairs.append((forward, backward))
         return pairs
-
-    def _fused(self, side: str) -> list[Candidate]:
-        """Every allowed window of the fusions of ``side``."""
-        asked = (
-            self._ask(fusion, window, bound, side) for fusion, window, bound in self._windows(side)
-        )
-        return [candidate for candidate in asked if candidate is not None]
 
     def _windows(self, side: str) -> Iterable[tuple[type[FusedOperation], range, tuple[Any, ...]]]:
         """Windows that fusions of ``side`` match by type and that nothing rules out."""

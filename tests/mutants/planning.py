@@ -469,8 +469,8 @@ PLANNER = (
     Mutant(
         "an empty Optional does not match",
         "plan/window.py",
-        "_match",
-        "yield from _match(rest, ops, at, (*bound, None))",
+        "matches",
+        "yield from matches(rest, ops, at, (*bound, None))",
         "",
         "test_planner.py::test_windows_match_wherever_brute_force_finds_them",
     ),
@@ -622,9 +622,9 @@ PLANNER = (
     Mutant(
         "a gradient is labelled with the format of the step beside it",
         "plan/plan.py",
-        "_last_op",
-        'step.ops[-1] if side == "forward" else step.ops[0]',
-        "step.ops[-1]",
+        "FusionPlan.gap_labels",
+        '(gap - 1, -1) if side == "forward" else (gap, 0)',
+        '(gap - 1, -1) if side == "forward" else (gap, -1)',
         "test_plan.py::test_labels_of_tensors_have_the_formats_in_which_steps_write_them",
     ),
     Mutant(
@@ -1079,9 +1079,9 @@ REBUILT = (
     Mutant(
         "a plan states that nodes compute again what another node kept",
         "plan/kept.py",
-        "_cut_before",
-        "return next((cut for cut in cuts if path.start < cut <= reader), None)",
-        "return None",
+        "_of_step",
+        "cut = next((cut for cut in cuts if first < cut <= i), None)",
+        "cut = None",
         "test_memory_curve.py::test_hooks_of_parameters_make_a_pipeline_keep_what_the_plan_then_states",
     ),
     Mutant(
