@@ -97,13 +97,13 @@ class AdaptiveLayerNorm(BasicOperation):
             return ("layer_norm", "addcmul")
         (op,) = key.ops
         scale, shift = op.extra_inputs
-        wanted = {
+        is_launched = {
             "mul": op.input_requires_grad,
             "layer_norm_backward": op.input_requires_grad,
             "mul_sum": scale.requires_grad,
             "sum": shift.requires_grad,
         }
-        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+        return tuple(name for name, is_one in is_launched.items() if is_one)
 
     def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
         (ctx,), (scale, shift) = ctxs, inputs.extras
@@ -127,8 +127,8 @@ class AdaptiveLayerNorm(BasicOperation):
         rows = self._rows(x, state.batch_dim)
         dy = self._rows(plain(dy, dy.dtype), state.batch_dim)
         of_scale, of_shift = ctx.extra_inputs_require_grad
-        wanted = (ctx.input_requires_grad, of_scale, of_shift)
-        dx, *grads = reference.adaptive_layernorm_backward(dy, rows, gain, mean, rstd, wanted)
+        needed = (ctx.input_requires_grad, of_scale, of_shift)
+        dx, *grads = reference.adaptive_layernorm_backward(dy, rows, gain, mean, rstd, needed)
         shaped = tuple(
             None if grad is None else grad.to(spec.dtype).view(spec.shape)
             for grad, spec in zip(grads, state.extras, strict=True)

@@ -127,7 +127,7 @@ class CollectiveOperation(BasicOperation):
         return (Collective(kind, tensor, self.process_group_size, sent),)
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
-        return tuple(each.kind for each in self.collectives(side, key))
+        return tuple(collective.kind for collective in self.collectives(side, key))
 
     def op_forward(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -129,15 +130,10 @@ class GroupedLinear(GroupParameters):
         scale_bias: bool = False,
     ) -> None:
         super().__init__(accumulate_into_main_grad, delay_wgrad_compute)
-        check_sizes(
-            "GroupedLinear",
-            num_groups=num_groups,
-            in_features=in_features,
-            out_features=out_features,
-        )
+        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+        check_sizes("GroupedLinear", **sizes)
         self.num_groups = num_groups
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features, self.out_features = in_features, out_features
         self._take_parameter_init(is_one=single_grouped_weight)
         self.has_bias = bias
         self.single_grouped_weight = single_grouped_weight
@@ -151,7 +147,7 @@ class GroupedLinear(GroupParameters):
             for kind, one in is_one.items()
             if kind == "weight" or bias
         }
-        self.parameter_names = [name for names in self._names.values() for name in names]
+        self.parameter_names = [*itertools.chain(*self._names.values())]
         self.main_grad_count = len(self._names["weight"])
         options: dict[str, Any] = {"device": default_device(device), "dtype": default_dtype(dtype)}
         self._register("weight", torch.empty(num_groups, out_features, in_features, **options))
@@ -168,15 +164,15 @@ class GroupedLinear(GroupParameters):
 
     def reset_parameters(self) -> None:
         """Initialise each weight as torch.nn.Linear does, and the biases with zeros."""
-        self._reset([name for names in self._names.values() for name in names])
+        self._reset(itertools.chain(*self._names.values()))
 
     def _reset(self, names: Iterable[str]) -> None:
         super()._reset(names)
         self._pack()
 
     def pre_first_fuser_forward(self) -> None:
-        every = [name for names in self._names.values() for name in names]
-        on_meta = [name for name in every if getattr(self, name).is_meta]
+        names = itertools.chain(*self._names.values())
+        on_meta = [name for name in names if getattr(self, name).is_meta]
         if on_meta:
             self._reset(on_meta)
 
@@ -270,12 +266,10 @@ class GroupedLinear(GroupParameters):
         return roles * self.num_groups
 
     def input_quantization(self, key: PlanKey) -> QuantSpec | None:
-        """None: each group has scales of its own, so that this op quantizes its input."""
+        """None: each group has scales of its own, so that this op quantizes for itself."""
         return None
 
-    def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
-        """None, as :meth:`input_quantization`."""
-        return None
+    grad_output_quantization = input_quantization
 
     def takes_rebuilt_input(self, key: PlanKey) -> bool:
         """Unless each group is quantized alone."""
@@ -418,8 +412,8 @@ class GroupedLinear(GroupParameters):
             raise InputTypeError(
                 f"GroupedLinear takes a tensor as buffer {name}; got {type(buffer).__name__}."
             )
-        given = (tuple(buffer.shape), buffer.dtype, buffer.device, buffer.is_contiguous())
-        if given != (tuple(shape), dtype, device, True):
+        layout = (tuple(buffer.shape), buffer.dtype, buffer.device, buffer.is_contiguous())
+        if layout != (tuple(shape), dtype, device, True):
             raise InputError(
                 f"GroupedLinear got a buffer {name} of shape {tuple(buffer.shape)}, {buffer.dtype} "
                 f"on {buffer.device} with strides {buffer.stride()}; it takes a contiguous one of "

@@ -81,9 +81,9 @@ class LoRAAdapters(InitialisedWeights):
         self.alpha = float(rank if alpha is None else alpha)
         self.dropout_probability = dropout
         for kind in KINDS:
-            each = (kind,) if is_one else tuple(f"{kind}{g}" for g in range(*self._groups))
-            self._names = {**self._names, kind: each}
-            self._adapter_names += each
+            names = (kind,) if is_one else tuple(f"{kind}{g}" for g in range(*self._groups))
+            self._names = {**self._names, kind: names}
+            self._adapter_names += names
             self._register(kind, torch.empty(*self._groups, *self._size(kind), **options))
         self.parameter_names = (*self.parameter_names, *self._adapter_names)
         self._are_trained = (True,) * len(self._adapter_names)
@@ -113,8 +113,8 @@ class LoRAAdapters(InitialisedWeights):
             already, or is sharded. Nothing has changed then.
         """
         parameters, options = cls._options_of(linear)
-        own = {"rank": rank, "alpha": alpha, "dropout": dropout, "adapter_dtype": adapter_dtype}
-        adapted = cls(**own, device="meta", **options)  # type: ignore[call-arg]
+        options |= {"rank": rank, "alpha": alpha, "dropout": dropout}
+        adapted = cls(adapter_dtype=adapter_dtype, device="meta", **options)  # type: ignore[call-arg]
         for name, parameter in parameters.items():
             setattr(adapted, name, frozen(parameter))
             hold_once(getattr(adapted, name))
@@ -136,8 +136,8 @@ class LoRAAdapters(InitialisedWeights):
     def _size(self, kind: str) -> tuple[int, ...]:
         """The shape of what one linear has."""
         inputs, outputs = self.in_features, self.out_features
-        sizes = {"weight": (outputs, inputs), "bias": (outputs,)}
-        return {**sizes, "lora_A": (self.rank, inputs), "lora_B": (outputs, self.rank)}[kind]
+        adapters = {"lora_A": (self.rank, inputs), "lora_B": (outputs, self.rank)}
+        return {"weight": (outputs, inputs), "bias": (outputs,), **adapters}[kind]
 
     # -- first values ---------------------------------------------------------
 
@@ -325,9 +325,7 @@ class LoRAAdapters(InitialisedWeights):
         """None: the adapters read the values too, and the op quantizes for itself."""
         return None
 
-    def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
-        """None, for the same reason."""
-        return None
+    grad_output_quantization = input_quantization
 
     def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> Any:
         self._check_parameters()

@@ -107,9 +107,9 @@ class LoRALinear(LoRAAdapters, BasicLinear):
             raise InputError(
                 "LoRALinear.from_linear got a sharded weight: make it first, and then shard it."
             )
-        own = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         sizes = dict(zip(("out_features", "in_features"), weight.shape, strict=True))
-        return own, {**sizes, "bias": bias is not None, "dtype": weight.dtype}
+        return parameters, {**sizes, "bias": bias is not None, "dtype": weight.dtype}
 
     def shard(
         self,
@@ -210,7 +210,7 @@ class LoRALinear(LoRAAdapters, BasicLinear):
         assert scale == 1.0  # no fusion runs this backward
         assert addend is None
         _, *of_bias, _, _ = ctx.params_require_grad
-        grad_bias = [_rows_summed(grad_output) if wanted else None for wanted in of_bias]
+        grad_bias = [_rows_summed(grad_output) if is_needed else None for is_needed in of_bias]
         added = grad_a = grad_b = grad_input = None
         if ctx.adapters is not None:  # else it ran merged
             saved = self.take_saved(ctx)

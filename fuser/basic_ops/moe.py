@@ -232,15 +232,12 @@ class MoeDispatch(ExpertParallelOperation):
         if ranks == 1:
             return ()
         if side == "forward":
-            of_probs = Collective(kind, "probs", ranks, extra_output=1)
-            return (Collective(kind, "output", ranks), of_probs)
+            probs = Collective(kind, "probs", ranks, extra_output=1)
+            return (Collective(kind, "output", ranks), probs)
         (op,) = key.ops
-        found = []
-        if op.input_requires_grad:
-            found.append(Collective(kind, "grad_output", ranks))
-        if op.extra_inputs[1].requires_grad:
-            found.append(Collective(kind, "grad of probs", ranks, extra_output=1))
-        return tuple(found)
+        of_rows = (Collective(kind, "grad_output", ranks),) * op.input_requires_grad
+        of_probs = Collective(kind, "grad of probs", ranks, extra_output=1)
+        return (*of_rows, *[of_probs] * op.extra_inputs[1].requires_grad)
 
     def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
         """Experts, ranks, and the number of rows."""
@@ -274,17 +271,17 @@ class MoeDispatch(ExpertParallelOperation):
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         is_spread = self.expert_parallel_size > 1
         if side == "forward":
-            own = ("sort by expert", "permute probs", "permute")
+            received = ("sort by expert", "permute probs", "permute")
             sent = ("sort by expert", "permute probs to ranks", "permute to ranks")
-            return (*sent, *own) if is_spread else own
+            return (*sent, *received) if is_spread else received
         (op,) = key.ops
-        wanted = {
+        is_launched = {
             "unpermute to ranks": is_spread and op.input_requires_grad,
             "unpermute": op.input_requires_grad,
             "unpermute probs to ranks": is_spread and op.extra_inputs[1].requires_grad,
             "unpermute probs": op.extra_inputs[1].requires_grad,
         }
-        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+        return tuple(name for name, is_one in is_launched.items() if is_one)
 
     def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
         (ctx,) = ctxs
@@ -333,9 +330,9 @@ class MoeDispatch(ExpertParallelOperation):
         self, ctx: OperationContext, input_: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """The tokens ``[T, hidden]`` in the dtype of the rows."""
-        own = ctx.autocast_dtype or input_.dtype
+        computed = ctx.autocast_dtype or input_.dtype
         # The rows have the bits of tokens, so they may be cast before or after the copy.
-        return cast(cast(plain(input_, own), own), dtype).reshape(-1, input_.shape[-1])
+        return cast(cast(plain(input_, computed), computed), dtype).reshape(-1, input_.shape[-1])
 
     def _from_ranks(
         self,
@@ -363,14 +360,14 @@ class MoeDispatch(ExpertParallelOperation):
             block, policy = self.capacity // self.expert_parallel_size, self.drop_policy
         options = (self.num_experts, block, policy, group)
         with torch.no_grad():
-            found = route_to_experts(x, indices, probs, *options, sends_rows=not is_lazy)
+            routed = route_to_experts(x, indices, probs, *options, sends_rows=not is_lazy)
         if ctx.requires_grad:
-            ctx.to_save = MoeDispatchSaved(found.packed)
-            received, sizes = len(found.places), found.exchange.sizes
+            ctx.to_save = MoeDispatchSaved(routed.packed)
+            received, sizes = len(routed.places), routed.exchange.sizes
             ctx.state = ctx.state._replace(received=received, sizes=sizes)
-        made = (found.split_sizes, found.probs, found.packed)
-        rows = RemoteRows(found, group, may_send_bytes=may_send_bytes)
-        return (rows if is_lazy else materialize(rows)), made
+        rows = RemoteRows(routed, group, may_send_bytes=may_send_bytes)
+        outputs = (routed.split_sizes, routed.probs, routed.packed)
+        return (rows if is_lazy else materialize(rows)), outputs
 
     def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
         (ctx,), (_, drows, _) = ctxs, grad_extras
@@ -571,16 +568,16 @@ def _check_rows(inverse_map: torch.Tensor, rows: int) -> None:
 
 
 def _check_rows_on_cpu(inverse_map: torch.Tensor, rows: int) -> None:
-    found = inverse_map.reshape(-1)
-    found = found[found != -1]
-    is_wrong = (found < 0) | (found >= rows)
+    named = inverse_map.reshape(-1)
+    named = named[named != -1]
+    is_wrong = (named < 0) | (named >= rows)
     if is_wrong.any():
         raise InputError(
-            f"MoeCombine got row {int(found[is_wrong][0])} of an input of {rows} rows; its "
+            f"MoeCombine got row {int(named[is_wrong][0])} of an input of {rows} rows; its "
             "extra input, extra output 2 of MoeDispatch, has rows of the input, or -1. Give both "
             "ops the same expert_parallel_group."
         )
-    counts = found.bincount()
+    counts = named.bincount()
     if (counts > 1).any():
         raise InputError(
             f"MoeCombine got row {int(counts.argmax())} {int(counts.max())} times; each row has "

@@ -40,20 +40,18 @@ class Quantize(BasicOperation):
         self, side: str, key: PlanKey, wanted: QuantSpec | None
     ) -> QuantSpec | None:
         """The quantization on the sides where this op quantizes, with the usage of the reader."""
-        made = self._wanted(side, key)
-        if made is None or not self.kernels(side, key):
+        spec = self._wanted(side, key)
+        if spec is None or not self.kernels(side, key):
             return None
         if wanted is None:
-            return made
-        return replace(made, rowwise=wanted.rowwise, columnwise=wanted.columnwise)
+            return spec
+        return replace(spec, rowwise=wanted.rowwise, columnwise=wanted.columnwise)
 
     def input_quantization(self, key: PlanKey) -> QuantSpec | None:
         """None: this op knows the usage that the op after it wants, the op before does not."""
         return None
 
-    def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
-        """None, as for the input."""
-        return None
+    grad_output_quantization = input_quantization
 
     def num_quantizers(self, mode: str) -> int:
         return int(self._quantize_forward if mode == "forward" else self._quantize_backward)
@@ -79,11 +77,13 @@ class Quantize(BasicOperation):
         """
         if key.recipe is None:
             return {}
-        found = [
+        values, gradients = (
             self.constant_quantizer(key.recipe, side, 0) if self.num_quantizers(side) else None
             for side in ("forward", "backward")
-        ]
-        return {"operand_quantizers": (self, found[0], None, found[1])} if any(found) else {}
+        )
+        if not (values or gradients):
+            return {}
+        return {"operand_quantizers": (self, values, None, gradients)}
 
     def op_forward(
         self,
@@ -123,8 +123,8 @@ class Quantize(BasicOperation):
         constant = ctx.operand_quantizers
         if constant is None or constant[0] is not self:
             return self.quantizer_value(mode, 0, device)
-        found: Quantizer | None = constant[3 if mode == "backward" else 1]
-        return found
+        quantizer: Quantizer | None = constant[3 if mode == "backward" else 1]
+        return quantizer
 
 
 def _for_reader(quantizer: Quantizer, reader: Quantizer | None) -> Quantizer:

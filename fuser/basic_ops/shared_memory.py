@@ -64,9 +64,9 @@ class Versions:
         Raises StateError if a tensor was changed in place.
         """
         with without_torch_function():
-            found = list(map(_version, self.tensors))
-        if found != self.versions:
-            pairs = zip(self.tensors, self.versions, found, strict=True)
+            versions = list(map(_version, self.tensors))
+        if versions != self.versions:
+            pairs = zip(self.tensors, self.versions, versions, strict=True)
             tensor = next(tensor for tensor, before, now in pairs if before != now)
             raise StateError(
                 f"A parameter of {self.owner}, of shape {tuple(tensor.shape)}, was changed in "

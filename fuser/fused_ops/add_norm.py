@@ -60,7 +60,8 @@ class _ForwardAddNorm(FusedOperation):
         cls, add: Any, make: MakeExtraOutput | None, norm: Any, *, side: str, key: PlanKey
     ) -> bool:
         of_norm = _of_last(key)
-        return norm.runs_in_kernel(of_norm) and norm.fuses_quantize(side, of_norm)
+        fuses: bool = norm.runs_in_kernel(of_norm) and norm.fuses_quantize(side, of_norm)
+        return fuses
 
     def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
         add, norm, (extra,) = self.members[0], self.members[-1], inputs.extras

@@ -18,7 +18,6 @@ from fuser.op import (
     Contexts,
     FusedOperation,
     Kernels,
-    OperationContext,
     StepGrads,
     StepInputs,
     StepOutputs,
@@ -111,7 +110,11 @@ class PointwiseChain(FusedOperation):
                 for i, (stage, operand) in enumerate(zip(stages, operands, strict=True))
             ]
             ctx.save_for_backward(x if _reads_again(stages) else None, *kept)
-            wanted = [_wants_grad(ctxs[i]) for i in owners]
+            # Whether the operand of an op, a bias or an extra input, needs a gradient.
+            wanted = [
+                any(ctxs[i].params_require_grad) or any(ctxs[i].extra_inputs_require_grad)
+                for i in owners
+            ]
             ctx.state = PointwiseChainState(stages, owners, wanted)
         y = pointwise.chain(stages, x, operands) if stages else x
         return write_output(y, inputs.quantizer), ()
@@ -156,9 +159,9 @@ class PointwiseChain(FusedOperation):
             for i, stage in enumerate(stages):
                 if stage.name == "add_extra_input" and state.wanted[i] and not asked[i]:
                     grads[i] = dy if is_dy[i] else dx
-        found = dict(zip(state.owners, grads, strict=True))
-        params = [found[i] for i, op in enumerate(self.members) if op._parameters]
-        extras = [found[i] for i, op in enumerate(self.members) if op.num_extra_inputs]
+        of_op = dict(zip(state.owners, grads, strict=True))
+        params = [of_op[i] for i, op in enumerate(self.members) if op._parameters]
+        extras = [of_op[i] for i, op in enumerate(self.members) if op.num_extra_inputs]
         return dx, params, extras
 
 
@@ -178,26 +181,21 @@ def _reads_again(stages: Stages) -> bool:
     return any(stage.is_activation for stage in stages)
 
 
-def _wants_grad(ctx: OperationContext) -> bool:
-    """Whether the operand of an op, a bias or an extra input, needs a gradient."""
-    return any(ctx.params_require_grad) or any(ctx.extra_inputs_require_grad)
-
-
 def _dtype_refusal(ops: Sequence[Any], key: PlanKey) -> str | None:
     """A sentence with two dtypes of the chain that differ; None if all are equal."""
     dtype = key.ops[0].input_dtype
-    found = []
+    dtypes = []
     for op, op_key in zip(ops, key.ops, strict=True):
-        found.append((op_key.input_dtype, "arrives at", op))
+        dtypes.append((op_key.input_dtype, "arrives at", op))
         if isinstance(op, Bias):
-            found.append((key.autocast_dtype or op_key.params[0].dtype, "is the result of", op))
+            dtypes.append((key.autocast_dtype or op_key.params[0].dtype, "is the result of", op))
         elif isinstance(op, AddExtraInput):
-            found.append((op_key.extra_inputs[0].dtype, "is the extra input of", op))
+            dtypes.append((op_key.extra_inputs[0].dtype, "is the extra input of", op))
         elif not isinstance(op, ConstantScale):
-            found.append((key.autocast_dtype or dtype, "is the result of", op))
-    for other, what, op in found:
+            dtypes.append((key.autocast_dtype or dtype, "is the result of", op))
+    for other, role, op in dtypes:
         if other is not dtype:
-            return f"the chain begins in {dtype}, and {other} {what} {type(op).__name__}."
+            return f"the chain begins in {dtype}, and {other} {role} {type(op).__name__}."
     return None
 
 

@@ -75,10 +75,8 @@ def modes_of_mlp(
         )
     if is_parallel:
         divided(f"{layer}'s ffn_hidden_size", ffn_hidden_size, group_size(layer, group))
-        return (
-            {**taken, "tensor_parallel_mode": "column"},
-            {**taken, "tensor_parallel_mode": "row"},
-        )
+        column, row = ({**taken, "tensor_parallel_mode": mode} for mode in ("column", "row"))
+        return column, row
     if mode is None and taken.get("sequence_parallel", False):
         raise InputError(
             f"{layer} got sequence_parallel=True without set_parallel_mode=True, which makes its "

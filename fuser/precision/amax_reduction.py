@@ -147,10 +147,8 @@ class AmaxReduction:
         """Those that are not in the list, or in it with another recipe."""
         late = []
         for state in states:
-            place = self._places.get(state._identity)
-            if place is None or (
-                place.recipe is not state._recipe and place.recipe != state._recipe
-            ):
+            place, recipe = self._places.get(state._identity), state._recipe
+            if place is None or (place.recipe is not recipe and place.recipe != recipe):
                 late.append(state)
         return [state for state in late if state._identity not in self._without_op]
 
@@ -212,9 +210,7 @@ class AmaxReduction:
 
 
 _MODES = ("forward", "backward")
-_reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, AmaxReduction] = (
-    weakref.WeakKeyDictionary()
-)
+_reductions: weakref.WeakKeyDictionary[Any, AmaxReduction] = weakref.WeakKeyDictionary()
 
 
 def reduction_over(group: dist.ProcessGroup) -> AmaxReduction:

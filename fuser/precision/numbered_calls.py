@@ -67,13 +67,13 @@ def ops_of(numbers: Sequence[Number]) -> list[Any]:
 
     Raises StateError if one no longer exists.
     """
-    found = [numbered_op(number % MOST_OPS) for number in numbers]
-    if None in found:
+    ops = [numbered_op(number % MOST_OPS) for number in numbers]
+    if None in ops:
         raise StateError(
             "A compiled graph runs an op that no longer exists. Keep the model as long as graphs "
             "of it have backwards to run."
         )
-    return found
+    return ops
 
 
 def is_recomputation(op: Any, number: Number) -> bool:

@@ -47,6 +47,6 @@ def _make_quantizer(recipe: Recipe, role: str) -> Quantizer:
 def role_format(recipe: Recipe, role: str) -> NumberFormat:
     """The format of tensors with this role under ``recipe``, which is not custom."""
     if isinstance(recipe, DelayedScaling):
-        own = NumberFormat("FP8", fp8_dtype(recipe.fp8_format, role))
-        return hybrid_format(own, unquantized_format()) if recipe.keeps_columns(role) else own
+        form = NumberFormat("FP8", fp8_dtype(recipe.fp8_format, role))
+        return hybrid_format(form, unquantized_format()) if recipe.keeps_columns(role) else form
     return _make_quantizer(recipe, role).format

@@ -658,8 +658,8 @@ PARALLEL = (
         "a rank whose amaxes are reduced alone has the scales of its group",
         "precision/delayed_scaling.py",
         "reduces_amaxes_over",
-        "return set(ranks(group)) <= set(ranks(over))",
-        "return set(ranks(over)) <= set(ranks(group))",
+        "set(ranks(group)) <= set(ranks(over))",
+        "set(ranks(over)) <= set(ranks(group))",
         "test_delayed_scaling.py::test_ranks_share_scales_if_their_amaxes_are_reduced_together",
     ),
     Mutant(

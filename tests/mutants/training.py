@@ -372,8 +372,8 @@ DELAYED_SCALING = (
         "of two recipes in one step both are recomputed with the scales of one",
         "precision/delayed_scaling.py",
         "DelayedScales._past_scales",
-        "past = again.region.past_scales.get(self._identity, {}).get(recipe)",
-        "past = next(iter(again.region.past_scales.get(self._identity, {}).values()), None)",
+        "return again.region.past_scales.get(self._identity, {}).get(recipe)",
+        "return next(iter(again.region.past_scales.get(self._identity, {}).values()), None)",
         "test_delayed_scaling.py::"
         "test_two_recipes_of_one_op_in_one_autocast_are_each_recomputed_with_their_scales",
     ),
