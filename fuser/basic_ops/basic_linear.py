@@ -193,12 +193,10 @@ class BasicLinear(LinearWeight):
             "dgrad mm": op.input_requires_grad and ("grad_output", "weight"),
             "wgrad mm": op.params[0].requires_grad and ("grad_output", "input"),
         }
-        is_plain = key.recipe is None or not key.recipe.quantizes_backward
-        return tuple(
-            name if is_plain else self._gemm_name(name, *roles, key)
-            for name, roles in roles_of.items()
-            if roles
-        )
+        products = [(name, roles) for name, roles in roles_of.items() if roles]
+        if key.recipe is None or not key.recipe.quantizes_backward:
+            return tuple(name for name, _ in products)
+        return tuple(self._gemm_name(name, *roles, key) for name, roles in products)
 
     def context_constants(self, key: PlanKey) -> dict[str, Any]:
         """Constants of a linear's context, under the names that other libraries' fusions read.
@@ -240,12 +238,12 @@ class BasicLinear(LinearWeight):
             "grad_output": op.grad_output is not None,
         }
         operands = operands_of(side, key, self.quantizer_format)
-        own = {role: operand for role, operand in operands.items() if not arrives[role]}
+        specs = {role: operand for role, operand in operands.items() if not arrives[role]}
         if side == "forward":
-            return own
+            return specs
         is_kept = {"input": op.keeps_input, "weight": op.keeps_weight}
         again = {role: kept_copy(self, role, key) for role, kept in is_kept.items() if not kept}
-        return own | {role: spec for role, spec in again.items() if spec is not None}
+        return specs | {role: spec for role, spec in again.items() if spec is not None}
 
     def input_quantization(self, key: PlanKey) -> QuantSpec | None:
         (op,) = key.ops
@@ -424,10 +422,8 @@ class BasicLinear(LinearWeight):
         assert x is not None
         assert weight is not None
         # Backward then reads columnwise copies.
-        wgrad, dgrad = (
-            is_quantized and weight_requires_grad and ctx.keeps_input,
-            is_quantized and ctx.input_requires_grad and ctx.keeps_weight,
-        )
+        wgrad = is_quantized and weight_requires_grad and ctx.keeps_input
+        dgrad = is_quantized and ctx.input_requires_grad and ctx.keeps_weight
         return OperandQuantizers(
             self,
             x.with_usage(rowwise=True, columnwise=wgrad),
@@ -535,8 +531,8 @@ class BasicLinear(LinearWeight):
 
         Of quantized tensors, ``is_quantized``, the columnwise copies.
         """
-        (owner,), own = ctx.main_grad_owners, self._parameters.get("weight")
-        main_grad = None if owner is None else main_grad_of_linear(owner, own)
+        (owner,), weight = ctx.main_grad_owners, self._parameters.get("weight")
+        main_grad = None if owner is None else main_grad_of_linear(owner, weight)
         if is_quantized:
             dtype, is_split = ctx.compute_dtype, ctx.split_accumulators[2]
             assert dtype is not None

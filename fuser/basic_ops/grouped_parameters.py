@@ -287,8 +287,9 @@ class GroupParameters(InitialisedWeights):
             check_main_grad(name, owner, self._parameters.get(name), part.shape)
         grads: list[torch.Tensor | None] = []
         for name, owner, part, is_wanted in zip(names, owners, parts, require_grad, strict=True):
-            own = self._parameters.get(name)
-            main_grad = None if owner is None else main_grad_of(owner, own)
+            main_grad = None
+            if owner is not None:
+                main_grad = main_grad_of(owner, self._parameters.get(name))
             if main_grad is None:
                 grads.append(part if is_wanted else None)
             else:

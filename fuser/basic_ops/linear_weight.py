@@ -61,8 +61,8 @@ class InitialisedWeights(KeepsWeights):
 
     def _parts(self, kind: str) -> list[Any]:
         """The parameters of a kind: those of each group, or the one that there is."""
-        own = self._parameters  # without torch's lookup of an attribute, 0.5 us for each
-        return [own[n] if n in own else getattr(self, n) for n in self._names[kind]]
+        parameters = self._parameters  # without torch's lookup of an attribute, 0.5 us for each
+        return [parameters[n] if n in parameters else getattr(self, n) for n in self._names[kind]]
 
     def _reset(self, names: Iterable[str]) -> None:
         """Initialise weights as torch.nn.Linear does, and other parameters with zeros."""
@@ -143,17 +143,9 @@ class LinearWeight(InitialisedWeights):
     ) -> None:
         self._rng_state_tracker_function = rng_state_tracker_function
         self._init = current_parameter_init()
-        self.register_parameter(
-            "weight",
-            torch.nn.Parameter(
-                torch.empty(
-                    self.local_out_features,
-                    self.local_in_features,
-                    device=default_device(device),
-                    dtype=default_dtype(dtype),
-                )
-            ),
-        )
+        options: dict[str, Any] = {"device": default_device(device), "dtype": default_dtype(dtype)}
+        size = (self.local_out_features, self.local_in_features)
+        self._register("weight", torch.empty(size, **options))
         if not self.weight.is_meta:
             self.reset_parameters()
 
@@ -268,9 +260,7 @@ class LinearWeight(InitialisedWeights):
 
 def parallel_text(linears: Sequence[LinearWeight]) -> str:
     """For a repr: ``", column and row parallel over 2 ranks"`` of two linears, else empty."""
-    shared = [
-        shared_mode for linear in linears if (shared_mode := linear.mode_and_ranks) is not None
-    ]
+    shared = [pair for linear in linears if (pair := linear.mode_and_ranks) is not None]
     if not shared:
         return ""
     return f", {' and '.join(mode for mode, _ in shared)} parallel over {shared[0][1]} ranks"

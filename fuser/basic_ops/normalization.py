@@ -220,13 +220,9 @@ class _Normalization(BasicOperation):
         x, *saved = self.saved(*ctx.saved_tensors)
         state: NormState = ctx.state
         parameters = saved[: len(self.parameter_names)]
-        y, *_ = functional.norm(
-            x,
-            [parameter.flatten() for parameter in parameters],
-            state.eps,
-            ctx.autocast_dtype or parameters[0].dtype,
-            zero_centered=state.zero_centered_gamma,
-        )
+        flat = [parameter.flatten() for parameter in parameters]
+        dtype, is_centered = ctx.autocast_dtype or flat[0].dtype, state.zero_centered_gamma
+        y, *_ = functional.norm(x, flat, state.eps, dtype, zero_centered=is_centered)
         return functional.with_statistics(y, saved[len(parameters) :])
 
     def runs_in_kernel(self, key: PlanKey) -> bool:
@@ -234,11 +230,8 @@ class _Normalization(BasicOperation):
         (op_key,) = key.ops
         dtype, *others = [parameter.dtype for parameter in op_key.params]
         y = key.autocast_dtype or dtype
-        return (
-            key.no_kernels is None
-            and takes(op_key.input_dtype, y)
-            and all(other is dtype for other in others)
-        )
+        is_taken = key.no_kernels is None and takes(op_key.input_dtype, y)
+        return is_taken and all(other is dtype for other in others)
 
     def sum_refusal(self, extra: torch.dtype, x: torch.dtype, key: PlanKey) -> str | None:
         """The reason why no kernel adds ``extra`` to ``x`` and normalizes; None if one does.

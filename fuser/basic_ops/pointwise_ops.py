@@ -161,14 +161,9 @@ class Bias(BasicOperation):
         # Of the ranks whose outputs are added after this op, one adds the bias (fused_ops/linear).
         self.is_added: bool = True
         self.bias: torch.nn.Parameter
-        self.register_parameter(
-            "bias",
-            torch.nn.Parameter(
-                torch.zeros(
-                    self.local_size, device=default_device(device), dtype=default_dtype(dtype)
-                )
-            ),
-        )
+        options: dict[str, Any] = {"device": default_device(device), "dtype": default_dtype(dtype)}
+        zeros = torch.zeros(self.local_size, **options)
+        self.register_parameter("bias", torch.nn.Parameter(zeros))
 
     @property
     def tensor_parallel_group(self) -> Any | None:

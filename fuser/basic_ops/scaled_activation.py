@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from fuser.basic_ops.activation import input_to_save, rounded_input
+from fuser.basic_ops.activation import ActivationState, input_to_save, rounded_input
 from fuser.chain import Stage
 from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
@@ -37,12 +37,6 @@ class ScaledActivationSaved(NamedTuple):
     scales: torch.Tensor
 
 
-class ScaledActivationState(NamedTuple):
-    """The activation that is scaled, as the forward found it."""
-
-    function: Stage
-
-
 class ScaledActivation(BasicOperation):
     """Base class of the scaled activations: ``f(x) * scales[..., None]``.
 
@@ -70,7 +64,7 @@ class ScaledActivation(BasicOperation):
     rebuilds_output = True
     can_round_input = True
     stores_rebuilt_output = True
-    backward_attributes = ScaledActivationState
+    backward_attributes = ActivationState
 
     def __init__(self, function: Stage, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
@@ -130,7 +124,7 @@ class ScaledActivation(BasicOperation):
     def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
         (ctx,) = ctxs
         x, scales = self.saved(ctx)
-        state: ScaledActivationState = ctx.state
+        state: ActivationState = ctx.state
         stages, needed = (state.function.scaled,), ctx.extra_inputs_require_grad
         dx, dscales = pointwise.chain_backward(
             stages, dy, x, (scales,), needed, output=ctx.rebuilt_output
@@ -171,10 +165,8 @@ class ScaledTanhSReLU(ScaledActivation):
     def __init__(
         self, *, tanh_clamp_scale: float, activation_recompute_in_mlp: bool = False
     ) -> None:
-        super().__init__(
-            Stage("tanh_srelu", (float(tanh_clamp_scale),)),
-            activation_recompute_in_mlp=activation_recompute_in_mlp,
-        )
+        stage = Stage("tanh_srelu", (float(tanh_clamp_scale),))
+        super().__init__(stage, activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.tanh_clamp_scale = float(tanh_clamp_scale)
 
 
@@ -196,10 +188,8 @@ class ScaledSwiGLU(ScaledActivation):
     def __init__(
         self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
     ) -> None:
-        super().__init__(
-            Stage("swiglu", interleave=glu_interleave_size),
-            activation_recompute_in_mlp=activation_recompute_in_mlp,
-        )
+        stage = Stage("swiglu", interleave=glu_interleave_size)
+        super().__init__(stage, activation_recompute_in_mlp=activation_recompute_in_mlp)
 
 
 class ScaledSiTUGLU(ScaledActivation):
@@ -227,10 +217,8 @@ class ScaledSiTUGLU(ScaledActivation):
         beta1: float = 4.0,
         beta2: float = 25.0,
     ) -> None:
-        super().__init__(
-            Stage("situglu", (beta1, beta2), glu_interleave_size),
-            activation_recompute_in_mlp=activation_recompute_in_mlp,
-        )
+        stage = Stage("situglu", (beta1, beta2), glu_interleave_size)
+        super().__init__(stage, activation_recompute_in_mlp=activation_recompute_in_mlp)
 
 
 class ScaledClampedQGeGLU(ScaledActivation):
@@ -259,7 +247,6 @@ class ScaledClampedQGeGLU(ScaledActivation):
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
     ) -> None:
-        super().__init__(
-            Stage("clamped_swiglu", (limit, alpha, glu_linear_offset), glu_interleave_size),
-            activation_recompute_in_mlp=activation_recompute_in_mlp,
-        )
+        scalars = (limit, alpha, glu_linear_offset)
+        stage = Stage("clamped_swiglu", scalars, glu_interleave_size)
+        super().__init__(stage, activation_recompute_in_mlp=activation_recompute_in_mlp)

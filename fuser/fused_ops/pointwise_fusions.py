@@ -145,11 +145,10 @@ class PointwiseChain(FusedOperation):
                 _are_sums(stages[: i + 1]) and ctx.grad_input_quantizer is None
                 for i in range(len(stages))
             ]
+            links = zip(stages, state.wanted, is_dy, is_dx, strict=True)
             asked = [
                 is_wanted and (stage.name == "bias" or not (as_dy or as_dx))
-                for stage, is_wanted, as_dy, as_dx in zip(
-                    stages, state.wanted, is_dy, is_dx, strict=True
-                )
+                for stage, is_wanted, as_dy, as_dx in links
             ]
             dy_in = cast(dy, ctx.input_dtype)
             values, grads = pointwise.chain_backward(
