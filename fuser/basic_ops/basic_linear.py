@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from fuser.basic_ops.linear_operands import (
     readable,
     takes_rebuilt_input,
 )
-from fuser.basic_ops.linear_weight import LinearWeight, parallel_text
 from fuser.basic_ops.main_grad import main_grad_of_linear, stand_in_gradient
-from fuser.communication import GroupArgument
+from fuser.basic_ops.weights import InitialisedWeights
+from fuser.communication import Agreement, GroupArgument, GroupRef, divided, group_size
+from fuser.doors import PARAMETERS
 from fuser.errors import InputError
 from fuser.functional.lazy import materialize
 from fuser.op import (
@@ -37,18 +38,22 @@ from fuser.op import (
     Specs,
     Values,
     cast,
+    check_parallel_mode,
     check_parameter,
     check_sizes,
+    default_device,
+    default_dtype,
     write_grad_input,
     write_output,
 )
+from fuser.precision.contexts import current_parameter_init
 from fuser.specs import Collective, PlanKey, Product, QuantSpec, TensorSpec
-from fuser.tensors import QuantizedTensor
+from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.base import note_backward_read
 from fuser.tensors.observation import note_operands, observing
 
 
-class BasicLinear(LinearWeight):
+class BasicLinear(InitialisedWeights):
     """Apply a linear transformation without bias: ``y = x @ weight.T``.
 
     Parameters
@@ -87,9 +92,13 @@ class BasicLinear(LinearWeight):
         If a group is given and torch.distributed is not initialised.
     """
 
+    parameter_names: Sequence[str] = ("weight",)
     can_quantize_output = ("forward", "backward")
     grad_input_dtype = "output"
     module_type = "linear"
+    weight: torch.nn.Parameter
+    _sharded_dim: int | None = None  # the dimension of the weight of which this rank has a part
+    _product_ranks = 1  # the ranks whose products a later op adds
 
     def __init__(
         self,
@@ -110,7 +119,13 @@ class BasicLinear(LinearWeight):
         self.out_features = self.local_out_features = out_features
         self.shard(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
         self._accumulate_into_main_grad = accumulate_into_main_grad
-        self._make_weight(device, dtype, rng_state_tracker_function)
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self._init = current_parameter_init()
+        options: dict[str, Any] = {"device": default_device(device), "dtype": default_dtype(dtype)}
+        size = (self.local_out_features, self.local_in_features)
+        self._register("weight", torch.empty(size, **options))
+        if not self.weight.is_meta:
+            self.reset_parameters()
 
     def implementation(self) -> tuple[Any, ...]:
         # Plans depend on the communication.
@@ -123,6 +138,90 @@ class BasicLinear(LinearWeight):
     @property
     def process_groups(self) -> tuple[GroupArgument, ...]:
         return () if self._parallel is None else (self.tensor_parallel_group,)
+
+    # -- the part of this rank ------------------------------------------------
+
+    def shard(
+        self,
+        mode: ParallelMode | None,
+        group: GroupArgument = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        """Shard an op of whole features over ``group``; the caller replaces the weight.
+
+        The arguments are ``tensor_parallel_mode``, ``tensor_parallel_group`` and
+        ``sequence_parallel`` of the constructor. Raises InputError, StateError as the constructor;
+        nothing has changed then.
+        """
+        check_parallel_mode("BasicLinear", mode, sequence_parallel)
+        ranks = group_size("BasicLinear", group) if mode is not None else 1
+        name = "out_features" if mode == "column" else "in_features"
+        size = divided(f"BasicLinear's {name}", getattr(self, name), ranks)
+        setattr(self, f"local_{name}", size)
+        self.tensor_parallel_mode = mode
+        self.sequence_parallel = sequence_parallel
+        self.tensor_parallel_size = ranks
+        self._group = GroupRef(group)
+        self._agreement = Agreement()
+        self._parallel: Any | None = None  # what a linear of several ranks does otherwise
+        if mode is not None and ranks > 1:
+            self._parallel = PARAMETERS.guest.parallelism(mode, ranks, sequence_parallel)
+            self._sharded_dim = 0 if mode == "column" else 1
+
+    def note_products(self, group: GroupArgument) -> None:
+        """Say that the op's features are those of this rank, and a later op adds the products."""
+        self._group = GroupRef(group)
+        self._sharded_dim = 1
+        self._product_ranks = group_size("BasicLinear", group)
+
+    @property
+    def mode_and_ranks(self) -> tuple[ParallelMode, int] | None:
+        """``"column"`` or ``"row"``, and how many ranks share the linear; None if none do.
+
+        Also if a later op adds the products.
+        """
+        if self._parallel is not None:
+            return self._parallel.mode, self._parallel.ranks
+        return None if self._sharded_dim is None else ("row", self._product_ranks)
+
+    @property
+    def whole_in_features(self) -> int:
+        """``in_features`` of all ranks together, also if a later op adds the products."""
+        return self.in_features * self._product_ranks
+
+    def placement_of(self, name: str) -> tuple[int | None, Any]:
+        dim = self._sharded_dim
+        return (None, None) if dim is None else (dim, self._group.group)
+
+    @property
+    def tensor_parallel_group(self) -> Any | None:
+        """The argument of the constructor; it may be set to another group of the same size."""
+        return self._group.group
+
+    @tensor_parallel_group.setter
+    def tensor_parallel_group(self, group: GroupArgument) -> None:
+        ranks = group_size("BasicLinear", group) if self._parallel is not None else 1
+        if ranks != self.tensor_parallel_size:
+            raise InputError(
+                f"BasicLinear is sharded over {self.tensor_parallel_size} ranks, and a group of "
+                f"{ranks} cannot run it."
+                " Make the op with that group."
+            )
+        self._group = GroupRef(group)
+
+    # -- first values ---------------------------------------------------------
+
+    def pre_first_fuser_forward(self) -> None:
+        if self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight as torch.nn.Linear does; a weight on meta is allocated first.
+
+        Of a weight that ``fully_shard`` has sharded, every rank initialises its shard; all ranks
+        call this.
+        """
+        self._reset(("weight",))
 
     # -- questions of the planner ------------------------------------------------
 
@@ -390,6 +489,28 @@ class BasicLinear(LinearWeight):
                 note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)
         return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)
 
+    def _quantized_weight(
+        self,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        quantizer: Quantizer,
+        is_first_microbatch: bool | None,
+    ) -> QuantizedTensor:
+        """The quantized weight; see :mod:`weights` for a caller that counts microbatches."""
+        if isinstance(weight, QuantizedTensor):
+            self.bound([weight])
+            return weight
+        if is_first_microbatch is None:
+            return quantizer(cast(weight, dtype))
+        return self.kept_weights(
+            [weight],
+            dtype,
+            [quantizer],
+            is_first_microbatch,
+            lambda: quantizer(cast(weight, dtype)),
+            lambda kept: kept._has("columnwise") or not quantizer.columnwise,
+        )
+
     def _saved_input(
         self, ctx: OperationContext, input_: torch.Tensor, qx: QuantizedTensor, gather: Any | None
     ) -> torch.Tensor | None:
@@ -609,3 +730,11 @@ class BasicLinear(LinearWeight):
     def _sized(self) -> str:
         """The op with its sizes, for messages."""
         return f"{self.part_of or 'BasicLinear'}({self.whole_in_features}, {self.out_features})"
+
+
+def parallel_text(linears: Sequence[BasicLinear]) -> str:
+    """For a repr: ``", column and row parallel over 2 ranks"`` of two linears, else empty."""
+    shared = [pair for linear in linears if (pair := linear.mode_and_ranks) is not None]
+    if not shared:
+        return ""
+    return f", {' and '.join(mode for mode, _ in shared)} parallel over {shared[0][1]} ranks"

@@ -11,9 +11,9 @@ import torch
 from torch.nn import Parameter
 
 from fuser.basic_ops.linear_operands import plain
-from fuser.basic_ops.linear_weight import InitialisedWeights
 from fuser.basic_ops.main_grad import check_main_grad, main_grad_of, stand_in_gradient
 from fuser.basic_ops.shared_memory import Versions, are_packed, pack, packed
+from fuser.basic_ops.weights import InitialisedWeights
 from fuser.errors import InputError, StateError
 from fuser.formats import GROUP_TILE
 from fuser.op import OperationContext, cast

@@ -23,10 +23,10 @@ from fuser.basic_ops.grouped_parameters import (
     stacked,
     stacked_values,
 )
-from fuser.basic_ops.kept_weight import as_list
 from fuser.basic_ops.linear_operands import plain
 from fuser.basic_ops.remote_rows import RemoteRows
 from fuser.basic_ops.shared_memory import packed
+from fuser.basic_ops.weights import as_list
 from fuser.formats import GROUP_TILE
 from fuser.functional.grouped import PaddedGroups, add_bias, padded_groups, padded_rows, unpad
 from fuser.functional.lazy import LazyTensor, materialize

@@ -11,7 +11,7 @@ import torch
 
 from fuser.basic_ops.grouped_parameters import stacked
 from fuser.basic_ops.linear_operands import plain
-from fuser.basic_ops.linear_weight import InitialisedWeights
+from fuser.basic_ops.weights import InitialisedWeights
 from fuser.communication import is_distributed
 from fuser.errors import InputError, StateError
 from fuser.functional import pointwise

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from fuser import basic_ops, fused_ops
+from fuser.basic_ops.basic_linear import parallel_text
 from fuser.basic_ops.collectives import CollectiveOperation
-from fuser.basic_ops.linear_weight import parallel_text
 from fuser.errors import InputError, StateError, refuse_unknown
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, HiddenOps
 from fuser.plan.plan import FusionPlan

@@ -192,7 +192,7 @@ GRAPHS = (
     ),
     Mutant(
         "a capture keeps quantized weights for other microbatches",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "KeptBefore.of",
         "if holds_steps() or (",
         "if (",

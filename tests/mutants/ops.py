@@ -322,7 +322,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "a weight on meta is allocated in torch's default dtype",
-        "basic_ops/linear_weight.py",
+        "basic_ops/weights.py",
         "InitialisedWeights.initialise",
         "data = torch.empty(weight.shape, dtype=weight.dtype, device=device)",
         "data = torch.empty(weight.shape, device=device)",

@@ -698,8 +698,8 @@ PARALLEL = (
     ),
     Mutant(
         "a linear keeps its group where another is set",
-        "basic_ops/linear_weight.py",
-        "LinearWeight.tensor_parallel_group",
+        "basic_ops/basic_linear.py",
+        "BasicLinear.tensor_parallel_group",
         "self._group = GroupRef(group)",
         "pass",
         "test_te_layers.py::test_a_group_that_is_set_later_is_that_of_every_op",
