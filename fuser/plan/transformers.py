@@ -109,10 +109,7 @@ PRESETS = {
 
 
 def preset(name: str) -> Transformer:
-    """The public model ``name``.
-
-    Raises InputError if there is none of this name.
-    """
+    """The public model ``name``. Raises InputError if there is none of this name."""
     if name not in PRESETS:
         raise InputError(f"There is no model {name!r}; there are {', '.join(PRESETS)}.")
     return PRESETS[name]

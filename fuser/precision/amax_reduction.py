@@ -304,10 +304,7 @@ def _gathered(own: Result, group: dist.ProcessGroup) -> list[Result]:
 
 
 def _communicate(group: dist.ProcessGroup, collective: Callable[[], object]) -> None:
-    """Run a collective.
-
-    Raises StateError if another rank does not take part.
-    """
+    """Run a collective. Raises StateError if another rank does not take part."""
     try:
         collective()
     except RuntimeError as error:

@@ -63,10 +63,7 @@ def numbers_in(tensors: Iterable[torch.Tensor]) -> list[Number]:
 
 
 def ops_of(numbers: Sequence[Number]) -> list[Any]:
-    """The ops with these numbers.
-
-    Raises StateError if one no longer exists.
-    """
+    """The ops with these numbers. Raises StateError if one no longer exists."""
     ops = [numbered_op(number % MOST_OPS) for number in numbers]
     if None in ops:
         raise StateError(
@@ -92,10 +89,7 @@ def note_forward(numbers: Sequence[Number], ops: Sequence[Any], call: ForwardCal
 
 
 def forward_call(number: Number) -> ForwardCall:
-    """The forward with this number.
-
-    Raises StateError if it is not known.
-    """
+    """The forward with this number. Raises StateError if it is not known."""
     call = _calls.get(number)
     if call is None:
         raise StateError(
