@@ -51,7 +51,6 @@ ROOMS = (
             *("moe/", "gemm/grouped", "gemm/quantized_groups", "modules/grouped_linear"),
             *_in("basic_ops", "expert_parallel", "grouped_linear", "grouped_loop"),
             *_in("basic_ops", "grouped_parameters", "grouped_products", "moe"),
-            "basic_ops/remote_rows",
             *_in("fused_ops", "dispatched_experts", "grouped_mlp"),
             *_in("cuda", "grouped", "grouped_gemm", "permutation"),
             *_in("reference", "grouped", "permutation"),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fuser.basic_ops.expert_parallel import RemoteRows
 from fuser.basic_ops.grouped_parameters import (
     GroupParameters,
     are_quantized,
@@ -24,7 +25,6 @@ from fuser.basic_ops.grouped_parameters import (
     stacked_values,
 )
 from fuser.basic_ops.linear_operands import plain
-from fuser.basic_ops.remote_rows import RemoteRows
 from fuser.basic_ops.shared_memory import packed
 from fuser.basic_ops.weights import as_list
 from fuser.formats import GROUP_TILE

@@ -12,6 +12,7 @@ import torch
 from fuser.basic_ops.expert_parallel import (
     Exchange,
     ExpertParallelOperation,
+    RemoteRows,
     Sizes,
     block_of_most,
     packed_shape,
@@ -20,7 +21,6 @@ from fuser.basic_ops.expert_parallel import (
 )
 from fuser.basic_ops.grouped_linear import GroupedLinear
 from fuser.basic_ops.linear_operands import plain
-from fuser.basic_ops.remote_rows import RemoteRows
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.communication import GroupArgument, divided, resolved
 from fuser.cuda.launch import call_each_time

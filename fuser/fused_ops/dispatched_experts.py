@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import GroupedLinear, MoeDispatch
+from fuser.basic_ops.expert_parallel import sends_bytes
 from fuser.basic_ops.moe import BLOCK
-from fuser.basic_ops.remote_rows import sends_bytes
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.functional.lazy import materialize
 from fuser.fused_ops.catalog import register

@@ -11,7 +11,6 @@ from fuser.op.basic import MAX_RECIPES, BasicOperation, Counter
 from fuser.op.context import OperationContext, autocast_dtype, context_of
 from fuser.op.fused import FusedOperation
 from fuser.op.fusible import COMPUTE_METHODS, METHODS, CallResult, FusibleOperation
-from fuser.op.output import cast, quantizes_values, write_grad_input, write_output
 from fuser.op.parameters import (
     COMPUTE_DTYPES,
     ParallelMode,
@@ -35,7 +34,11 @@ from fuser.op.step import (
     StepOutputs,
     Tensors,
     Values,
+    cast,
+    quantizes_values,
     rows,
+    write_grad_input,
+    write_output,
 )
 
 __all__ = [

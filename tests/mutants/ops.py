@@ -305,7 +305,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "a gradient is quantized from another dtype than the input's",
-        "op/output.py",
+        "op/step.py",
         "write_grad_input",
         "grad_input = grad_input.to(ctx.input_dtype)",
         "pass",
