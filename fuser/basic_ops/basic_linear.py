@@ -230,12 +230,6 @@ class BasicLinear(InitialisedWeights):
         """The weight gradient reads the input."""
         return self.weight.requires_grad
 
-    def kept_input(self, key: PlanKey) -> QuantSpec | None:
-        return kept_copy(self, "input", key)
-
-    def kept_weight(self, key: PlanKey) -> QuantSpec | None:
-        return kept_copy(self, "weight", key)
-
     def takes_rebuilt_input(self, key: PlanKey) -> bool:
         """Unless it gathers its input, or a quantizer would make other bytes of it."""
         gathers = self._parallel is not None and self._parallel.gathers_input

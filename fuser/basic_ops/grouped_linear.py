@@ -20,12 +20,7 @@ from fuser.basic_ops.grouped_products import (
     quantizes_groups_of,
     rows_of_groups,
 )
-from fuser.basic_ops.linear_operands import (
-    gemm_name,
-    kept_copy,
-    quantizes_weight_again,
-    takes_rebuilt_input,
-)
+from fuser.basic_ops.linear_operands import gemm_name, quantizes_weight_again, takes_rebuilt_input
 from fuser.basic_ops.shared_memory import overlap
 from fuser.cuda import grouped_gemm
 from fuser.errors import InputError, InputTypeError
@@ -279,12 +274,6 @@ class GroupedLinear(GroupParameters):
     def quantizes_weight_again(self, key: PlanKey) -> bool:
         """Unless each group is quantized alone."""
         return self.runs_at_once(key) and quantizes_weight_again(self, key)
-
-    def kept_input(self, key: PlanKey) -> QuantSpec | None:
-        return kept_copy(self, "input", key)
-
-    def kept_weight(self, key: PlanKey) -> QuantSpec | None:
-        return kept_copy(self, "weight", key)
 
     def take_rebuilt_input(self, ctx: OperationContext, values: Values) -> None:
         is_lazy = isinstance(values, LazyTensor) and values.is_of_groups

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,10 +33,10 @@ def note_group(ctx: OperationContext, group: Any) -> None:
     ctx.reduces_amaxes = ctx.has_recipe and reduces_amaxes_over(group)
 
 
-def group_of(ctx: OperationContext, op: str, own: Any | None) -> Any:
-    """The group of the forward; ``own``, that of the op, if a user's fused op ran the forward."""
+def group_of(ctx: OperationContext, op: str, group: Any | None) -> Any:
+    """The group of the forward; ``group``, that of the op, if a user's fused op ran the forward."""
     noted = ctx.__dict__.get("group")
-    return resolved(op, own) if noted is None else noted(op)
+    return resolved(op, group) if noted is None else noted(op)
 
 
 def travelling(recipe: Recipe | None, spec: QuantSpec | None) -> QuantSpec | None:
@@ -55,16 +55,13 @@ def travelling(recipe: Recipe | None, spec: QuantSpec | None) -> QuantSpec | Non
     return spec
 
 
-class Rows:
-    """Rows that one rank holds, quantized so that gathered bytes are those of one tensor.
+class Rows(NamedTuple):
+    """Rows that one rank holds, quantized so that gathered bytes are those of one tensor."""
 
-    ``tensor``: the quantized rows, with the copies that travel. ``checks_scales``: whether scales
-    that rows of all ranks share are compared when they are gathered.
-    """
-
-    def __init__(self, tensor: QuantizedTensor, checks_scales: bool) -> None:
-        self.tensor = tensor
-        self.checks_scales = checks_scales
+    tensor: QuantizedTensor
+    """The quantized rows, with the copies that travel."""
+    checks_scales: bool
+    """Whether scales that rows of all ranks share are compared when they are gathered."""
 
     def start(self, usages: tuple[str, ...], group: Any) -> Pending[QuantizedTensor]:
         """Start to gather ``usages``, the rowwise and the columnwise copy, of all rows."""
@@ -100,23 +97,23 @@ def quantized_rows(
     have rows of two ranks, or the format reduces no amax; if the quantizer is a user's; or if
     ``x`` is quantized already and its bytes cannot travel.
     """
-    given = x if isinstance(x, QuantizedTensor) else None
-    own = quantizer if given is None else given._quantizer
-    if not isinstance(own, Quantizer):
+    arrived = x if isinstance(x, QuantizedTensor) else None
+    quantizer = quantizer if arrived is None else arrived._quantizer
+    if not isinstance(quantizer, Quantizer):
         return None
-    own = own.value()
-    if type(own).__module__.partition(".")[0] != "fuser":
+    quantizer = quantizer.value()
+    if type(quantizer).__module__.partition(".")[0] != "fuser":
         return None  # a user's quantizer may read rows of other ranks, or reduce no amax
-    is_delayed = isinstance(own, Float8Quantizer) and reduces_amaxes
-    has_equal_scales = given is None and (own.reduces_scales or is_delayed)
-    is_made = makes_columns(own)
+    is_delayed = isinstance(quantizer, Float8Quantizer) and reduces_amaxes
+    has_equal_scales = arrived is None and (quantizer.reduces_scales or is_delayed)
+    is_made = makes_columns(quantizer)
     needed = tuple(dict.fromkeys("rowwise" if is_made else usage for usage in usages))
     rows = x.shape[:-1].numel()
-    if not all(can_gather(own, u, rows, has_equal_scales=has_equal_scales) for u in needed):
+    if not all(can_gather(quantizer, u, rows, has_equal_scales=has_equal_scales) for u in needed):
         return None
-    if given is not None:
-        return Rows(given, False) if all(map(given._has, needed)) else None
-    copies = own.with_usage(rowwise="rowwise" in needed, columnwise="columnwise" in needed)
+    if arrived is not None:
+        return Rows(arrived, False) if all(map(arrived._has, needed)) else None
+    copies = quantizer.with_usage(rowwise="rowwise" in needed, columnwise="columnwise" in needed)
     return Rows(copies.bound_to(group)(x), is_delayed)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fuser.basic_ops.linear_operands import bind
+from fuser.basic_ops.linear_operands import bind, kept_copy
 from fuser.communication import is_distributed
 from fuser.cuda.arguments import layout_of
 from fuser.doors import PARAMETERS
@@ -27,6 +27,7 @@ from fuser.precision.contexts import (
 from fuser.precision.delayed_scaling import holds_steps
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling
+from fuser.specs import PlanKey, QuantSpec
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 
 Form = QuantizedTensor | list[QuantizedTensor]
@@ -99,6 +100,12 @@ class InitialisedWeights(KeepsWeights):
     _init: ParameterInit | None
     """The options of ``quantized_model_init``, under which the op was made."""
     _rng_state_tracker_function: Callable[[], Any] | None
+
+    def kept_input(self, key: PlanKey) -> QuantSpec | None:
+        return kept_copy(self, "input", key)
+
+    def kept_weight(self, key: PlanKey) -> QuantSpec | None:
+        return kept_copy(self, "weight", key)
 
     def _register(self, kind: str, buffer: torch.Tensor) -> None:
         """Register the parameters of a kind over ``buffer``, or over each ``buffer[g]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import os
 import textwrap
@@ -568,10 +569,9 @@ def merged(parts: Iterable[FusionPlan | ModuleCall], channels: Sequence[Channel]
         else:
             plans.append(_after(modules[-1], part) if modules else part)
             count += len(part.ops)
-    result = plans[0]
-    for plan in plans[1:]:
-        result = _joined(result, plan)
-    return replace(result, channels=tuple(channels), modules=tuple(modules))
+    return replace(
+        functools.reduce(_joined, plans), channels=tuple(channels), modules=tuple(modules)
+    )
 
 
 def _after(call: ModuleCall, plan: FusionPlan) -> FusionPlan:

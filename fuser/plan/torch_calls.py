@@ -8,6 +8,7 @@ read outside; backward computes again what such kernels computed and did not wri
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -234,14 +235,8 @@ def compiled_seconds(
 
 def _groups(calls: Sequence[TorchCall]) -> Iterator[list[TorchCall]]:
     """Each product alone, and the calls between two products together."""
-    group: list[TorchCall] = []
-    for call in calls:
-        if call.is_product:
-            if group:
-                yield group
-            yield [call]
-            group = []
+    for is_product, group in itertools.groupby(calls, lambda call: call.is_product):
+        if is_product:
+            yield from ([call] for call in group)
         else:
-            group.append(call)
-    if group:
-        yield group
+            yield list(group)
