@@ -405,8 +405,8 @@ class RemoteRows(LazyTensor):
         arriving = start_all_to_all(sent, self.group, exchange.send_sizes, exchange.receive_sizes)
         # The received place of each padded row, -1 in the padding and after the last group.
         places = pad(routed.row_map.view(-1, 1) + 1, groups.tiles).view(-1) - 1
-        own = torch.distributed.get_rank(self.group) * routed.counts.shape[1]
-        scale_inv = scale[own : own + len(groups.ends)].reciprocal()
+        first = torch.distributed.get_rank(self.group) * routed.counts.shape[1]
+        scale_inv = scale[first : first + len(groups.ends)].reciprocal()
         of_tiles = scale_inv[groups.tiles[:, 0].clamp(min=0).long()]
         data = ops.permute(arriving.wait(), places, routed.places).view(torch.uint8)
         quantizer = groups_quantizer(quantizers, groups, rowwise=rowwise, columnwise=columnwise)
@@ -448,9 +448,9 @@ class RemoteRows(LazyTensor):
         tensor = Float8GroupsQuantizer(groups, alone, **recorded)(rows)
         if states[0].amax is not None:
             begin = torch.distributed.get_rank(self.group) * len(own_scales)
-            own = _largest(amaxes, self.group)[begin : begin + len(states)]
+            largest = _largest(amaxes, self.group)[begin : begin + len(states)]
             kept = [q.amax for q in states if q.amax is not None]
-            foreach_maximum_(kept, list(own.view(-1, 1).unbind()))
+            foreach_maximum_(kept, list(largest.view(-1, 1).unbind()))
         return tensor, scale
 
 

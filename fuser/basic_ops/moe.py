@@ -345,12 +345,11 @@ class MoeDispatch(ExpertParallelOperation):
         may_send_bytes: bool,
     ) -> tuple[Values, tuple[torch.Tensor, ...]]:
         """As :meth:`rows_of_experts`, of tokens ``x`` from all ranks."""
-        sizes = {"num_experts": self.num_experts, "capacity": self.capacity, "k": indices.shape[1]}
-        counts = (f"{name} {size}" for name, size in sizes.items())
-        of_probs = f"probs in {str(probs.dtype).removeprefix('torch.')}"
+        sizes = (f"num_experts {self.num_experts}", f"capacity {self.capacity}")
+        of_k, of_probs = f"k {indices.shape[1]}", str(probs.dtype).removeprefix("torch.")
         form = "tokens as bytes or values" if may_send_bytes else "tokens as values"
         time = "sent by the experts" if is_lazy else "sent at once"
-        group = self._agreed_group(ctx, x, *counts, of_probs, form, time)
+        group = self._agreed_group(ctx, x, *sizes, of_k, f"probs in {of_probs}", form, time)
         policy: DropPolicy | None = None
         if self.capacity is not None:
             block, policy = self.capacity // self.expert_parallel_size, self.drop_policy

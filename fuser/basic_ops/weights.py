@@ -73,9 +73,9 @@ class KeepsWeights(BasicOperation):
             return cast(Made, kept.made)
         # What is kept outlives the caller's inference_mode: a later microbatch may be trained.
         with torch.inference_mode(False), torch.no_grad():
-            made = make()
-        before.keep(how, made)
-        return made
+            form = make()
+        before.keep(how, form)
+        return form
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_kept_weight": None}
@@ -209,9 +209,9 @@ class Kept:
         return None if None in layouts else (self.how, *kinds, *layouts)
 
 
-def as_list(made: Form) -> list[QuantizedTensor]:
+def as_list(form: Form) -> list[QuantizedTensor]:
     """The tensors of a form."""
-    return made if isinstance(made, list) else [made]
+    return form if isinstance(form, list) else [form]
 
 
 class KeptBefore(NamedTuple):
@@ -252,11 +252,11 @@ class KeptBefore(NamedTuple):
                 kept = None
         return KeptBefore(op, table, wholes[0], facts, memory, kept)
 
-    def keep(self, how: tuple[object, ...], made: Any) -> None:
+    def keep(self, how: tuple[object, ...], form: Any) -> None:
         """Keep what was made of the weights in the pass."""
         if self.memory is not None:
             self.memory.begin()
-        kept = Kept(self.facts, how, made, self.memory)
+        kept = Kept(self.facts, how, form, self.memory)
         # Not by its name: recordings would be of another op.
         self.op.__dict__["_kept_weight"] = WeakTensorKeyDictionary({self.first: kept})
 

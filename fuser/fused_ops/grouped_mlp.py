@@ -241,8 +241,8 @@ class GroupedMLP(FusedOperation):
     ) -> StepOutputs:
         for i, op in enumerate(self.members):
             quantizer = inputs.quantizer if i == 2 else None
-            own = StepInputs(extras[i], quantizer, inputs.kwargs[i : i + 1])
-            x, _ = op.step_forward(ctxs[i : i + 1], x, own)
+            of_op = StepInputs(extras[i], quantizer, inputs.kwargs[i : i + 1])
+            x, _ = op.step_forward(ctxs[i : i + 1], x, of_op)
         return x, ()
 
     def _one_by_one_backward(self, ctxs: Contexts, dy: torch.Tensor) -> StepGrads:

@@ -187,9 +187,9 @@ class BackwardLinearAdd(FusedOperation):
     def kernels(
         cls, make: MakeExtraOutput, linear: BasicLinear, *, side: str, key: PlanKey
     ) -> Kernels:
-        own = key.window(1, 2)
-        wgrad = [(name, 0) for name in linear.kernels(side, own) if name.startswith("wgrad")]
-        return (*wgrad, (added_gemm(linear, side, own), 2))
+        of_linear = key.window(1, 2)
+        wgrad = [(name, 0) for name in linear.kernels(side, of_linear) if name.startswith("wgrad")]
+        return (*wgrad, (added_gemm(linear, side, of_linear), 2))
 
     def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
         linear, (ctx, linear_ctx), (grad_extra,) = self.members[1], ctxs, grad_extras

@@ -540,8 +540,10 @@ def _end_backward(task: int) -> None:
     for region in [reference() for reference in backward.regions]:
         if region is not None:
             states |= region.take()
-    gradients = {reference(): group for reference, group in backward.states.items()}
-    states |= {state: group for state, group in gradients.items() if state is not None}
+    for reference, group in backward.states.items():
+        state = reference()
+        if state is not None:
+            states[state] = group
     DelayedScales.end_step(states)
 
 
