@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fuser.basic_ops.activation import ScaledActivation
 from fuser.basic_ops.expert_parallel import (
     Exchange,
     ExpertParallelOperation,
@@ -21,7 +22,6 @@ from fuser.basic_ops.expert_parallel import (
 )
 from fuser.basic_ops.grouped_linear import GroupedLinear
 from fuser.basic_ops.linear_operands import plain
-from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.communication import GroupArgument, divided, resolved
 from fuser.cuda.launch import call_each_time
 from fuser.errors import InputError
@@ -345,11 +345,11 @@ class MoeDispatch(ExpertParallelOperation):
         may_send_bytes: bool,
     ) -> tuple[Values, tuple[torch.Tensor, ...]]:
         """As :meth:`rows_of_experts`, of tokens ``x`` from all ranks."""
-        sizes = (f"num_experts {self.num_experts}", f"capacity {self.capacity}")
+        counts = (f"num_experts {self.num_experts}", f"capacity {self.capacity}")
         of_k, of_probs = f"k {indices.shape[1]}", str(probs.dtype).removeprefix("torch.")
         form = "tokens as bytes or values" if may_send_bytes else "tokens as values"
         time = "sent by the experts" if is_lazy else "sent at once"
-        group = self._agreed_group(ctx, x, *sizes, of_k, f"probs in {of_probs}", form, time)
+        group = self._agreed_group(ctx, x, *counts, of_k, f"probs in {of_probs}", form, time)
         policy: DropPolicy | None = None
         if self.capacity is not None:
             block, policy = self.capacity // self.expert_parallel_size, self.drop_policy

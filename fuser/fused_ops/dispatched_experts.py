@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import GroupedLinear, MoeDispatch
+from fuser.basic_ops.activation import ScaledActivation
 from fuser.basic_ops.expert_parallel import sends_bytes
 from fuser.basic_ops.moe import BLOCK
-from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.functional.lazy import materialize
 from fuser.fused_ops.catalog import register
 from fuser.fused_ops.grouped_mlp import GroupedMLP

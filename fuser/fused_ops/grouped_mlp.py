@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.basic_ops import GroupedLinear
-from fuser.basic_ops.activation import input_to_save
+from fuser.basic_ops.activation import ScaledActivation, ScaledActivationSaved, input_to_save
 from fuser.basic_ops.grouped_products import (
     GroupedProduct,
     QuantizedProduct,
@@ -19,7 +19,6 @@ from fuser.basic_ops.grouped_products import (
     rows_of_groups,
     unpadded_values,
 )
-from fuser.basic_ops.scaled_activation import ScaledActivation, ScaledActivationSaved
 from fuser.chain import Stage
 from fuser.functional import pointwise
 from fuser.functional.grouped import scaled_activation_bias_backward

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.basic_ops import Activation, AddExtraInput, Bias, ConstantScale
-from fuser.basic_ops.activation import ActivationState
+from fuser.basic_ops.activation import ActivationState, ScaledActivation
 from fuser.basic_ops.pointwise_ops import BIAS_STAGES
-from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.chain import Stage, Stages
 from fuser.functional import pointwise
 from fuser.functional.lazy import materialize

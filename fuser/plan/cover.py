@@ -143,8 +143,8 @@ def unchosen_joint(
         if not _is_used(pair[0], cover.forward):
             window = range(pair[0].start, pair[0].stop)
             others = [other for other in joint if outside(window, other[:1])]
-            rest = (outside(window, side) for side in (forward, backward))
-            forced = cheapest_cover(count, *rest, [*others, pair])
+            sides = outside(window, forward), outside(window, backward)
+            forced = cheapest_cover(count, *sides, [*others, pair])
             refusals.append(_unchosen_refusal(pair[0], forced.cost - cover.cost))
     return refusals
 

@@ -13,18 +13,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fuser.basic_ops.activation import Activation
-from fuser.basic_ops.adaptive_layer_norm import AdaptiveLayerNorm
+from fuser.basic_ops.activation import Activation, ScaledActivation
 from fuser.basic_ops.basic_linear import BasicLinear
 from fuser.basic_ops.grouped_linear import GroupedLinear
 from fuser.basic_ops.lora_grouped_linear import LoRAGroupedLinear
 from fuser.basic_ops.lora_linear import LoRALinear
 from fuser.basic_ops.moe import MoeCombine, MoeDispatch
-from fuser.basic_ops.normalization import L2Normalization, LayerNorm, RMSNorm
+from fuser.basic_ops.normalization import AdaptiveLayerNorm, L2Normalization, LayerNorm, RMSNorm
 from fuser.basic_ops.pointwise_ops import AddExtraInput, Bias, ConstantScale, Dropout
 from fuser.basic_ops.quantize import Quantize
 from fuser.basic_ops.references import Identity, MakeExtraOutput, Reshape
-from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.op import BasicOperation
 from fuser.plan.devices import Device
 from fuser.plan.graph import OpGraph

@@ -246,7 +246,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "a scaled activation hands on a gradient of scales that nobody wants",
-        "basic_ops/scaled_activation.py",
+        "basic_ops/activation.py",
         "ScaledActivation.step_backward",
         "needed = (state.function.scaled,), ctx.extra_inputs_require_grad",
         "needed = (state.function.scaled,), (True,)",
@@ -254,7 +254,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "conditions of an adaptive norm with ones between are refused",
-        "basic_ops/adaptive_layer_norm.py",
+        "basic_ops/normalization.py",
         "AdaptiveLayerNorm._check_shapes",
         "if tuple(shape) not in (short, long):",
         "if tuple(shape) != short:",
@@ -263,7 +263,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "an adaptive norm takes the first dimension for its samples",
-        "basic_ops/adaptive_layer_norm.py",
+        "basic_ops/normalization.py",
         "AdaptiveLayerNorm.step_forward",
         "batch = (x.shape[self.batch_dim], self.hidden_size)",
         "batch = (x.shape[0], self.hidden_size)",

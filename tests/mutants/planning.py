@@ -1236,7 +1236,7 @@ REBUILT = (
     ),
     Mutant(
         "statistics of an adaptive norm count one number of a row",
-        "basic_ops/adaptive_layer_norm.py",
+        "basic_ops/normalization.py",
         "AdaptiveLayerNorm.saved_bytes",
         "return 2 * 4 * math.prod(",
         "return 4 * math.prod(",

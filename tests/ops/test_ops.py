@@ -35,7 +35,7 @@ from said import holds, said
 
 import fuser
 from fuser.basic_ops import basic_linear, pointwise_ops
-from fuser.basic_ops.scaled_activation import ScaledActivation
+from fuser.basic_ops.activation import ScaledActivation
 from fuser.fused_ops import linear
 from fuser.reference import activation
 from fuser.specs import TensorSpec
