@@ -27,6 +27,9 @@ from fuser.tensors.sharding import gathered_by
 from fuser.tensors.stacks import stack_quantizer
 from fuser.torch_private import without_autocast
 
+Owners = Sequence[torch.Tensor | None]
+"""The weights whose gradients go into ``main_grad`` or wait; None for the others."""
+
 
 class GroupParameters(InitialisedWeights):
     """An op with the weights ``[num_groups, out_features, in_features]``, and biases, of groups.
@@ -260,7 +263,7 @@ class GroupParameters(InitialisedWeights):
         wait for :meth:`backward_dw`. A weight that a hook computes is not a leaf.
         """
         require_grad = ctx.params_require_grad[: self.main_grad_count]
-        owners: Sequence[torch.Tensor | None] = [None] * self.main_grad_count
+        owners: Owners = [None] * self.main_grad_count
         if self.accumulates_into_main_grad:
             owners = ctx.main_grad_owners
         if not self.delay_wgrad_compute:
@@ -273,10 +276,7 @@ class GroupParameters(InitialisedWeights):
         return self._added(make(), [None] * self.main_grad_count, now)
 
     def _added(
-        self,
-        gradients: torch.Tensor,
-        owners: Sequence[torch.Tensor | None],
-        require_grad: Sequence[bool],
+        self, gradients: torch.Tensor, owners: Owners, require_grad: Sequence[bool]
     ) -> list[torch.Tensor | None]:
         """The gradients that autograd gets, after others were added to their ``main_grad``."""
         parts = [gradients] if self._is_one("weight") else list(gradients)
@@ -297,9 +297,7 @@ class GroupParameters(InitialisedWeights):
                 grads.append(stand_in_gradient(owner))
         return grads
 
-    def _add_later(
-        self, make: Callable[[], torch.Tensor], owners: Sequence[torch.Tensor | None]
-    ) -> None:
+    def _add_later(self, make: Callable[[], torch.Tensor], owners: Owners) -> None:
         """Add gradients to the ``main_grad`` or the ``grad`` of their weights."""
         is_leaf = [owner is not None for owner in owners]
         for owner, grad in zip(owners, self._added(make(), owners, is_leaf), strict=True):
