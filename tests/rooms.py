@@ -65,7 +65,7 @@ ROOMS = (
             *("distributed/", "precision/amax_reduction", "runtime/local_parts"),
             *_in("tensors", "gathering", "joined_gathering", "loading", "master_weight"),
             "tensors/sharding",
-            *_in("basic_ops", "collectives", "linear_parallel", "quantized_rows"),
+            *_in("basic_ops", "collectives", "linear_parallel"),
             "modules/parallel",
         ),
     ),
@@ -97,7 +97,7 @@ ROOMS = (
     Room("capture", "wing", _in("runtime", "captured", "graph_memory", "graphed", "graphs")),
     Room("layers", "wing", ("modules/",)),
     Room("checks", "wing", ("testing/",)),
-    Room("LoRA", "wing", _in("basic_ops", "lora_adapters", "lora_grouped_linear", "lora_linear")),
+    Room("LoRA", "wing", _in("basic_ops", "lora_adapters", "lora_linear")),
     Room(
         "memory plans",
         "wing",

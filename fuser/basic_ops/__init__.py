@@ -24,8 +24,7 @@ from fuser.basic_ops.activation import (
 from fuser.basic_ops.basic_linear import BasicLinear
 from fuser.basic_ops.collectives import AllGather, AllReduce, ReduceScatter
 from fuser.basic_ops.grouped_linear import GroupedLinear
-from fuser.basic_ops.lora_grouped_linear import LoRAGroupedLinear
-from fuser.basic_ops.lora_linear import LoRALinear
+from fuser.basic_ops.lora_linear import LoRAGroupedLinear, LoRALinear
 from fuser.basic_ops.moe import MoeCombine, MoeDispatch
 from fuser.basic_ops.normalization import AdaptiveLayerNorm, L2Normalization, LayerNorm, RMSNorm
 from fuser.basic_ops.pointwise_ops import AddExtraInput, Bias, ConstantScale, Dropout

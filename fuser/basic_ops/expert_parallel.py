@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fuser.basic_ops.quantized_rows import group_of, note_group
+from fuser.basic_ops.collectives import group_of, note_group
 from fuser.communication import (
     Agreement,
     GroupArgument,

@@ -11,7 +11,15 @@ import torch
 
 from fuser import gemm
 from fuser.basic_ops.basic_linear import BasicLinear
-from fuser.basic_ops.collectives import AllReduce, ReduceScatter
+from fuser.basic_ops.collectives import (
+    AllReduce,
+    ReduceScatter,
+    Rows,
+    group_of,
+    note_group,
+    quantized_rows,
+    travelling,
+)
 from fuser.basic_ops.linear_operands import (
     LinearSaved,
     operands_of,
@@ -21,7 +29,6 @@ from fuser.basic_ops.linear_operands import (
     readable,
     saved_operand,
 )
-from fuser.basic_ops.quantized_rows import Rows, group_of, note_group, quantized_rows, travelling
 from fuser.communication import (
     GroupArgument,
     Pending,

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from fuser.basic_ops.activation import Activation, ScaledActivation
 from fuser.basic_ops.basic_linear import BasicLinear
 from fuser.basic_ops.grouped_linear import GroupedLinear
-from fuser.basic_ops.lora_grouped_linear import LoRAGroupedLinear
-from fuser.basic_ops.lora_linear import LoRALinear
+from fuser.basic_ops.lora_linear import LoRAGroupedLinear, LoRALinear
 from fuser.basic_ops.moe import MoeCombine, MoeDispatch
 from fuser.basic_ops.normalization import AdaptiveLayerNorm, L2Normalization, LayerNorm, RMSNorm
 from fuser.basic_ops.pointwise_ops import AddExtraInput, Bias, ConstantScale, Dropout

@@ -84,7 +84,7 @@ PARALLEL = (
     ),
     Mutant(
         "ranks quantize gathered rows with scales of their own",
-        "basic_ops/quantized_rows.py",
+        "basic_ops/collectives.py",
         "quantized_rows",
         "Rows(copies.bound_to(group)(x), is_delayed)",
         "Rows(copies(x), is_delayed)",
@@ -136,7 +136,7 @@ PARALLEL = (
     ),
     Mutant(
         "a backward uses the group that the op has now",
-        "basic_ops/quantized_rows.py",
+        "basic_ops/collectives.py",
         "group_of",
         "return resolved(op, own) if noted is None else noted(op)",
         "return resolved(op, own)",
@@ -152,7 +152,7 @@ PARALLEL = (
     ),
     Mutant(
         "scales of two ranks are not compared",
-        "basic_ops/quantized_rows.py",
+        "basic_ops/collectives.py",
         "Rows.start",
         "checks_scales=self.checks_scales",
         "checks_scales=False",
