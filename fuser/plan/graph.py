@@ -275,19 +275,10 @@ class OpGraph:
     def _memory_names(self, key: PlanKey) -> tuple[dict[Node, Memory], dict[Node, Memory]]:
         """The name of the memory of each value and each gradient; references share a name."""
         count = len(self.ops)
-        passes_on = {
-            side: [not op.kernels(side, key.window(i, i + 1)) for i, op in enumerate(self.ops)]
-            for side in ("forward", "backward")
-        }
-        passes_on["backward"] = [
-            (passes or op.passes_gradient_on) and op_key.grad_input is None
-            for passes, op, op_key in zip(passes_on["backward"], self.ops, key.ops, strict=True)
-        ]
         value: dict[Node, Memory] = {("line", 0): ("value", 0)}
         gradient: dict[Node, Memory] = {("line", count): ("gradient", count)}
         for i, op in enumerate(self.ops):
-            here = value["line", i]
-            passes = passes_on["forward"][i]
+            here, passes = value["line", i], not op.kernels("forward", key.window(i, i + 1))
             value["line", i + 1] = here if passes else ("value", i + 1)
             for k in range(op.num_extra_outputs):
                 node = ("extra output", i, k)
@@ -299,11 +290,12 @@ class OpGraph:
                     node = ("extra output", *source.place)
                     value["extra input", i, k] = value[node]
         for i in reversed(range(count)):
-            here = gradient["line", i + 1]
-            passes = passes_on["backward"][i]
+            here, op = gradient["line", i + 1], self.ops[i]
+            passes = not op.kernels("backward", key.window(i, i + 1)) or op.passes_gradient_on
+            passes = passes and key.ops[i].grad_input is None
             gradient["line", i] = here if passes else ("gradient", i)
-            for k in range(self.ops[i].num_extra_inputs):
-                is_shared = passes or self.ops[i].passes_gradient_to_extras
+            for k in range(op.num_extra_inputs):
+                is_shared = passes or op.passes_gradient_to_extras
                 name = ("gradient of extra input", i, k)
                 gradient["extra input", i, k] = here if is_shared else name
         return value, gradient

@@ -54,19 +54,18 @@ def make_plan(
     backward = search.side("backward", pinned["backward"])
     joint = search.joint(pinned)
     cover = cheapest_cover(len(graph.ops), forward, backward, joint)
-    forward_run = cover.forward
     backward_run = tuple(c for c in reversed(cover.backward) if c.stop > search.first)
     lost = [*unchosen(forward, cover.forward), *unchosen(backward, cover.backward)]
     lost += unchosen_joint(len(graph.ops), forward, backward, joint, cover)
     joint_ops: dict[tuple[int, int, Any], FusibleOperation] = {}
     run = {
-        "forward": tuple(_operation(graph.ops, c, joint_ops) for c in forward_run),
+        "forward": tuple(_operation(graph.ops, c, joint_ops) for c in cover.forward),
         "backward": tuple(_operation(graph.ops, c, joint_ops) for c in backward_run),
     }
     plan = FusionPlan(
         key=key,
         ops=tuple(type(op).__name__ for op in graph.ops),
-        forward=tuple(c.step for c in forward_run),
+        forward=tuple(c.step for c in cover.forward),
         backward=tuple(c.step for c in backward_run),
         unfused_forward=tuple(c.step for c in search.basic["forward"]),
         unfused_backward=tuple(
