@@ -539,12 +539,10 @@ class BasicLinear(InitialisedWeights):
         # Backward then reads columnwise copies.
         wgrad = is_quantized and weight_requires_grad and ctx.keeps_input
         dgrad = is_quantized and ctx.input_requires_grad and ctx.keeps_weight
-        return OperandQuantizers(
-            self,
-            x.with_usage(rowwise=True, columnwise=wgrad),
-            weight.with_usage(rowwise=True, columnwise=dgrad),
-            self.quantizer_value("backward", 0) if is_quantized else None,
-        )
+        x = x.with_usage(rowwise=True, columnwise=wgrad)
+        weight = weight.with_usage(rowwise=True, columnwise=dgrad)
+        gradient = self.quantizer_value("backward", 0) if is_quantized else None
+        return OperandQuantizers(self, x, weight, gradient)
 
     def _compute_dtype(self, key: PlanKey) -> torch.dtype:
         return key.autocast_dtype or self.weight.dtype

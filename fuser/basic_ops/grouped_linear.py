@@ -211,11 +211,11 @@ class GroupedLinear(GroupParameters):
             }
         else:
             wants_wgrad = any(param.requires_grad for param in op.params[:weights])
+            wants_wgrad = wants_wgrad and not self.delay_wgrad_compute
             is_launched = {
                 f"{quantize} grad_output": is_quantized,
                 product("dgrad mm", "grad_output", "weight"): op.input_requires_grad,
-                product("wgrad mm", "grad_output", "input"): wants_wgrad
-                and not self.delay_wgrad_compute,
+                product("wgrad mm", "grad_output", "input"): wants_wgrad,
                 "grouped sum": any(param.requires_grad for param in op.params[weights:biases]),
             }
         return tuple(name for name, is_one in is_launched.items() if is_one)

@@ -171,10 +171,8 @@ class LoopedProduct(QuantizedProduct):
             return weights
         quantizers = self._each("weight", (usage == "rowwise", usage == "columnwise"))
         return [
-            readable(weight, usage, quantizer)
-            if isinstance(weight, QuantizedTensor)
-            else quantizer(weight)
-            for weight, quantizer in zip(weights, quantizers, strict=True)
+            readable(w, usage, q) if isinstance(w, QuantizedTensor) else q(w)
+            for w, q in zip(weights, quantizers, strict=True)
         ]
 
     def _wgrad(self, dy: GroupOperands, x: Saved, *_: object) -> torch.Tensor:

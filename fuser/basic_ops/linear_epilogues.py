@@ -98,9 +98,6 @@ def grad_scale_refusal(linear: BasicLinear, key: PlanKey) -> str | None:
         name = type(recipe).__name__
         return f"{name} may record the amax of scale * dy, and here dy would be quantized."
     readers = {"weight": op.input_requires_grad, "input": op.params[0].requires_grad}
-    rows = [
-        native_row("grad_output", role, key, linear.quantizer_format)
-        for role, is_read in readers.items()
-        if is_read
-    ]
+    roles = [role for role, is_read in readers.items() if is_read]
+    rows = [native_row("grad_output", role, key, linear.quantizer_format) for role in roles]
     return EMULATED_GEMM if None in rows else None

@@ -211,10 +211,8 @@ class _Run:
         ops: Sequence[BasicOperation] = graph.ops
         for i, op in enumerate(ops):
             extras = tuple(
-                self.given[source.caller_index]
-                if source.caller_index is not None
-                else outputs[source.place]
-                for source in graph.sources[i]
+                outputs[s.place] if s.caller_index is None else self.given[s.caller_index]
+                for s in graph.sources[i]
             )
             params = tuple(self.params[i])
             dtype = graph.main_specs[i + 1].dtype
