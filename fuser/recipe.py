@@ -96,13 +96,13 @@ def _made(
 
 def _check_values(settings: Any, accepted: Mapping[str, tuple[Any, ...]]) -> None:
     """Refuse values of fields that are not among those ``accepted``, and of flags all but two."""
-    flags = {each.name: (True, False) for each in fields(settings) if each.type in ("bool", bool)}
+    flags = {f.name: (True, False) for f in fields(settings) if f.type in ("bool", bool)}
     for name, values in {**flags, **accepted}.items():
-        given = getattr(settings, name)
-        if given not in values:
+        setting = getattr(settings, name)
+        if setting not in values:
             listed = " or ".join(str(getattr(value, "name", repr(value))) for value in values)
             raise InputError(
-                f"{type(settings).__name__} got {name} {getattr(given, 'name', repr(given))}; "
+                f"{type(settings).__name__} got {name} {getattr(setting, 'name', repr(setting))}; "
                 f"it takes {listed}."
             )
 
@@ -183,10 +183,7 @@ _by_key: dict[str, Recipe] = {}
 def recipe_of_key(key: str) -> Recipe:
     """One of the latest recipes with such contents.
 
-    Raises
-    ------
-    KeyError
-        If there is none, or it has functions of the user, as custom recipes.
+    Raises KeyError if there is none, or it has functions of the user, as custom recipes.
     """
     return _by_key[key]
 
@@ -251,9 +248,7 @@ class Recipe(_MadeInGraphs):
                 f"values are {', '.join(map(repr, BACKWARD_OVERRIDES))} and None."
             )
         if not self.accepts_backward_override:
-            accepting = [
-                cls.__name__ for cls in Recipe.__subclasses__() if cls.accepts_backward_override
-            ]
+            accepting = (c.__name__ for c in Recipe.__subclasses__() if c.accepts_backward_override)
             raise InputError(
                 f"{type(self).__name__} takes no backward_override (got {override!r}); "
                 f"the recipes that accept one are {', '.join(accepting)}."
@@ -263,10 +258,10 @@ class Recipe(_MadeInGraphs):
         attention = "attention is not quantized: it is torch's, in 16 bits"
         reasons = {"fp8_dpa": attention, "fp8_mha": attention, **self.absent}
         for name, reason in reasons.items():
-            given, default = getattr(self, name), getattr(type(self), name)
-            if given != default:
+            value, default = getattr(self, name), getattr(type(self), name)
+            if value != default:
                 raise InputError(
-                    f"{type(self).__name__} got {name}={given!r}; {reason}, so the only accepted "
+                    f"{type(self).__name__} got {name}={value!r}; {reason}, so the only accepted "
                     f"value is {default!r}."
                 )
 
@@ -279,22 +274,22 @@ class Recipe(_MadeInGraphs):
     def _complete_params(self) -> None:
         """Fill in the parameters that were not given; refuse those that no quantizer supports."""
         for name, default in self.default_params().items():
-            given = getattr(self, name)
-            if given is None:
-                given = getattr(type(self), name)  # a subclass may define its own
-            if given is None or given.follows_recipe:
+            params = getattr(self, name)
+            if params is None:
+                params = getattr(type(self), name)  # a subclass may define its own
+            if params is None or params.follows_recipe:
                 object.__setattr__(default, "follows_recipe", True)
-                given = default
+                params = default
             for param in fields(QParams):
                 is_taken = not param.compare or param.name in self.taken_params
-                if not is_taken and getattr(given, param.name) != param.default:
+                if not is_taken and getattr(params, param.name) != param.default:
                     raise InputError(
                         f"{type(self).__name__} got {name} with {param.name}="
-                        f"{getattr(given, param.name)!r}; its quantizers have "
+                        f"{getattr(params, param.name)!r}; its quantizers have "
                         f"{' and '.join(self.taken_params)}."
                         " Leave the rest out."
                     )
-            object.__setattr__(self, name, given)
+            object.__setattr__(self, name, params)
 
     @property
     def quantizes_backward(self) -> bool:
@@ -558,16 +553,11 @@ class NVFP4BlockScaling(Recipe):
                 "fp4_2d_quantization=True; a row has no scale of its own if 16 of them share the "
                 "scales of blocks. Leave one out."
             )
-        for role, field_name in (
-            ("input", "fp4_quant_fwd_inp"),
-            ("weight", "fp4_quant_fwd_weight"),
-        ):
+        roles = (("input", "fp4_quant_fwd_inp"), ("weight", "fp4_quant_fwd_weight"))
+        for role, field_name in roles:
             params: QParams = getattr(self, field_name)
-            refused = [
-                name
-                for name in ("random_hadamard_transform", "stochastic_rounding")
-                if getattr(params, name)
-            ]
+            options = ("random_hadamard_transform", "stochastic_rounding")
+            refused = [name for name in options if getattr(params, name)]
             if refused and self.four_over_six(role):
                 raise InputError(
                     f"NVFP4BlockScaling got nvfp4_4over6={self.nvfp4_4over6!r} and {field_name} "
@@ -581,10 +571,9 @@ class NVFP4BlockScaling(Recipe):
         of_role = {"weight": ("weights", "all"), "input": ("activations", "all")}.get(role, ())
         if self.nvfp4_4over6 not in of_role:
             return {}
-        is_256 = self.nvfp4_4over6_e4m3_use_256 in of_role
         return {
             "nvfp4_use_4over6": True,
-            "nvfp4_e4m3_max": 256 if is_256 else 448,
+            "nvfp4_e4m3_max": 256 if self.nvfp4_4over6_e4m3_use_256 in of_role else 448,
             "nvfp4_4over6_err_mode": self.nvfp4_4over6_err_mode,
         }
 

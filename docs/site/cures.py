@@ -46,6 +46,9 @@ UNCAPTURED = (
 MISSING = "The end of the message has the name that is there, if there is one like it."
 
 CURES: dict[str, str] = {
+    "backward-activation-bias-needs-no-gradient": (
+        "Nothing: there is less to do without this fusion."
+    ),
     "channels-asks-extra-number": "Give an int, counted from 0.",
     "compiled-runner-recording-incomplete": COMPILED,
     "compiled-runner-returned-no-gradient": OWN_OP,
@@ -161,11 +164,6 @@ CURES_OF_PLACES: tuple[tuple[str, str, str], ...] = (
     ("cuda/sources.py", "StateError", "Install fuser again: sources of kernels are missing."),
     ("cuda/", "Input", LAUNCHER),
     (
-        "fused_ops/backward_activation_bias.py",
-        "refusal",
-        "Nothing: there is less to do without this fusion.",
-    ),
-    (
         "fused_ops/dispatched_experts.py",
         "refusal",
         "The rows are gathered in memory, with the same values. Experts that gather rows as these"
@@ -178,7 +176,7 @@ CURES_OF_PLACES: tuple[tuple[str, str, str], ...] = (
         "dtype.",
     ),
     (
-        "fused_ops/pointwise_chain.py",
+        "fused_ops/pointwise_fusions.py",
         "refusal",
         "The ops run in two kernels, or in torch, with the same values. Give them one dtype, and "
         "gate once.",
@@ -208,7 +206,7 @@ CURES_OF_PLACES: tuple[tuple[str, str, str], ...] = (
         "without it.",
     ),
     ("plan/registered.py", "StateError", "Return ops that replace each op of the pipeline once."),
-    ("plan/why_kept.py", "refusal", KEPT),
+    ("plan/kept.py", "refusal", KEPT),
     ("runtime/recorded.py", "refusal", UNRECORDED),
     (
         "precision/availability.py",

@@ -10,35 +10,26 @@ from fuser.basic_ops.activation import (
     ClampedSwiGLU,
     ReGLU,
     ReLU,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    ScaledTanhSReLU,
     SiLU,
     SiTUGLU,
     SReGLU,
     SReLU,
     SwiGLU,
 )
-from fuser.basic_ops.adaptive_layer_norm import AdaptiveLayerNorm
-from fuser.basic_ops.add_extra_input import AddExtraInput
 from fuser.basic_ops.basic_linear import BasicLinear
-from fuser.basic_ops.bias import Bias
 from fuser.basic_ops.collectives import AllGather, AllReduce, ReduceScatter
-from fuser.basic_ops.constant_scale import ConstantScale
-from fuser.basic_ops.dropout import Dropout
 from fuser.basic_ops.grouped_linear import GroupedLinear
-from fuser.basic_ops.identity import Identity
-from fuser.basic_ops.lora_grouped_linear import LoRAGroupedLinear
-from fuser.basic_ops.lora_linear import LoRALinear
-from fuser.basic_ops.make_extra_output import MakeExtraOutput
+from fuser.basic_ops.lora_linear import LoRAGroupedLinear, LoRALinear
 from fuser.basic_ops.moe import MoeCombine, MoeDispatch
-from fuser.basic_ops.normalization import L2Normalization, LayerNorm, RMSNorm
+from fuser.basic_ops.normalization import AdaptiveLayerNorm, L2Normalization, LayerNorm, RMSNorm
+from fuser.basic_ops.pointwise_ops import AddExtraInput, Bias, ConstantScale, Dropout
 from fuser.basic_ops.quantize import Quantize
-from fuser.basic_ops.reshape import Reshape
-from fuser.basic_ops.scaled_activation import (
-    ScaledClampedQGeGLU,
-    ScaledSiTUGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
-    ScaledTanhSReLU,
-)
+from fuser.basic_ops.references import Identity, MakeExtraOutput, Reshape
 
 __all__ = [
     "GEGLU",

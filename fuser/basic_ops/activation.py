@@ -1,20 +1,26 @@
-"""Activations and gated linear units: one class for each, one shared implementation."""
+"""Activations and gated linear units; and those whose rows are scaled, as experts have them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from fuser.chain import Stage
-from fuser.errors import InputError
+from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
-from fuser.functional.lazy import LazyTensor
 from fuser.op import (
+    Autocast,
     BasicOperation,
-    Grads,
+    Contexts,
     OperationContext,
+    OpGrads,
+    Specs,
+    StepGrads,
+    StepInputs,
+    StepOutputs,
+    Tensors,
+    Values,
     cast,
     quantizes_values,
     write_grad_input,
@@ -41,11 +47,6 @@ def input_to_save(ctx: OperationContext, x: torch.Tensor) -> torch.Tensor:
     return ROUNDED_INPUT(x) if ctx.rounds_input else x
 
 
-def rounded_input(key: PlanKey) -> QuantSpec | None:
-    """How :func:`input_to_save` quantizes; None if it does not."""
-    return QuantSpec(ROUNDED_INPUT.format, True, False) if key.ops[0].rounds_input else None
-
-
 class ActivationSaved(NamedTuple):
     """What an activation saves."""
 
@@ -58,7 +59,26 @@ class ActivationState(NamedTuple):
     function: Stage
 
 
-class Activation(BasicOperation):
+class _Function(BasicOperation):
+    """Base class of the ops that compute an activation, perhaps with scaled rows."""
+
+    parameter_names = ()
+    can_quantize_output = ("forward", "backward")
+    can_round_input = True
+    stores_rebuilt_output = True
+    backward_attributes = ActivationState
+    function: Stage
+    """The function; an attribute of the instance if the formula has scalars."""
+
+    def fuses_quantize(self, side: str, key: PlanKey) -> bool:
+        return quantizes_values(side, key)
+
+    def kept_input(self, key: PlanKey) -> QuantSpec | None:
+        """How :func:`input_to_save` quantizes; None if it does not."""
+        return QuantSpec(ROUNDED_INPUT.format, True, False) if key.ops[0].rounds_input else None
+
+
+class Activation(_Function):
     """Base class of the activations: a function of each element, or of each gate pair.
 
     It computes in fp32 and rounds once to the compute dtype. It saves only the
@@ -71,14 +91,6 @@ class Activation(BasicOperation):
         backward then computes with the rounded values.
     """
 
-    parameter_names = ()
-    can_quantize_output = ("forward", "backward")
-    can_round_input = True
-    stores_rebuilt_output = True
-    backward_attributes = ActivationState
-    function: Stage
-    """The function; an attribute of the instance if the formula has scalars."""
-
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
@@ -89,9 +101,7 @@ class Activation(BasicOperation):
             parts.append(f"glu_interleave_size={self.function.interleave}")
         return ", ".join(parts)
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         features = self.function.output_features(spec.shape[-1])
         return TensorSpec((*spec.shape[:-1], features), autocast or spec.dtype)
 
@@ -100,9 +110,6 @@ class Activation(BasicOperation):
             return (f"{self.function.name}_backward",)
         caches = self.cache_quantized_input and key.ops[0].requires_grad
         return ("quantize", self.function.name) if caches else (self.function.name,)
-
-    def fuses_quantize(self, side: str, key: PlanKey) -> bool:
-        return quantizes_values(side, key)
 
     @property
     def takes_scalars(self) -> bool:  # type: ignore[override]
@@ -119,9 +126,7 @@ class Activation(BasicOperation):
         """True unless the saved input is rounded."""
         return self.saves_input
 
-    def rebuild(
-        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
-    ) -> torch.Tensor | LazyTensor:
+    def rebuild(self, ctx: OperationContext, input_: Values | None) -> Values:
         x = self.saved_input(ctx)
         state: ActivationState = ctx.state
         return pointwise.chain((state.function,), x, is_plain=not ctx.has_recipe)
@@ -129,10 +134,7 @@ class Activation(BasicOperation):
     def saved_bytes(self, spec: TensorSpec) -> int:
         return INPUT_CACHE.format.nbytes(spec.shape, ("rowwise",)) if not self.saves_input else 0
 
-    def kept_input(self, key: PlanKey) -> QuantSpec | None:
-        return rounded_input(key)
-
-    def run(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor | LazyTensor:
+    def run(self, ctx: OperationContext, input_: torch.Tensor) -> Values:
         """The output. Saves the input for backward in ``ctx``."""
         x = input_ if ctx.autocast_dtype is None else cast(input_, ctx.autocast_dtype)
         if ctx.requires_grad:
@@ -145,11 +147,7 @@ class Activation(BasicOperation):
         return pointwise.chain((self.function,), x, is_plain=not ctx.has_recipe)
 
     def stage(
-        self,
-        ctx: OperationContext,
-        shape: tuple[int, ...],
-        device: torch.device,
-        extras: tuple[torch.Tensor, ...],
+        self, ctx: OperationContext, shape: tuple[int, ...], device: torch.device, extras: Tensors
     ) -> tuple[Stage, torch.Tensor | None]:
         """This op as a stage of a chain, and its operand, for an input of ``shape``."""
         self.function.output_features(shape[-1])
@@ -173,9 +171,7 @@ class Activation(BasicOperation):
     ) -> torch.Tensor:
         return write_output(self.run(ctx, input_), next_op_input_quantizer)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
         state: ActivationState = ctx.state
         dx, _ = pointwise.chain_backward(
             *((state.function,), grad_output, self.saved_input(ctx), (None,), (False,)),
@@ -375,3 +371,214 @@ class ClampedSwiGLU(Activation):
         super().__init__(cache_quantized_input=cache_quantized_input)
         scalars = (limit, alpha, glu_linear_offset)
         self.function = Stage("clamped_swiglu", scalars, glu_interleave_size)
+
+
+class ScaledActivationSaved(NamedTuple):
+    """What a scaled activation saves."""
+
+    x: torch.Tensor
+    scales: torch.Tensor
+
+
+class ScaledActivation(_Function):
+    """Base class of the scaled activations: ``f(x) * scales[..., None]``.
+
+    The extra input ``scales`` has the shape of x without its last dimension,
+    and receives a gradient.
+
+    Parameters
+    ----------
+    function
+        The activation that is scaled.
+    activation_recompute_in_mlp
+        Whether :class:`~fuser.fused_ops.GroupedMLP` computes this activation again in backward, in
+        place of saving it. Under delayed scaling it is saved all the same, and the plan says so.
+
+    Raises
+    ------
+    StateError
+        If it is to be computed again, in training, and no ``GroupedMLP`` runs it, as in te.ops.
+    """
+
+    num_extra_inputs = 1
+    takes_floating_extras = True
+    rebuilds_output = True
+
+    def __init__(self, function: Stage, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__()
+        self.function = function
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
+
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+        (scales,) = extras
+        self._check_scales(spec.shape, scales.shape)
+        features = self.function.output_features(spec.shape[-1])
+        return TensorSpec((*spec.shape[:-1], features), autocast or spec.dtype)
+
+    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        name = f"scaled_{self.function.name}"
+        return (name if side == "forward" else f"{name}_backward",)
+
+    def stage(
+        self, ctx: OperationContext, shape: tuple[int, ...], device: torch.device, extras: Tensors
+    ) -> tuple[Stage, torch.Tensor | None]:
+        """As in ``Activation``."""
+        (scales,) = extras
+        self._check_scales(shape, scales.shape)
+        self.function.output_features(shape[-1])
+        if self.activation_recompute_in_mlp and ctx.requires_grad:
+            raise self._unfused()
+        return self.function.scaled, scales
+
+    def rebuild(self, ctx: OperationContext, input_: Values | None) -> Values:
+        x, scales = self.saved(ctx)
+        return pointwise.chain((ctx.state.function.scaled,), x, (scales,))
+
+    def saved(self, ctx: OperationContext) -> ScaledActivationSaved:
+        """What the forward saved; its input rounded if it was saved quantized."""
+        x, scales = ScaledActivationSaved(*ctx.saved_tensors)
+        if isinstance(x, QuantizedTensor):  # once, as in `Activation.saved_input`
+            x = x.dequantize()
+        ctx.saved_tensors = saved = ScaledActivationSaved(x, scales)
+        return saved
+
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        (ctx,), (scales,) = ctxs, inputs.extras
+        self._check_scales(x.shape, scales.shape)
+        if self.activation_recompute_in_mlp and ctx.requires_grad:
+            raise self._unfused()
+        x = cast(x, ctx.autocast_dtype or x.dtype)
+        if ctx.requires_grad:
+            ctx.to_save = ScaledActivationSaved(input_to_save(ctx, x), scales)
+        y = pointwise.chain((self.function.scaled,), x, (scales,))
+        return write_output(y, inputs.quantizer), ()
+
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        (ctx,) = ctxs
+        x, scales = self.saved(ctx)
+        state: ActivationState = ctx.state
+        stages, needed = (state.function.scaled,), ctx.extra_inputs_require_grad
+        dx, dscales = pointwise.chain_backward(
+            stages, dy, x, (scales,), needed, output=ctx.rebuilt_output
+        )
+        return write_grad_input(dx, ctx), (), dscales
+
+    def _unfused(self) -> StateError:
+        return StateError(
+            f"{type(self).__name__}(activation_recompute_in_mlp=True) trains only inside the "
+            "fusion GroupedMLP, which computes it again in backward; here it runs without. "
+            "print(model.plan(x, ...)) says why, or leave the argument out."
+        )
+
+    def _check_scales(self, x: tuple[int, ...], scales: tuple[int, ...]) -> None:
+        if scales != x[:-1]:
+            raise InputError(
+                f"{type(self).__name__} got scales of shape {tuple(scales)} for an input of shape "
+                f"{tuple(x)}; it takes one scale per row, {tuple(x[:-1])}."
+            )
+
+
+class ScaledSReLU(ScaledActivation):
+    """``max(x, 0)^2 * scales``."""
+
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__(Stage("srelu"), activation_recompute_in_mlp=activation_recompute_in_mlp)
+
+
+class ScaledTanhSReLU(ScaledActivation):
+    """``(s tanh(max(x, 0) / s))^2 * scales``: a squared ReLU below a soft bound of ``s^2``.
+
+    Parameters
+    ----------
+    tanh_clamp_scale
+        ``s``; finite and positive, else InputError.
+    """
+
+    def __init__(
+        self, *, tanh_clamp_scale: float, activation_recompute_in_mlp: bool = False
+    ) -> None:
+        stage = Stage("tanh_srelu", (float(tanh_clamp_scale),))
+        super().__init__(stage, activation_recompute_in_mlp=activation_recompute_in_mlp)
+        self.tanh_clamp_scale = float(tanh_clamp_scale)
+
+
+class ScaledSwiGLU(ScaledActivation):
+    """``silu(a) b * scales[..., None]``.
+
+    The gate ``a`` is the first half of the last dimension of x, and the linear part ``b`` the
+    second. The extra input ``scales`` has the shape of x without its last dimension.
+
+    Parameters
+    ----------
+    glu_interleave_size
+        Gate and linear part alternate in blocks of this many columns instead, the gate first.
+    activation_recompute_in_mlp
+        Whether :class:`~fuser.fused_ops.GroupedMLP` computes the activation again in backward, in
+        place of saving it.
+    """
+
+    def __init__(
+        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
+    ) -> None:
+        stage = Stage("swiglu", interleave=glu_interleave_size)
+        super().__init__(stage, activation_recompute_in_mlp=activation_recompute_in_mlp)
+
+
+class ScaledSiTUGLU(ScaledActivation):
+    """``beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2) * scales[..., None]``.
+
+    The gate ``a`` is the first half of the last dimension of x, and the linear part ``b`` the
+    second. The extra input ``scales`` has the shape of x without its last dimension.
+
+    Parameters
+    ----------
+    glu_interleave_size
+        Gate and linear part alternate in blocks of this many columns instead, the gate first.
+    activation_recompute_in_mlp
+        Whether :class:`~fuser.fused_ops.GroupedMLP` computes the activation again in backward, in
+        place of saving it.
+    beta1, beta2
+        Soft clipping bounds; finite and positive, else InputError.
+    """
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+    ) -> None:
+        stage = Stage("situglu", (beta1, beta2), glu_interleave_size)
+        super().__init__(stage, activation_recompute_in_mlp=activation_recompute_in_mlp)
+
+
+class ScaledClampedQGeGLU(ScaledActivation):
+    """``ClampedSwiGLU(x) * scales[..., None]``, whose formula that op has.
+
+    The gate ``a`` is the first half of the last dimension of x, and the linear part ``b`` the
+    second. The extra input ``scales`` has the shape of x without its last dimension.
+
+    Parameters
+    ----------
+    glu_interleave_size
+        Gate and linear part alternate in blocks of this many columns instead, the gate first.
+    activation_recompute_in_mlp
+        Whether :class:`~fuser.fused_ops.GroupedMLP` computes the activation again in backward, in
+        place of saving it.
+    limit, alpha, glu_linear_offset
+        The scalars of the formula; ``limit`` is positive.
+    """
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+    ) -> None:
+        scalars = (limit, alpha, glu_linear_offset)
+        stage = Stage("clamped_swiglu", scalars, glu_interleave_size)
+        super().__init__(stage, activation_recompute_in_mlp=activation_recompute_in_mlp)

@@ -23,28 +23,37 @@ from fuser.basic_ops.linear_operands import (
     readable,
     takes_rebuilt_input,
 )
-from fuser.basic_ops.linear_weight import LinearWeight, parallel_text
 from fuser.basic_ops.main_grad import main_grad_of_linear, stand_in_gradient
-from fuser.communication import GroupArgument
+from fuser.basic_ops.weights import InitialisedWeights
+from fuser.communication import Agreement, GroupArgument, GroupRef, divided, group_size
+from fuser.doors import PARAMETERS
 from fuser.errors import InputError
-from fuser.functional.lazy import LazyTensor, materialize
+from fuser.functional.lazy import materialize
 from fuser.op import (
+    Autocast,
     Grads,
     OperationContext,
+    OpGrads,
     ParallelMode,
+    Specs,
+    Values,
     cast,
+    check_parallel_mode,
     check_parameter,
     check_sizes,
+    default_device,
+    default_dtype,
     write_grad_input,
     write_output,
 )
+from fuser.precision.contexts import current_parameter_init
 from fuser.specs import Collective, PlanKey, Product, QuantSpec, TensorSpec
-from fuser.tensors import QuantizedTensor
+from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.base import note_backward_read
 from fuser.tensors.observation import note_operands, observing
 
 
-class BasicLinear(LinearWeight):
+class BasicLinear(InitialisedWeights):
     """Apply a linear transformation without bias: ``y = x @ weight.T``.
 
     Parameters
@@ -83,9 +92,13 @@ class BasicLinear(LinearWeight):
         If a group is given and torch.distributed is not initialised.
     """
 
+    parameter_names: Sequence[str] = ("weight",)
     can_quantize_output = ("forward", "backward")
     grad_input_dtype = "output"
     module_type = "linear"
+    weight: torch.nn.Parameter
+    _sharded_dim: int | None = None  # the dimension of the weight of which this rank has a part
+    _product_ranks = 1  # the ranks whose products a later op adds
 
     def __init__(
         self,
@@ -106,7 +119,13 @@ class BasicLinear(LinearWeight):
         self.out_features = self.local_out_features = out_features
         self.shard(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
         self._accumulate_into_main_grad = accumulate_into_main_grad
-        self._make_weight(device, dtype, rng_state_tracker_function)
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self._init = current_parameter_init()
+        options: dict[str, Any] = {"device": default_device(device), "dtype": default_dtype(dtype)}
+        size = (self.local_out_features, self.local_in_features)
+        self._register("weight", torch.empty(size, **options))
+        if not self.weight.is_meta:
+            self.reset_parameters()
 
     def implementation(self) -> tuple[Any, ...]:
         # Plans depend on the communication.
@@ -120,18 +139,96 @@ class BasicLinear(LinearWeight):
     def process_groups(self) -> tuple[GroupArgument, ...]:
         return () if self._parallel is None else (self.tensor_parallel_group,)
 
+    # -- the part of this rank ------------------------------------------------
+
+    def shard(
+        self,
+        mode: ParallelMode | None,
+        group: GroupArgument = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        """Shard an op of whole features over ``group``; the caller replaces the weight.
+
+        The arguments are ``tensor_parallel_mode``, ``tensor_parallel_group`` and
+        ``sequence_parallel`` of the constructor. Raises InputError, StateError as the constructor;
+        nothing has changed then.
+        """
+        check_parallel_mode("BasicLinear", mode, sequence_parallel)
+        ranks = group_size("BasicLinear", group) if mode is not None else 1
+        name = "out_features" if mode == "column" else "in_features"
+        size = divided(f"BasicLinear's {name}", getattr(self, name), ranks)
+        setattr(self, f"local_{name}", size)
+        self.tensor_parallel_mode = mode
+        self.sequence_parallel = sequence_parallel
+        self.tensor_parallel_size = ranks
+        self._group = GroupRef(group)
+        self._agreement = Agreement()
+        self._parallel: Any | None = None  # what a linear of several ranks does otherwise
+        if mode is not None and ranks > 1:
+            self._parallel = PARAMETERS.guest.parallelism(mode, ranks, sequence_parallel)
+            self._sharded_dim = 0 if mode == "column" else 1
+
+    def note_products(self, group: GroupArgument) -> None:
+        """Say that the op's features are those of this rank, and a later op adds the products."""
+        self._group = GroupRef(group)
+        self._sharded_dim = 1
+        self._product_ranks = group_size("BasicLinear", group)
+
+    @property
+    def mode_and_ranks(self) -> tuple[ParallelMode, int] | None:
+        """``"column"`` or ``"row"``, and how many ranks share the linear; None if none do.
+
+        Also if a later op adds the products.
+        """
+        if self._parallel is not None:
+            return self._parallel.mode, self._parallel.ranks
+        return None if self._sharded_dim is None else ("row", self._product_ranks)
+
+    @property
+    def whole_in_features(self) -> int:
+        """``in_features`` of all ranks together, also if a later op adds the products."""
+        return self.in_features * self._product_ranks
+
+    def placement_of(self, name: str) -> tuple[int | None, Any]:
+        dim = self._sharded_dim
+        return (None, None) if dim is None else (dim, self._group.group)
+
+    @property
+    def tensor_parallel_group(self) -> Any | None:
+        """The argument of the constructor; it may be set to another group of the same size."""
+        return self._group.group
+
+    @tensor_parallel_group.setter
+    def tensor_parallel_group(self, group: GroupArgument) -> None:
+        ranks = group_size("BasicLinear", group) if self._parallel is not None else 1
+        if ranks != self.tensor_parallel_size:
+            raise InputError(
+                f"BasicLinear is sharded over {self.tensor_parallel_size} ranks, and a group of "
+                f"{ranks} cannot run it."
+                " Make the op with that group."
+            )
+        self._group = GroupRef(group)
+
+    # -- first values ---------------------------------------------------------
+
+    def pre_first_fuser_forward(self) -> None:
+        if self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight as torch.nn.Linear does; a weight on meta is allocated first.
+
+        Of a weight that ``fully_shard`` has sharded, every rank initialises its shard; all ranks
+        call this.
+        """
+        self._reset(("weight",))
+
     # -- questions of the planner ------------------------------------------------
 
     @property
     def saves_input(self) -> bool:  # type: ignore[override]
         """The weight gradient reads the input."""
         return self.weight.requires_grad
-
-    def kept_input(self, key: PlanKey) -> QuantSpec | None:
-        return kept_copy(self, "input", key)
-
-    def kept_weight(self, key: PlanKey) -> QuantSpec | None:
-        return kept_copy(self, "weight", key)
 
     def takes_rebuilt_input(self, key: PlanKey) -> bool:
         """Unless it gathers its input, or a quantizer would make other bytes of it."""
@@ -146,7 +243,7 @@ class BasicLinear(LinearWeight):
     def quantizes_weight_again(self, key: PlanKey) -> bool:
         return quantizes_weight_again(self, key)
 
-    def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
+    def take_rebuilt_input(self, ctx: OperationContext, values: Values) -> None:
         if ctx.is_partial and not ctx.params_require_grad[0]:
             return
         kept, *weight = LinearSaved(*ctx.saved_tensors)
@@ -161,9 +258,7 @@ class BasicLinear(LinearWeight):
             x = quantizer(values if values.dtype is dtype else materialize(values).to(dtype))
         ctx.saved_tensors = LinearSaved(x, *weight)
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         check_parameter(
             self._sized(), "weight", self.weight, (self.local_out_features, self.local_in_features)
         )
@@ -191,12 +286,10 @@ class BasicLinear(LinearWeight):
             "dgrad mm": op.input_requires_grad and ("grad_output", "weight"),
             "wgrad mm": op.params[0].requires_grad and ("grad_output", "input"),
         }
-        is_plain = key.recipe is None or not key.recipe.quantizes_backward
-        return tuple(
-            name if is_plain else self._gemm_name(name, *roles, key)
-            for name, roles in roles_of.items()
-            if roles
-        )
+        products = [(name, roles) for name, roles in roles_of.items() if roles]
+        if key.recipe is None or not key.recipe.quantizes_backward:
+            return tuple(name for name, _ in products)
+        return tuple(self._gemm_name(name, *roles, key) for name, roles in products)
 
     def context_constants(self, key: PlanKey) -> dict[str, Any]:
         """Constants of a linear's context, under the names that other libraries' fusions read.
@@ -238,12 +331,12 @@ class BasicLinear(LinearWeight):
             "grad_output": op.grad_output is not None,
         }
         operands = operands_of(side, key, self.quantizer_format)
-        own = {role: operand for role, operand in operands.items() if not arrives[role]}
+        specs = {role: operand for role, operand in operands.items() if not arrives[role]}
         if side == "forward":
-            return own
+            return specs
         is_kept = {"input": op.keeps_input, "weight": op.keeps_weight}
         again = {role: kept_copy(self, role, key) for role, kept in is_kept.items() if not kept}
-        return own | {role: spec for role, spec in again.items() if spec is not None}
+        return specs | {role: spec for role, spec in again.items() if spec is not None}
 
     def input_quantization(self, key: PlanKey) -> QuantSpec | None:
         (op,) = key.ops
@@ -390,12 +483,30 @@ class BasicLinear(LinearWeight):
                 note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)
         return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)
 
-    def _saved_input(
+    def _quantized_weight(
         self,
-        ctx: OperationContext,
-        input_: torch.Tensor,
-        qx: QuantizedTensor,
-        gather: Any | None,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        quantizer: Quantizer,
+        is_first_microbatch: bool | None,
+    ) -> QuantizedTensor:
+        """The quantized weight; see :mod:`weights` for a caller that counts microbatches."""
+        if isinstance(weight, QuantizedTensor):
+            self.bound([weight])
+            return weight
+        if is_first_microbatch is None:
+            return quantizer(cast(weight, dtype))
+        return self.kept_weights(
+            [weight],
+            dtype,
+            [quantizer],
+            is_first_microbatch,
+            lambda: quantizer(cast(weight, dtype)),
+            lambda kept: kept._has("columnwise") or not quantizer.columnwise,
+        )
+
+    def _saved_input(
+        self, ctx: OperationContext, input_: torch.Tensor, qx: QuantizedTensor, gather: Any | None
     ) -> torch.Tensor | None:
         """The input that backward reads; ``qx`` is the quantized one."""
         if gather is not None:
@@ -426,16 +537,12 @@ class BasicLinear(LinearWeight):
         assert x is not None
         assert weight is not None
         # Backward then reads columnwise copies.
-        wgrad, dgrad = (
-            is_quantized and weight_requires_grad and ctx.keeps_input,
-            is_quantized and ctx.input_requires_grad and ctx.keeps_weight,
-        )
-        return OperandQuantizers(
-            self,
-            x.with_usage(rowwise=True, columnwise=wgrad),
-            weight.with_usage(rowwise=True, columnwise=dgrad),
-            self.quantizer_value("backward", 0) if is_quantized else None,
-        )
+        wgrad = is_quantized and weight_requires_grad and ctx.keeps_input
+        dgrad = is_quantized and ctx.input_requires_grad and ctx.keeps_weight
+        x = x.with_usage(rowwise=True, columnwise=wgrad)
+        weight = weight.with_usage(rowwise=True, columnwise=dgrad)
+        gradient = self.quantizer_value("backward", 0) if is_quantized else None
+        return OperandQuantizers(self, x, weight, gradient)
 
     def _compute_dtype(self, key: PlanKey) -> torch.dtype:
         return key.autocast_dtype or self.weight.dtype
@@ -475,7 +582,7 @@ class BasicLinear(LinearWeight):
         grad_output: torch.Tensor,
         scale: float = 1.0,
         addend: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, Grads]:
+    ) -> OpGrads:
         """``scale * dy @ weight (+ addend)``, and ``scale * dy.T @ x`` for the weight.
 
         Each is None if it is not wanted; the weight's also if it went into ``main_grad``.
@@ -531,20 +638,14 @@ class BasicLinear(LinearWeight):
         return x, quantized(weight, ctx.compute_dtype, quantizer)
 
     def weight_gradient(
-        self,
-        ctx: OperationContext,
-        dy: Any,
-        x: Any,
-        scale: float,
-        *,
-        is_quantized: bool = False,
+        self, ctx: OperationContext, dy: Any, x: Any, scale: float, *, is_quantized: bool = False
     ) -> torch.Tensor | None:
         """``scale * dy.T @ x``; None if it is added to ``main_grad``.
 
         Of quantized tensors, ``is_quantized``, the columnwise copies.
         """
-        (owner,), own = ctx.main_grad_owners, self._parameters.get("weight")
-        main_grad = None if owner is None else main_grad_of_linear(owner, own)
+        (owner,), weight = ctx.main_grad_owners, self._parameters.get("weight")
+        main_grad = None if owner is None else main_grad_of_linear(owner, weight)
         if is_quantized:
             dtype, is_split = ctx.compute_dtype, ctx.split_accumulators[2]
             assert dtype is not None
@@ -565,7 +666,7 @@ class BasicLinear(LinearWeight):
         weight: torch.Tensor | None,
         scale: float,
         addend: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, Grads]:
+    ) -> OpGrads:
         """:meth:`op_backward` with quantized operands."""
         dtype, quantizer = ctx.compute_dtype, ctx.grad_output_quantizer
         assert dtype is not None
@@ -621,3 +722,11 @@ class BasicLinear(LinearWeight):
     def _sized(self) -> str:
         """The op with its sizes, for messages."""
         return f"{self.part_of or 'BasicLinear'}({self.whole_in_features}, {self.out_features})"
+
+
+def parallel_text(linears: Sequence[BasicLinear]) -> str:
+    """For a repr: ``", column and row parallel over 2 ranks"`` of two linears, else empty."""
+    shared = [pair for linear in linears if (pair := linear.mode_and_ranks) is not None]
+    if not shared:
+        return ""
+    return f", {' and '.join(mode for mode, _ in shared)} parallel over {shared[0][1]} ranks"

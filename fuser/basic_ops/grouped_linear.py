@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from fuser.basic_ops.group_notes import bits_note, padding_note
 from fuser.basic_ops.grouped_loop import LoopedProduct
 from fuser.basic_ops.grouped_parameters import GroupParameters
 from fuser.basic_ops.grouped_products import (
@@ -20,32 +20,33 @@ from fuser.basic_ops.grouped_products import (
     quantizes_groups_of,
     rows_of_groups,
 )
-from fuser.basic_ops.linear_operands import (
-    gemm_name,
-    kept_copy,
-    quantizes_weight_again,
-    takes_rebuilt_input,
-)
+from fuser.basic_ops.linear_operands import gemm_name, quantizes_weight_again, takes_rebuilt_input
 from fuser.basic_ops.shared_memory import overlap
 from fuser.cuda import grouped_gemm
 from fuser.errors import InputError, InputTypeError
+from fuser.formats import GROUP_TILE, tile_count
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.gemm import grouped
 from fuser.gemm.quantized_groups import sums_of
 from fuser.op import (
+    Autocast,
     BasicOperation,
     Contexts,
     OperationContext,
+    Specs,
     StepGrads,
     StepInputs,
     StepOutputs,
     Tensors,
+    Values,
     check_sizes,
     default_device,
     default_dtype,
     write_grad_input,
     write_output,
 )
+from fuser.precision.quantizer_for import role_format
+from fuser.recipe import Recipe
 from fuser.specs import PlanKey, Product, QuantSpec, TensorSpec
 
 INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -124,15 +125,10 @@ class GroupedLinear(GroupParameters):
         scale_bias: bool = False,
     ) -> None:
         super().__init__(accumulate_into_main_grad, delay_wgrad_compute)
-        check_sizes(
-            "GroupedLinear",
-            num_groups=num_groups,
-            in_features=in_features,
-            out_features=out_features,
-        )
+        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+        check_sizes("GroupedLinear", **sizes)
         self.num_groups = num_groups
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features, self.out_features = in_features, out_features
         self._take_parameter_init(is_one=single_grouped_weight)
         self.has_bias = bias
         self.single_grouped_weight = single_grouped_weight
@@ -146,7 +142,7 @@ class GroupedLinear(GroupParameters):
             for kind, one in is_one.items()
             if kind == "weight" or bias
         }
-        self.parameter_names = [name for names in self._names.values() for name in names]
+        self.parameter_names = [*itertools.chain(*self._names.values())]
         self.main_grad_count = len(self._names["weight"])
         options: dict[str, Any] = {"device": default_device(device), "dtype": default_dtype(dtype)}
         self._register("weight", torch.empty(num_groups, out_features, in_features, **options))
@@ -163,15 +159,15 @@ class GroupedLinear(GroupParameters):
 
     def reset_parameters(self) -> None:
         """Initialise each weight as torch.nn.Linear does, and the biases with zeros."""
-        self._reset([name for names in self._names.values() for name in names])
+        self._reset(itertools.chain(*self._names.values()))
 
     def _reset(self, names: Iterable[str]) -> None:
         super()._reset(names)
         self._pack()
 
     def pre_first_fuser_forward(self) -> None:
-        every = [name for names in self._names.values() for name in names]
-        on_meta = [name for name in every if getattr(self, name).is_meta]
+        names = itertools.chain(*self._names.values())
+        on_meta = [name for name in names if getattr(self, name).is_meta]
         if on_meta:
             self._reset(on_meta)
 
@@ -182,9 +178,7 @@ class GroupedLinear(GroupParameters):
         """The weight gradients read the input."""
         return any(getattr(self, name).requires_grad for name in self._names["weight"])
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         self._check(spec.shape, extras)
         return TensorSpec((*spec.shape[:-1], self.out_features), autocast or self._dtype)
 
@@ -217,11 +211,11 @@ class GroupedLinear(GroupParameters):
             }
         else:
             wants_wgrad = any(param.requires_grad for param in op.params[:weights])
+            wants_wgrad = wants_wgrad and not self.delay_wgrad_compute
             is_launched = {
                 f"{quantize} grad_output": is_quantized,
                 product("dgrad mm", "grad_output", "weight"): op.input_requires_grad,
-                product("wgrad mm", "grad_output", "input"): wants_wgrad
-                and not self.delay_wgrad_compute,
+                product("wgrad mm", "grad_output", "input"): wants_wgrad,
                 "grouped sum": any(param.requires_grad for param in op.params[weights:biases]),
             }
         return tuple(name for name, is_one in is_launched.items() if is_one)
@@ -267,12 +261,10 @@ class GroupedLinear(GroupParameters):
         return roles * self.num_groups
 
     def input_quantization(self, key: PlanKey) -> QuantSpec | None:
-        """None: each group has scales of its own, so that this op quantizes its input."""
+        """None: each group has scales of its own, so that this op quantizes for itself."""
         return None
 
-    def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
-        """None, as :meth:`input_quantization`."""
-        return None
+    grad_output_quantization = input_quantization
 
     def takes_rebuilt_input(self, key: PlanKey) -> bool:
         """Unless each group is quantized alone."""
@@ -283,13 +275,7 @@ class GroupedLinear(GroupParameters):
         """Unless each group is quantized alone."""
         return self.runs_at_once(key) and quantizes_weight_again(self, key)
 
-    def kept_input(self, key: PlanKey) -> QuantSpec | None:
-        return kept_copy(self, "input", key)
-
-    def kept_weight(self, key: PlanKey) -> QuantSpec | None:
-        return kept_copy(self, "weight", key)
-
-    def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
+    def take_rebuilt_input(self, ctx: OperationContext, values: Values) -> None:
         is_lazy = isinstance(values, LazyTensor) and values.is_of_groups
         if values.dtype is not ctx.compute_dtype or not is_lazy:
             values = materialize(values)
@@ -415,8 +401,8 @@ class GroupedLinear(GroupParameters):
             raise InputTypeError(
                 f"GroupedLinear takes a tensor as buffer {name}; got {type(buffer).__name__}."
             )
-        given = (tuple(buffer.shape), buffer.dtype, buffer.device, buffer.is_contiguous())
-        if given != (tuple(shape), dtype, device, True):
+        layout = (tuple(buffer.shape), buffer.dtype, buffer.device, buffer.is_contiguous())
+        if layout != (tuple(shape), dtype, device, True):
             raise InputError(
                 f"GroupedLinear got a buffer {name} of shape {tuple(buffer.shape)}, {buffer.dtype} "
                 f"on {buffer.device} with strides {buffer.stride()}; it takes a contiguous one of "
@@ -447,3 +433,71 @@ def check_equal_sizes(ops: tuple[int, int], first: torch.Tensor, second: torch.T
             f"[{grouped.listed(sizes)}] for its first GroupedLinear and [{grouped.listed(others)}] "
             "for its second; they must be equal, unless the linears are in two pipelines."
         )
+
+
+OWN_BITS = "The bits of a row depend on that row and its group alone"
+
+
+def padding_note(
+    recipe: Recipe | None, groups: int, rows: int, *, is_one_launch: bool
+) -> str | None:
+    """The rows that quantizing adds to ``rows`` rows in groups.
+
+    None if it adds no rows, if there are none, or if the recipe is custom. A group ends on average
+    in the middle of its last tile, or block of a format.
+    """
+    if recipe is None or recipe.custom():
+        return None
+    multiple = GROUP_TILE if is_one_launch else role_format(recipe, "input").multiple
+    if multiple == 1 or rows == 0:  # of a dispatch with a capacity of 0
+        return None
+    more = groups * multiple // 2
+    text = (
+        f"Each group is padded to a multiple of {multiple} rows: about {multiple // 2} more a "
+        f"group, of {rows} rows {_percent(more, rows)}."
+    )
+    if not is_one_launch:
+        return text
+    buffer = tile_count(rows, groups) * GROUP_TILE
+    return (
+        f"{text} Sizes are not known when memory is allocated, so a padded matrix of T rows has "
+        f"up to T + {GROUP_TILE - 1} x {groups} rows: here {buffer}, "
+        f"{_percent(buffer - rows, rows)}."
+    )
+
+
+def _percent(more: int, rows: int) -> str:
+    return f"{100 * more / rows:.1f}% more"
+
+
+def bits_note(recipe: Recipe | None, dtype: torch.dtype) -> str | None:
+    """A note on other rows that change the bits of a row; None if that is not known."""
+    if recipe is None:
+        is_torchs = dtype is torch.float32
+        but = ", if torch's product does not depend on the number of rows" if is_torchs else ""
+        return f"{OWN_BITS}{but}."
+    if recipe.custom():
+        return None
+    if recipe.delayed():
+        return f"{OWN_BITS}, and on scales of earlier steps."
+    shared = {role: _rows_of_a_scale(recipe, role) for role in ("input", "grad_output")}
+    if not recipe.quantizes_backward:
+        del shared["grad_output"]
+    sharing = [
+        f"its {tensor} shares a scale with {shared[role]} of its group"
+        for role, tensor in (("input", "input"), ("grad_output", "gradient"))
+        if shared.get(role)
+    ]
+    if not sharing:
+        return f"{OWN_BITS}."
+    return f"The bits of a row may depend on other rows: {', and '.join(sharing)}."
+
+
+def _rows_of_a_scale(recipe: Recipe, role: str) -> str:
+    """The rows with which a row shares a scale; empty if it has scales of its own."""
+    layout = role_format(recipe, role).layout
+    names = {*layout.rowwise, *layout.shared}
+    if not names <= layout.rows.keys():
+        return "all rows"
+    most = max(layout.rows[name][1] for name in names)
+    return f"{most - 1} rows" if most > 1 else ""

@@ -17,12 +17,12 @@ from fuser.basic_ops.grouped_products import (
     Saved,
     SeparateWeights,
     Usages,
-    Values,
     Weights,
 )
 from fuser.basic_ops.linear_operands import original, plain, quantized, readable, saved_operand
 from fuser.functional.grouped import zero_tail
 from fuser.functional.lazy import materialize
+from fuser.op import Values
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.gathering import gather_noted_reads
 from fuser.tensors.stacks import matrices
@@ -171,10 +171,8 @@ class LoopedProduct(QuantizedProduct):
             return weights
         quantizers = self._each("weight", (usage == "rowwise", usage == "columnwise"))
         return [
-            readable(weight, usage, quantizer)
-            if isinstance(weight, QuantizedTensor)
-            else quantizer(weight)
-            for weight, quantizer in zip(weights, quantizers, strict=True)
+            readable(w, usage, q) if isinstance(w, QuantizedTensor) else q(w)
+            for w, q in zip(weights, quantizers, strict=True)
         ]
 
     def _wgrad(self, dy: GroupOperands, x: Saved, *_: object) -> torch.Tensor:

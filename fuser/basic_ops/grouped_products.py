@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fuser.basic_ops.expert_parallel import RemoteRows
 from fuser.basic_ops.grouped_parameters import (
     GroupParameters,
     are_quantized,
@@ -23,17 +24,16 @@ from fuser.basic_ops.grouped_parameters import (
     stacked,
     stacked_values,
 )
-from fuser.basic_ops.kept_weight import as_list
 from fuser.basic_ops.linear_operands import plain
-from fuser.basic_ops.remote_rows import RemoteRows
 from fuser.basic_ops.shared_memory import packed
+from fuser.basic_ops.weights import as_list
 from fuser.formats import GROUP_TILE
 from fuser.functional.grouped import PaddedGroups, add_bias, padded_groups, padded_rows, unpad
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.gemm import grouped, quantized_groups
 from fuser.gemm.grouped import Groups
 from fuser.gemm.quantized_groups import reads_columns
-from fuser.op import BasicOperation, OperationContext, cast
+from fuser.op import BasicOperation, OperationContext, Values, cast
 from fuser.precision.contexts import current_recipe
 from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import Recipe
@@ -52,7 +52,6 @@ from fuser.tensors.observation import note_operands, observing
 from fuser.tensors.sharding import gathered_by
 from fuser.tensors.stacks import is_stack
 
-Values = torch.Tensor | LazyTensor
 Operand = Any
 """An operand of a product: a tensor of all groups, or ``GroupOperands`` of a loop."""
 Weights = torch.Tensor | Sequence[torch.Tensor]
@@ -183,8 +182,7 @@ class GroupedLinearSaved(NamedTuple):
         count = len(cls._fields) - 2
         operands = tuple(tensors[count:])
         half = len(operands) // 2
-        named = dict(zip(cls._fields, tensors[:count], strict=False))
-        return cls(**named, x=operands[:half], weight=operands[half:])
+        return cls(*tensors[:count], operands[:half], operands[half:])
 
 
 class SeparateWeights(NamedTuple):
@@ -228,18 +226,10 @@ class GroupedProduct:
     A grouped linear in one pass: its operands, what backward reads of them, and its gradients.
     Operands that were quantized are dequantized.
 
-    Parameters
-    ----------
-    linear, ctx
-        The op and its context.
-    groups
-        The groups of rows; products are of the rows of padded groups, if these are given.
-    quantizers
-        None without a recipe.
-    is_padded
-        Whether ``x`` and ``y``, and their gradients, have the rows of padded groups.
-    saved
-        In backward, what the forward saved.
+    ``linear`` and ``ctx``: the op and its context. ``groups``: the groups of rows; products are of
+    the rows of padded groups, if these are given. ``quantizers``: None without a recipe.
+    ``is_padded``: whether ``x`` and ``y``, and their gradients, have the rows of padded groups.
+    ``saved``: in backward, what the forward saved.
     """
 
     linear: GroupParameters
@@ -253,10 +243,8 @@ class GroupedProduct:
     def of_backward(linear: GroupParameters, ctx: OperationContext, rows: int) -> GroupedProduct:
         """The product in the backward of a forward with ``rows`` rows.
 
-        Raises
-        ------
-        StateError
-            If a weight or a bias that it reads was changed in place since the forward.
+        Raises StateError if a weight or a bias that it reads was changed in place since the
+        forward.
         """
         linear.check_versions(ctx)
         saved, state = GroupedLinearSaved.of(ctx.saved_tensors), ctx.state
@@ -465,24 +453,15 @@ class GroupedProduct:
     # -- backward ----------------------------------------------------------------------
 
     def backward(
-        self,
-        held: list[Values],
-        leading: torch.Size,
-        *,
-        sums: torch.Tensor | None = None,
+        self, held: list[Values], leading: torch.Size, *, sums: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, Gradients, Gradients]:
         """The gradients of the input, of the parameters, and of the extra inputs.
 
         If the context has a ``rebuilt_input``, that is the input, and none was saved.
 
-        Parameters
-        ----------
-        held
-            The gradient of the output alone, which is taken out, and so is not kept.
-        leading
-            The shape of the input's rows.
-        sums
-            The sums of that gradient by group, if a kernel leaves them as it quantizes it.
+        ``held``: the gradient of the output alone, which is taken out, and so is not kept.
+        ``leading``: the shape of the input's rows. ``sums``: the sums of that gradient by group, if
+        a kernel leaves them as it quantizes it.
         """
         dy, saved = held.pop(), self.saved
         assert saved is not None

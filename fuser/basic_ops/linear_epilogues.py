@@ -1,4 +1,7 @@
-"""Epilogues of a linear's GEMMs: what they can do besides the product, or why they cannot."""
+"""Epilogues of a linear's GEMMs: what they can do besides the product, or why they cannot.
+
+Keys begin with the linear.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +47,7 @@ def biased_gemm(linear: BasicLinear, key: PlanKey) -> str:
 
 
 def addend_refusal(linear: BasicLinear, side: str, key: PlanKey) -> str | None:
-    """The reason why the forward GEMM, or dgrad, cannot add a tensor; None if it can.
-
-    ``key`` begins with the linear.
-    """
+    """The reason why the forward GEMM, or dgrad, cannot add a tensor; None if it can."""
     reason = parallel_refusal(linear, side)
     if reason is not None:
         return reason
@@ -73,10 +73,7 @@ def parallel_refusal(linear: BasicLinear, side: str) -> str | None:
 
 
 def added_gemm(linear: BasicLinear, side: str, key: PlanKey) -> str:
-    """The name of the forward GEMM, or dgrad, which also adds a tensor.
-
-    ``key`` begins with the linear.
-    """
+    """The name of the forward GEMM, or dgrad, which also adds a tensor."""
     prefix = "" if side == "forward" else "dgrad "
     if key.recipe is None or (side == "backward" and not key.recipe.quantizes_backward):
         return f"{prefix}addmm"
@@ -86,19 +83,13 @@ def added_gemm(linear: BasicLinear, side: str, key: PlanKey) -> str:
 
 
 def adds_in_gemm(linear: BasicLinear, key: PlanKey) -> bool:
-    """Whether cuBLASLt makes the forward GEMM, and adds a bias and a tensor, also one in fp32.
-
-    ``key`` begins with the linear.
-    """
+    """Whether cuBLASLt makes the forward GEMM, and adds a bias and a tensor, also one in fp32."""
     is_narrow = linear._compute_dtype(key) in (torch.float16, torch.bfloat16)
     return is_narrow and has_cublaslt(key) and addend_refusal(linear, "forward", key) is None
 
 
 def grad_scale_refusal(linear: BasicLinear, key: PlanKey) -> str | None:
-    """The reason why the backward GEMMs cannot scale the output's gradient; None if they can.
-
-    ``key`` begins with the linear.
-    """
+    """The reason why the backward GEMMs cannot scale the output's gradient; None if they can."""
     recipe, op = key.recipe, key.ops[0]
     if recipe is None or not recipe.quantizes_backward:
         return None
@@ -107,9 +98,6 @@ def grad_scale_refusal(linear: BasicLinear, key: PlanKey) -> str | None:
         name = type(recipe).__name__
         return f"{name} may record the amax of scale * dy, and here dy would be quantized."
     readers = {"weight": op.input_requires_grad, "input": op.params[0].requires_grad}
-    rows = [
-        native_row("grad_output", role, key, linear.quantizer_format)
-        for role, is_read in readers.items()
-        if is_read
-    ]
+    roles = [role for role, is_read in readers.items() if is_read]
+    rows = [native_row("grad_output", role, key, linear.quantizer_format) for role in roles]
     return EMULATED_GEMM if None in rows else None

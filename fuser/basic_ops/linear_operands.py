@@ -201,12 +201,12 @@ def bind(weight: QuantizedTensor, state: DelayedScales, index: int) -> None:
 
     The state changes when an op is copied, loaded or moved to another device.
     """
-    carried, own = weight._quantizer, state.parameter_quantizer(index)
-    if own is None or not isinstance(carried, Float8Quantizer) or carried.scale is own.scale:
+    carried, of_op = weight._quantizer, state.parameter_quantizer(index)
+    if of_op is None or not isinstance(carried, Float8Quantizer) or carried.scale is of_op.scale:
         return
     # It is the shard that is written.
     written = weight if weight._gathering is None else weight._gathering.shard
     assert isinstance(written, Float8Tensor)
     state.keep_scale(index, written._scale_inv)
-    weight._quantizer = own.with_usage(rowwise=carried.rowwise, columnwise=carried.columnwise)
+    weight._quantizer = of_op.with_usage(rowwise=carried.rowwise, columnwise=carried.columnwise)
     written._quantizer = weight._quantizer

@@ -11,7 +11,15 @@ import torch
 
 from fuser import gemm
 from fuser.basic_ops.basic_linear import BasicLinear
-from fuser.basic_ops.collectives import AllReduce, ReduceScatter
+from fuser.basic_ops.collectives import (
+    AllReduce,
+    ReduceScatter,
+    Rows,
+    group_of,
+    note_group,
+    quantized_rows,
+    travelling,
+)
 from fuser.basic_ops.linear_operands import (
     LinearSaved,
     operands_of,
@@ -21,7 +29,6 @@ from fuser.basic_ops.linear_operands import (
     readable,
     saved_operand,
 )
-from fuser.basic_ops.quantized_rows import Rows, group_of, note_group, quantized_rows, travelling
 from fuser.communication import (
     GroupArgument,
     Pending,
@@ -33,7 +40,7 @@ from fuser.communication import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from fuser.op import BasicOperation, Grads, OperationContext, ParallelMode, write_grad_input
+from fuser.op import BasicOperation, OperationContext, OpGrads, ParallelMode, cast, write_grad_input
 from fuser.precision.contexts import current_recipe
 from fuser.specs import Collective, PlanKey, QuantSpec
 from fuser.tensors import QuantizedTensor, Quantizer
@@ -88,11 +95,8 @@ class Parallelism:
     def output_shape(self, op: str, shape: tuple[int, ...], features: int) -> tuple[int, ...]:
         """The shape of the output on this rank.
 
-        Raises
-        ------
-        InputError
-            If the ranks do not divide the rows of a sequence, or the tensor has fewer than
-            two dimensions.
+        Raises InputError if the ranks do not divide the rows of a sequence, or the tensor has fewer
+        than two dimensions.
         """
         if self.gathers_input:
             check_shard(op, shape)
@@ -138,14 +142,8 @@ class Parallelism:
         """The group of this forward, which its backward uses too; its ranks agree on the call."""
         group = resolved("BasicLinear", op.tensor_parallel_group)
         grads = (ctx.input_requires_grad, *ctx.params_require_grad) if ctx.requires_grad else ()
-        op._agreement.check(
-            f"BasicLinear({op.in_features}, {op.out_features})",
-            group,
-            current_recipe(),
-            input_,
-            self,
-            f"gradients {grads}",
-        )
+        name, recipe = f"BasicLinear({op.in_features}, {op.out_features})", current_recipe()
+        op._agreement.check(name, group, recipe, input_, self, f"gradients {grads}")
         note_group(ctx, group)
         return group
 
@@ -171,7 +169,7 @@ class Parallelism:
         weight: Any,
         scale: float,
         addend: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, Grads]:
+    ) -> OpGrads:
         """``BasicLinear.op_backward`` of a parallel linear; ``x`` and ``weight`` are those saved.
 
         The input is gathered during dgrad, and dgrad's result is added over ranks during wgrad.
@@ -247,11 +245,11 @@ class InputGather:
         if wants_wgrad and override != "high_precision":
             self._usage = "rowwise" if override == "dequantized" else "columnwise"
         usages = tuple(dict.fromkeys(("rowwise", self._usage or "rowwise")))
-        source = input_ if isinstance(input_, QuantizedTensor) else _cast(input_, dtype)
+        source = input_ if isinstance(input_, QuantizedTensor) else cast(input_, dtype)
         rows = quantized_rows(source, quantizer, usages, group, reduces_amaxes=ctx.reduces_amaxes)
         self._gathering: Pending[QuantizedTensor]
         if rows is None:
-            values = start_all_gather(_cast(plain(input_, dtype), dtype), group)
+            values = start_all_gather(cast(plain(input_, dtype), dtype), group)
             self._gathering = Pending(lambda: quantizer(values.wait()))
         else:
             self._gathering = rows.start(("rowwise",), group)
@@ -263,18 +261,14 @@ class InputGather:
 
     def wait(self) -> QuantizedTensor:
         """The input of all ranks."""
-        whole, own = self._gathering.wait(), self.of_rank
-        if own is None:
+        whole, rows = self._gathering.wait(), self.of_rank
+        if rows is None:
             self.of_rank = whole
             self.saved = self.saved if self._usage is None else whole
         elif self._usage is not None:
-            kept = self._usage if own._has(self._usage) else "rowwise"
-            self.saved = saved_operand(own, kept, self._quantizer)
+            kept = self._usage if rows._has(self._usage) else "rowwise"
+            self.saved = saved_operand(rows, kept, self._quantizer)
         return whole
-
-
-def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _start_saved(x: torch.Tensor, group: Any, is_quantized: bool) -> Pending[Any]:
@@ -289,7 +283,7 @@ def _plain_grad(
     op: Any, ctx: OperationContext, grad_output: torch.Tensor, dtype: torch.dtype, group: Any
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """As :func:`_quantized_grad`, of a gradient in ``dtype``."""
-    dy = _cast(plain(grad_output, dtype), dtype)
+    dy = cast(plain(grad_output, dtype), dtype)
     if op._parallel.gathers_grad:
         dy = start_all_gather(dy, group).wait()
     return (lambda: dy), (lambda: dy)
@@ -317,7 +311,7 @@ def _quantized_grad(
             lambda: readable(dy, "columnwise", quantizer),
         )
     is_given = isinstance(grad_output, QuantizedTensor)
-    source = grad_output if is_given else _cast(grad_output, dtype)
+    source = grad_output if is_given else cast(grad_output, dtype)
     rows = quantized_rows(source, quantizer, usages, group, reduces_amaxes=ctx.reduces_amaxes)
     if rows is None:
         whole = quantizer(start_all_gather(plain(source, dtype), group).wait())

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fuser.basic_ops.grouped_parameters import stacked
-from fuser.basic_ops.initialised_weights import InitialisedWeights
 from fuser.basic_ops.linear_operands import plain
+from fuser.basic_ops.weights import InitialisedWeights
 from fuser.communication import is_distributed
 from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
-from fuser.functional.lazy import LazyTensor, materialize
+from fuser.functional.lazy import materialize
 from fuser.functional.random_seeds import dropout_seed
 from fuser.gemm.grouped import GroupProducts
-from fuser.op import OperationContext, cast, check_sizes
+from fuser.op import Autocast, OperationContext, Specs, Values, cast, check_sizes
 from fuser.op.module_calls import module_calls
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor
@@ -81,9 +81,9 @@ class LoRAAdapters(InitialisedWeights):
         self.alpha = float(rank if alpha is None else alpha)
         self.dropout_probability = dropout
         for kind in KINDS:
-            each = (kind,) if is_one else tuple(f"{kind}{g}" for g in range(*self._groups))
-            self._names = {**self._names, kind: each}
-            self._adapter_names += each
+            names = (kind,) if is_one else tuple(f"{kind}{g}" for g in range(*self._groups))
+            self._names = {**self._names, kind: names}
+            self._adapter_names += names
             self._register(kind, torch.empty(*self._groups, *self._size(kind), **options))
         self.parameter_names = (*self.parameter_names, *self._adapter_names)
         self._are_trained = (True,) * len(self._adapter_names)
@@ -113,8 +113,8 @@ class LoRAAdapters(InitialisedWeights):
             already, or is sharded. Nothing has changed then.
         """
         parameters, options = cls._options_of(linear)
-        own = {"rank": rank, "alpha": alpha, "dropout": dropout, "adapter_dtype": adapter_dtype}
-        adapted = cls(**own, device="meta", **options)  # type: ignore[call-arg]
+        options |= {"rank": rank, "alpha": alpha, "dropout": dropout}
+        adapted = cls(adapter_dtype=adapter_dtype, device="meta", **options)  # type: ignore[call-arg]
         for name, parameter in parameters.items():
             setattr(adapted, name, frozen(parameter))
             hold_once(getattr(adapted, name))
@@ -136,8 +136,8 @@ class LoRAAdapters(InitialisedWeights):
     def _size(self, kind: str) -> tuple[int, ...]:
         """The shape of what one linear has."""
         inputs, outputs = self.in_features, self.out_features
-        sizes = {"weight": (outputs, inputs), "bias": (outputs,)}
-        return {**sizes, "lora_A": (self.rank, inputs), "lora_B": (outputs, self.rank)}[kind]
+        adapters = {"lora_A": (self.rank, inputs), "lora_B": (outputs, self.rank)}
+        return {"weight": (outputs, inputs), "bias": (outputs,), **adapters}[kind]
 
     # -- first values ---------------------------------------------------------
 
@@ -317,7 +317,7 @@ class LoRAAdapters(InitialisedWeights):
         of_a, _ = self._wants([param.requires_grad for param in op.params])
         return not self.is_merged and op.requires_grad and of_a
 
-    def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
+    def take_rebuilt_input(self, ctx: OperationContext, values: Values) -> None:
         _, *others = ctx.saved_tensors
         ctx.saved_tensors = (cast(materialize(values), ctx.adapters.dtype), *others)
 
@@ -325,13 +325,9 @@ class LoRAAdapters(InitialisedWeights):
         """None: the adapters read the values too, and the op quantizes for itself."""
         return None
 
-    def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
-        """None, for the same reason."""
-        return None
+    grad_output_quantization = input_quantization
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> Any:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> Any:
         self._check_parameters()
         return super().output_spec(spec, extras, autocast)
 

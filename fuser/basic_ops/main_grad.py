@@ -9,25 +9,21 @@ import torch
 from fuser.errors import InputError, StateError
 
 
-def main_grad_of(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
+def main_grad_of(weight: Any, op_weight: torch.Tensor | None) -> torch.Tensor | None:
     """The buffer of ``weight``, which the forward read; None if its gradient is returned.
 
-    None for a weight that ``torch.func.functional_call`` passed, which has no buffer. ``own`` is
-    the op's own weight. Megatron-LM's sharding gives a buffer to each backward, by
-    ``get_main_grad``. Where ``overwrite_main_grad`` is set, the buffer is cleared first.
-
-    Raises
-    ------
-    StateError
-        If the op's own weight has no ``main_grad``.
+    None for a weight that ``torch.func.functional_call`` passed, which has no buffer. ``op_weight``
+    is the op's own weight. Megatron-LM's sharding gives a buffer to each backward, by
+    ``get_main_grad``. Where ``overwrite_main_grad`` is set, the buffer is cleared first. Raises
+    StateError if the op's own weight has no ``main_grad``.
     """
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()
     main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
-    if main_grad is None and own is not None and weight is own:
+    if main_grad is None and op_weight is not None and weight is op_weight:
         raise StateError(
             "A linear accumulates its weight gradient into weight.main_grad, but the weight of "
-            f"shape {tuple(own.shape)} has no main_grad."
+            f"shape {tuple(op_weight.shape)} has no main_grad."
             " Set it before backward, or leave accumulate_into_main_grad out."
         )
     if main_grad is not None and getattr(weight, "overwrite_main_grad", False):
@@ -35,13 +31,10 @@ def main_grad_of(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
     return main_grad
 
 
-def main_grad_of_linear(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
+def main_grad_of_linear(weight: Any, op_weight: torch.Tensor | None) -> torch.Tensor | None:
     """:func:`main_grad_of` for the weight ``[out_features, in_features]`` of a linear.
 
-    Raises
-    ------
-    InputError
-        If the buffer has another shape; it is as it was then.
+    Raises InputError if the buffer has another shape; it is as it was then.
     """
     main_grad = getattr(weight, "main_grad", None)
     is_sharded = hasattr(weight, "__fsdp_param__")
@@ -51,19 +44,19 @@ def main_grad_of_linear(weight: Any, own: torch.Tensor | None) -> torch.Tensor |
             f"main_grad, which has the shape {tuple(main_grad.shape)}. Give a view of the "
             "weight's shape: main_grad.view_as(weight)."
         )
-    return main_grad_of(weight, own)
+    return main_grad_of(weight, op_weight)
 
 
 def check_main_grad(
-    name: str, owner: torch.Tensor | None, own: torch.Tensor | None, shape: torch.Size
+    name: str, owner: torch.Tensor | None, op_weight: torch.Tensor | None, shape: torch.Size
 ) -> None:
     """Raise if the gradient of ``owner`` cannot be added to its ``main_grad``."""
     if owner is None or hasattr(owner, "__fsdp_param__"):
         return  # main_grad_of makes the buffer of a sharded weight
     main_grad = getattr(owner, "main_grad", None)
     if main_grad is None:
-        if owner is own:
-            main_grad_of(owner, own)  # raises
+        if owner is op_weight:
+            main_grad_of(owner, op_weight)  # raises
         return
     try:
         if main_grad.dim() == len(shape) and main_grad.shape != shape:

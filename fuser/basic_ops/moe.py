@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fuser.basic_ops.activation import ScaledActivation
 from fuser.basic_ops.expert_parallel import (
     Exchange,
     ExpertParallelOperation,
+    RemoteRows,
     Sizes,
     block_of_most,
     packed_shape,
@@ -20,13 +22,11 @@ from fuser.basic_ops.expert_parallel import (
 )
 from fuser.basic_ops.grouped_linear import GroupedLinear
 from fuser.basic_ops.linear_operands import plain
-from fuser.basic_ops.remote_rows import RemoteRows
-from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.communication import GroupArgument, divided, resolved
 from fuser.cuda.launch import call_each_time
 from fuser.errors import InputError
 from fuser.functional import permutation as ops
-from fuser.functional.lazy import LazyTensor, materialize
+from fuser.functional.lazy import materialize
 from fuser.functional.permutation import gathered_rows
 from fuser.functional.routing import (
     DropPolicy,
@@ -37,14 +37,17 @@ from fuser.functional.routing import (
     route,
 )
 from fuser.op import (
+    Autocast,
     BasicOperation,
     Contexts,
     Counter,
     OperationContext,
+    Specs,
     StepGrads,
     StepInputs,
     StepOutputs,
     Tensors,
+    Values,
     cast,
     write_grad_input,
     write_output,
@@ -195,9 +198,7 @@ class MoeDispatch(ExpertParallelOperation):
         """Whether the rows are copies of this rank's tokens."""
         return self.expert_parallel_size == 1
 
-    def rebuild(
-        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
-    ) -> torch.Tensor | LazyTensor:
+    def rebuild(self, ctx: OperationContext, input_: Values | None) -> Values:
         inverse_map, row_map, x = MoeDispatchSaved(*ctx.saved_tensors)
         if x is None:
             assert input_ is not None
@@ -205,9 +206,7 @@ class MoeDispatch(ExpertParallelOperation):
         assert row_map is not None
         return gathered_rows(x, row_map, inverse_map)
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         check_assignments("MoeDispatch", math.prod(spec.shape[:-1]), *extras)
         return TensorSpec((self._rows(extras[0]), spec.shape[-1]), autocast or spec.dtype)
 
@@ -233,15 +232,12 @@ class MoeDispatch(ExpertParallelOperation):
         if ranks == 1:
             return ()
         if side == "forward":
-            of_probs = Collective(kind, "probs", ranks, extra_output=1)
-            return (Collective(kind, "output", ranks), of_probs)
+            probs = Collective(kind, "probs", ranks, extra_output=1)
+            return (Collective(kind, "output", ranks), probs)
         (op,) = key.ops
-        found = []
-        if op.input_requires_grad:
-            found.append(Collective(kind, "grad_output", ranks))
-        if op.extra_inputs[1].requires_grad:
-            found.append(Collective(kind, "grad of probs", ranks, extra_output=1))
-        return tuple(found)
+        of_rows = (Collective(kind, "grad_output", ranks),) * op.input_requires_grad
+        of_probs = Collective(kind, "grad of probs", ranks, extra_output=1)
+        return (*of_rows, *[of_probs] * op.extra_inputs[1].requires_grad)
 
     def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
         """Experts, ranks, and the number of rows."""
@@ -275,17 +271,17 @@ class MoeDispatch(ExpertParallelOperation):
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         is_spread = self.expert_parallel_size > 1
         if side == "forward":
-            own = ("sort by expert", "permute probs", "permute")
+            received = ("sort by expert", "permute probs", "permute")
             sent = ("sort by expert", "permute probs to ranks", "permute to ranks")
-            return (*sent, *own) if is_spread else own
+            return (*sent, *received) if is_spread else received
         (op,) = key.ops
-        wanted = {
+        is_launched = {
             "unpermute to ranks": is_spread and op.input_requires_grad,
             "unpermute": op.input_requires_grad,
             "unpermute probs to ranks": is_spread and op.extra_inputs[1].requires_grad,
             "unpermute probs": op.extra_inputs[1].requires_grad,
         }
-        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+        return tuple(name for name, is_one in is_launched.items() if is_one)
 
     def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
         (ctx,) = ctxs
@@ -304,7 +300,7 @@ class MoeDispatch(ExpertParallelOperation):
         *,
         is_lazy: bool = False,
         may_send_bytes: bool = False,
-    ) -> tuple[torch.Tensor | LazyTensor, tuple[torch.Tensor, ...]]:
+    ) -> tuple[Values, tuple[torch.Tensor, ...]]:
         """The rows in ``dtype``, and the extra outputs; saves what backward reads.
 
         ``block``: the rows that each rank sends to each, if they were counted. ``is_lazy``: the
@@ -334,9 +330,9 @@ class MoeDispatch(ExpertParallelOperation):
         self, ctx: OperationContext, input_: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """The tokens ``[T, hidden]`` in the dtype of the rows."""
-        own = ctx.autocast_dtype or input_.dtype
+        computed = ctx.autocast_dtype or input_.dtype
         # The rows have the bits of tokens, so they may be cast before or after the copy.
-        return cast(cast(plain(input_, own), own), dtype).reshape(-1, input_.shape[-1])
+        return cast(cast(plain(input_, computed), computed), dtype).reshape(-1, input_.shape[-1])
 
     def _from_ranks(
         self,
@@ -347,31 +343,26 @@ class MoeDispatch(ExpertParallelOperation):
         block: int | None,
         is_lazy: bool,
         may_send_bytes: bool,
-    ) -> tuple[torch.Tensor | LazyTensor, tuple[torch.Tensor, ...]]:
+    ) -> tuple[Values, tuple[torch.Tensor, ...]]:
         """As :meth:`rows_of_experts`, of tokens ``x`` from all ranks."""
-        group = self._agreed_group(
-            ctx,
-            x,
-            f"num_experts {self.num_experts}",
-            f"capacity {self.capacity}",
-            f"k {indices.shape[1]}",
-            f"probs in {str(probs.dtype).removeprefix('torch.')}",
-            "tokens as bytes or values" if may_send_bytes else "tokens as values",
-            "sent by the experts" if is_lazy else "sent at once",
-        )
+        counts = (f"num_experts {self.num_experts}", f"capacity {self.capacity}")
+        of_k, of_probs = f"k {indices.shape[1]}", str(probs.dtype).removeprefix("torch.")
+        form = "tokens as bytes or values" if may_send_bytes else "tokens as values"
+        time = "sent by the experts" if is_lazy else "sent at once"
+        group = self._agreed_group(ctx, x, *counts, of_k, f"probs in {of_probs}", form, time)
         policy: DropPolicy | None = None
         if self.capacity is not None:
             block, policy = self.capacity // self.expert_parallel_size, self.drop_policy
         options = (self.num_experts, block, policy, group)
         with torch.no_grad():
-            found = route_to_experts(x, indices, probs, *options, sends_rows=not is_lazy)
+            routed = route_to_experts(x, indices, probs, *options, sends_rows=not is_lazy)
         if ctx.requires_grad:
-            ctx.to_save = MoeDispatchSaved(found.packed)
-            received, sizes = len(found.places), found.exchange.sizes
+            ctx.to_save = MoeDispatchSaved(routed.packed)
+            received, sizes = len(routed.places), routed.exchange.sizes
             ctx.state = ctx.state._replace(received=received, sizes=sizes)
-        made = (found.split_sizes, found.probs, found.packed)
-        rows = RemoteRows(found, group, may_send_bytes=may_send_bytes)
-        return (rows if is_lazy else materialize(rows)), made
+        rows = RemoteRows(routed, group, may_send_bytes=may_send_bytes)
+        outputs = (routed.split_sizes, routed.probs, routed.packed)
+        return (rows if is_lazy else materialize(rows)), outputs
 
     def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
         (ctx,), (_, drows, _) = ctxs, grad_extras
@@ -463,9 +454,7 @@ class MoeCombine(ExpertParallelOperation):
     def __init__(self, *, expert_parallel_group: GroupArgument = None) -> None:
         super().__init__(expert_parallel_group)
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         self._check(spec, extras[0])
         return TensorSpec((self._tokens(spec, extras[0]), spec.shape[-1]), spec.dtype)
 
@@ -574,16 +563,16 @@ def _check_rows(inverse_map: torch.Tensor, rows: int) -> None:
 
 
 def _check_rows_on_cpu(inverse_map: torch.Tensor, rows: int) -> None:
-    found = inverse_map.reshape(-1)
-    found = found[found != -1]
-    is_wrong = (found < 0) | (found >= rows)
+    named = inverse_map.reshape(-1)
+    named = named[named != -1]
+    is_wrong = (named < 0) | (named >= rows)
     if is_wrong.any():
         raise InputError(
-            f"MoeCombine got row {int(found[is_wrong][0])} of an input of {rows} rows; its "
+            f"MoeCombine got row {int(named[is_wrong][0])} of an input of {rows} rows; its "
             "extra input, extra output 2 of MoeDispatch, has rows of the input, or -1. Give both "
             "ops the same expert_parallel_group."
         )
-    counts = found.bincount()
+    counts = named.bincount()
     if (counts > 1).any():
         raise InputError(
             f"MoeCombine got row {int(counts.argmax())} {int(counts.max())} times; each row has "

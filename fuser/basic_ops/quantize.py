@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fuser.op import BasicOperation, Grads, OperationContext
+from fuser.op import Autocast, BasicOperation, OperationContext, OpGrads, Specs
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.observation import note_operands, observing
@@ -41,27 +40,23 @@ class Quantize(BasicOperation):
         self, side: str, key: PlanKey, wanted: QuantSpec | None
     ) -> QuantSpec | None:
         """The quantization on the sides where this op quantizes, with the usage of the reader."""
-        made = self._wanted(side, key)
-        if made is None or not self.kernels(side, key):
+        spec = self._wanted(side, key)
+        if spec is None or not self.kernels(side, key):
             return None
         if wanted is None:
-            return made
-        return replace(made, rowwise=wanted.rowwise, columnwise=wanted.columnwise)
+            return spec
+        return replace(spec, rowwise=wanted.rowwise, columnwise=wanted.columnwise)
 
     def input_quantization(self, key: PlanKey) -> QuantSpec | None:
         """None: this op knows the usage that the op after it wants, the op before does not."""
         return None
 
-    def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
-        """None, as for the input."""
-        return None
+    grad_output_quantization = input_quantization
 
     def num_quantizers(self, mode: str) -> int:
         return int(self._quantize_forward if mode == "forward" else self._quantize_backward)
 
-    def output_spec(
-        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
         return spec
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
@@ -82,11 +77,13 @@ class Quantize(BasicOperation):
         """
         if key.recipe is None:
             return {}
-        found = [
+        values, gradients = (
             self.constant_quantizer(key.recipe, side, 0) if self.num_quantizers(side) else None
             for side in ("forward", "backward")
-        ]
-        return {"operand_quantizers": (self, found[0], None, found[1])} if any(found) else {}
+        )
+        if not (values or gradients):
+            return {}
+        return {"operand_quantizers": (self, values, None, gradients)}
 
     def op_forward(
         self,
@@ -110,9 +107,7 @@ class Quantize(BasicOperation):
             output.high_precision_source = input_.detach()
         return output
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
         quantizer: Quantizer | None = ctx.grad_output_quantizer
         if quantizer is None or isinstance(grad_output, QuantizedTensor):
             return grad_output, ()
@@ -128,8 +123,8 @@ class Quantize(BasicOperation):
         constant = ctx.operand_quantizers
         if constant is None or constant[0] is not self:
             return self.quantizer_value(mode, 0, device)
-        found: Quantizer | None = constant[3 if mode == "backward" else 1]
-        return found
+        quantizer: Quantizer | None = constant[3 if mode == "backward" else 1]
+        return quantizer
 
 
 def _for_reader(quantizer: Quantizer, reader: Quantizer | None) -> Quantizer:

@@ -47,12 +47,7 @@ def are_packed(parts: Sequence[torch.Tensor]) -> bool:
 class Versions:
     """Versions of tensors whose memory a backward reads through one view, which has one of them.
 
-    Parameters
-    ----------
-    tensors
-        Two or more.
-    owner
-        The op that has them, for the message.
+    ``tensors``: two or more. ``owner``: the op that has them, for the message.
     """
 
     __slots__ = ("owner", "tensors", "versions")
@@ -66,15 +61,12 @@ class Versions:
     def check(self) -> None:
         """Compare the noted versions with the present ones.
 
-        Raises
-        ------
-        StateError
-            If a tensor was changed in place.
+        Raises StateError if a tensor was changed in place.
         """
         with without_torch_function():
-            found = list(map(_version, self.tensors))
-        if found != self.versions:
-            pairs = zip(self.tensors, self.versions, found, strict=True)
+            versions = list(map(_version, self.tensors))
+        if versions != self.versions:
+            pairs = zip(self.tensors, self.versions, versions, strict=True)
             tensor = next(tensor for tensor, before, now in pairs if before != now)
             raise StateError(
                 f"A parameter of {self.owner}, of shape {tuple(tensor.shape)}, was changed in "

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import GroupedLinear, MoeDispatch
+from fuser.basic_ops.activation import ScaledActivation
+from fuser.basic_ops.expert_parallel import sends_bytes
 from fuser.basic_ops.moe import BLOCK
-from fuser.basic_ops.remote_rows import sends_bytes
-from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.functional.lazy import materialize
 from fuser.fused_ops.catalog import register
 from fuser.fused_ops.grouped_mlp import GroupedMLP
-from fuser.op import Contexts, FusedOperation, StepGrads, StepInputs, StepOutputs, Tensors
+from fuser.op import Contexts, FusedOperation, Kernels, StepGrads, StepInputs, StepOutputs, Tensors
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey, QuantSpec
 
@@ -80,28 +80,20 @@ class DispatchedExperts(FusedOperation):
         return None
 
     @classmethod
-    def kernels(
-        cls,
-        dispatch: MoeDispatch,
-        up: GroupedLinear,
-        activation: ScaledActivation | None,
-        down: GroupedLinear | None,
-        *,
-        side: str,
-        key: PlanKey,
-    ) -> tuple[tuple[str, int], ...]:
+    def kernels(cls, *ops: Any, side: str, key: PlanKey) -> Kernels:
+        dispatch, up, *others = ops
         of_experts = key.window(1, len(key.ops))
-        own = dispatch.kernels(side, key.window(0, 1))
+        of_dispatch = dispatch.kernels(side, key.window(0, 1))
         sends_bytes = _sends_bytes(dispatch, up, key)
-        if activation is None or down is None:
+        if None in others:
             names = up.kernels(side, of_experts)
         else:
-            of_mlp = GroupedMLP.kernels(up, activation, down, side=side, key=of_experts)
+            of_mlp = GroupedMLP.kernels(up, *others, side=side, key=of_experts)
             names = tuple(name for name, _ in of_mlp)
         if side == "forward":
             how = "permute input" if sends_bytes else "permute+quantize input"
             names = tuple(name.replace("quantize input", how) for name in names)
-            names = (*(name for name in own if name != "permute"), *names)
+            names = (*(name for name in of_dispatch if name != "permute"), *names)
             if sends_bytes:
                 sent = "permute+quantize to ranks"
                 names = tuple(sent if name == "permute to ranks" else name for name in names)
@@ -110,24 +102,18 @@ class DispatchedExperts(FusedOperation):
             )
         # In backward the gradient of the rows is in memory between the two.
         experts = len(key.ops) - 1
-        counts = [0] * len(names) + [0] * len(own)
+        counts = [0] * len(names) + [0] * len(of_dispatch)
         for last, count in ((len(names) - 1, experts), (-1, 1)):
             if counts:
                 counts[last] += count
-        return tuple(zip((*names, *own), counts, strict=True)) or (("nothing", len(key.ops)),)
+        return tuple(zip((*names, *of_dispatch), counts, strict=True)) or (
+            ("nothing", len(key.ops)),
+        )
 
     @classmethod
-    def sends(
-        cls,
-        dispatch: MoeDispatch,
-        up: GroupedLinear,
-        activation: ScaledActivation | None,
-        down: GroupedLinear | None,
-        *,
-        side: str,
-        key: PlanKey,
-    ) -> Mapping[str, QuantSpec]:
+    def sends(cls, *ops: Any, side: str, key: PlanKey) -> Mapping[str, QuantSpec]:
         """Bytes of the tokens, if an expert has one scale."""
+        dispatch, up, *_ = ops
         if side == "backward" or not _sends_bytes(dispatch, up, key):
             return {}
         assert key.recipe is not None
@@ -147,12 +133,12 @@ class DispatchedExperts(FusedOperation):
     def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
         (experts,), (dispatch, up, *_) = self._experts, self.members
         count = dispatch.num_extra_inputs
-        own, of_experts = inputs.extras[:count], inputs.extras[count:]
+        of_dispatch, of_experts = inputs.extras[:count], inputs.extras[count:]
         rows: Any
         rows, outputs = dispatch.rows_of_experts(
             ctxs[0],
             x,
-            own,
+            of_dispatch,
             ctxs[1].autocast_dtype or up._dtype,
             inputs.kwargs[0].get(BLOCK),
             is_lazy=True,
@@ -161,8 +147,8 @@ class DispatchedExperts(FusedOperation):
         if not all({*kwargs} <= {"is_first_microbatch"} for kwargs in inputs.kwargs[1:]):
             rows = materialize(rows)  # the caller has buffers, which are compared with the input
         extras = tuple(
-            given if place is None else outputs[place]
-            for given, place in zip(of_experts, self._places, strict=True)
+            extra if place is None else outputs[place]
+            for extra, place in zip(of_experts, self._places, strict=True)
         )
         own_inputs = StepInputs(extras, inputs.quantizer, inputs.kwargs[1:])
         y, _ = experts.step_forward(ctxs[1:], rows, own_inputs)

@@ -9,18 +9,16 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.basic_ops import GroupedLinear
-from fuser.basic_ops.activation import input_to_save
+from fuser.basic_ops.activation import ScaledActivation, ScaledActivationSaved, input_to_save
 from fuser.basic_ops.grouped_products import (
     GroupedProduct,
     QuantizedProduct,
-    Values,
     padded_values,
     product_at_once,
     quantizers_of_groups,
     rows_of_groups,
     unpadded_values,
 )
-from fuser.basic_ops.scaled_activation import ScaledActivation, ScaledActivationSaved
 from fuser.chain import Stage
 from fuser.functional import pointwise
 from fuser.functional.grouped import scaled_activation_bias_backward
@@ -29,11 +27,13 @@ from fuser.gemm import grouped
 from fuser.op import (
     Contexts,
     FusedOperation,
+    Kernels,
     OperationContext,
     StepGrads,
     StepInputs,
     StepOutputs,
     Tensors,
+    Values,
     rows,
     write_grad_input,
     write_output,
@@ -87,24 +87,13 @@ class GroupedMLP(FusedOperation):
         return None
 
     @classmethod
-    def kernels(
-        cls,
-        up: GroupedLinear,
-        activation: ScaledActivation,
-        down: GroupedLinear,
-        *,
-        side: str,
-        key: PlanKey,
-    ) -> tuple[tuple[str, int], ...]:
-        ops = [up, activation, down] if side == "forward" else [down, activation, up]
-        places = (0, 1, 2) if side == "forward" else (2, 1, 0)
-        first, (middle, *_), last = (
-            op.kernels(side, key.window(i, i + 1)) for op, i in zip(ops, places, strict=True)
-        )
+    def kernels(cls, *ops: Any, side: str, key: PlanKey) -> Kernels:
+        names = [op.kernels(side, key.window(i, i + 1)) for i, op in enumerate(ops)]
+        first, (middle, *_), last = names if side == "forward" else names[::-1]
         if last and last[0].startswith("grouped quantize"):
             middle, last = f"{middle}+quantize", last[1:]
-        names = (*first, middle, *last)
-        return tuple((name, 3 * (i + 1 == len(names))) for i, name in enumerate(names))
+        launched = (*first, middle, *last)
+        return tuple((name, 3 * (i + 1 == len(launched))) for i, name in enumerate(launched))
 
     def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
         """Shared work of the three ops, and what backward computes again."""
@@ -251,8 +240,8 @@ class GroupedMLP(FusedOperation):
     ) -> StepOutputs:
         for i, op in enumerate(self.members):
             quantizer = inputs.quantizer if i == 2 else None
-            own = StepInputs(extras[i], quantizer, inputs.kwargs[i : i + 1])
-            x, _ = op.step_forward(ctxs[i : i + 1], x, own)
+            of_op = StepInputs(extras[i], quantizer, inputs.kwargs[i : i + 1])
+            x, _ = op.step_forward(ctxs[i : i + 1], x, of_op)
         return x, ()
 
     def _one_by_one_backward(self, ctxs: Contexts, dy: torch.Tensor) -> StepGrads:

@@ -8,17 +8,11 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import BasicLinear, Bias
-from fuser.basic_ops.linear_weight import parallel_text
+from fuser.basic_ops.basic_linear import parallel_text
 from fuser.communication import GroupArgument, divided, group_size, rank_in
 from fuser.doors import PARAMETERS
 from fuser.errors import InputError
-from fuser.op import (
-    BasicOperation,
-    FusedOperation,
-    ParallelMode,
-    check_parallel_mode,
-    check_sizes,
-)
+from fuser.op import BasicOperation, FusedOperation, ParallelMode, check_parallel_mode, check_sizes
 
 
 class Linear(FusedOperation):

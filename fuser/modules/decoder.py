@@ -181,12 +181,8 @@ class Decoder(torch.nn.Module):
     def example(self, tokens: int, *, training: bool = False) -> tuple[torch.Tensor, ...]:
         """Inputs of ``tokens`` on the meta device: one sequence, or as many as fit.
 
-        In ``training`` with the targets of the loss, if there is one.
-
-        Raises
-        ------
-        InputError
-            If there are more tokens than a sequence, and they are no whole sequences.
+        In ``training`` with the targets of the loss, if there is one. Raises InputError if there
+        are more tokens than a sequence, and they are no whole sequences.
         """
         length = self.sizes.sequence
         if tokens > length and tokens % length:

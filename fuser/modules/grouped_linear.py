@@ -87,15 +87,9 @@ class GroupedLinear(Layer):
             for kind, is_one in (("weight", single_grouped_weight), ("bias", single_grouped_bias))
         )
         places: dict[str, Place | None] = {weight: (op, weight) for weight in weights}
+        places |= {name_of_bias: (op, name_of_bias) if bias else None for name_of_bias in biases}
         init = _of_each(init_method) if single_grouped_weight and init_method else init_method
-        super().__init__(
-            op,
-            places={
-                **places,
-                **{bias_name: (op, bias_name) if bias else None for bias_name in biases},
-            },
-            init_methods=dict.fromkeys(weights, init),
-        )
+        super().__init__(op, places=places, init_methods=dict.fromkeys(weights, init))
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
 
     def extra_repr(self) -> str:

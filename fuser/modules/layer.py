@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from fuser import basic_ops, fused_ops
+from fuser.basic_ops.basic_linear import parallel_text
 from fuser.basic_ops.collectives import CollectiveOperation
-from fuser.basic_ops.linear_weight import parallel_text
 from fuser.errors import InputError, StateError, refuse_unknown
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, HiddenOps
 from fuser.plan.plan import FusionPlan
@@ -28,17 +28,12 @@ InitMethod = Callable[[torch.Tensor], object]
 class Layer(HiddenOps):
     """A pipeline under one name: ``ops`` holds it, and parameters are the layer's own.
 
-    The ops are not submodules. Each call gives them the layer's parameters, so
-    that they use a parameter that was replaced, sharded or swapped.
+    The ops are not submodules. Each call gives them the layer's parameters, so that they use a
+    parameter that was replaced, sharded or swapped.
 
-    Parameters
-    ----------
-    places
-        For the name of each parameter: the op that uses it, and its name in
-        that op; None if there is no such parameter.
-    init_methods
-        Functions that initialise weights of linears, by name; None for the
-        op's own initialisation.
+    ``places``: for the name of each parameter: the op that uses it, and its name in that op; None
+    if there is no such parameter. ``init_methods``: functions that initialise weights of linears,
+    by name; None for the op's own initialisation.
     """
 
     ops: Sequential
@@ -63,10 +58,7 @@ class Layer(HiddenOps):
     def run(self, *inputs: torch.Tensor, op_kwargs: OpKwargs | None = None) -> torch.Tensor:
         """The output of the ops, with the parameters of the layer.
 
-        Raises
-        ------
-        StateError
-            If parameters on meta have an ``init_method``.
+        Raises StateError if parameters on meta have an ``init_method``.
         """
         self.hand_parameters_to_ops()
         is_first = not self._has_run and observer() is None
@@ -118,10 +110,10 @@ class Layer(HiddenOps):
 
     def hand_parameters_to_ops(self) -> None:
         """Give the ops the parameters of the layer, as each call does."""
-        own = self._parameters
+        parameters = self._parameters
         try:
             for name, (op, name_in_op) in self._places.items():
-                op._parameters[name_in_op] = own[name]
+                op._parameters[name_in_op] = parameters[name]
         except KeyError:
             raise StateError(
                 f"{type(self).__name__} has no parameter {name!r} any more: it computes with its "
@@ -164,33 +156,22 @@ class Layer(HiddenOps):
         states = [op.get_extra_state() for _, op in self._ops_with_state()]
         if not any(state.numel() for state in states):
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        parts = [
-            (torch.tensor([float(state.numel())], device="cpu"), state.float()) for state in states
-        ]
-        return torch.cat([tensor for part in parts for tensor in part])
+        lengths = [torch.tensor([float(state.numel())], device="cpu") for state in states]
+        pairs = zip(lengths, states, strict=True)
+        return torch.cat([tensor for length, state in pairs for tensor in (length, state.float())])
 
     def set_extra_state(self, state: Any) -> None:
         """Load such a state. The state of other libraries is pickled bytes, and is ignored."""
-        is_ours = isinstance(state, torch.Tensor) and (
-            not state.numel() or state.dtype is torch.float32
-        )
-        if not is_ours:
+        if not isinstance(state, torch.Tensor):
+            return
+        if state.numel() and state.dtype is not torch.float32:
             return
         for _, op in self._ops_with_state():
             length = int(state[0]) if state.numel() else 0
-            own, state = state[1 : 1 + length], state[1 + length :]
-            op.set_extra_state(own if length else own.byte())
+            of_op, state = state[1 : 1 + length], state[1 + length :]
+            op.set_extra_state(of_op if length else of_op.byte())
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load a state of the layer, or one of its ops with the names of their parameters."""
         paths = {id(op): path for path, op in self._basic_ops()}
         for name, (op, name_in_op) in self._places.items():
@@ -201,9 +182,8 @@ class Layer(HiddenOps):
             state = state_dict.pop(f"{prefix}{path}._extra_state", None)
             if state is not None:
                 op.set_extra_state(state)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        _, _, missing_keys, *_ = args
         if prefix + "_extra_state" in missing_keys:
             missing_keys.remove(prefix + "_extra_state")
 

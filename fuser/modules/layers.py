@@ -94,14 +94,10 @@ class Linear(InputLayer):
     ) -> None:
         taken = linear_arguments(type(self), without_size("Linear", options))
         check_mode("Linear", taken)
-        factory = {
-            "device": device,
-            "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
-        }
+        factory = _factory(device, params_dtype, dtype)
         linear = _linear(in_features, out_features, bias, name or "", {**factory, **taken})
-        super().__init__(
-            linear, places=_linear_places(linear), init_methods={"weight": init_method}
-        )
+        places = _linear_places(linear)
+        super().__init__(linear, places=places, init_methods={"weight": init_method})
         self.in_features, self.out_features = in_features, out_features
 
     def extra_repr(self) -> str:
@@ -158,10 +154,7 @@ class LayerNormLinear(InputLayer):
         name: str | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
-        factory = {
-            "device": device,
-            "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
-        }
+        factory = _factory(device, params_dtype, dtype)
         taken = linear_arguments(type(self), without_size("LayerNormLinear", options))
         check_mode("LayerNormLinear", taken)
         refuse_row("LayerNormLinear", taken)
@@ -170,12 +163,8 @@ class LayerNormLinear(InputLayer):
         )
         linear = _linear(in_features, out_features, bias, name or "", {**factory, **taken})
         mark_norm(norm, linear)
-        super().__init__(
-            norm,
-            linear,
-            places={**_norm_places(norm), **_linear_places(linear)},
-            init_methods={"weight": init_method},
-        )
+        places = {**_norm_places(norm), **_linear_places(linear)}
+        super().__init__(norm, linear, places=places, init_methods={"weight": init_method})
         self.in_features, self.out_features = in_features, out_features
         self.normalization, self.eps = normalization, eps
         self.zero_centered_gamma = zero_centered_gamma
@@ -251,10 +240,7 @@ class LayerNormMLP(InputLayer):
             raise InputError(
                 f"activation is {activation!r}; it is one of {', '.join(sorted(ACTIVATIONS))}."
             )
-        factory = {
-            "device": device,
-            "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
-        }
+        factory = _factory(device, params_dtype, dtype)
         others = without_size("LayerNormMLP", options)
         is_parallel = others.pop("set_parallel_mode", False)
         taken = {**factory, **linear_arguments(type(self), others)}
@@ -270,18 +256,10 @@ class LayerNormMLP(InputLayer):
         fc1 = _linear(hidden_size, width, bias, first, of_fc1)
         fc2 = _linear(ffn_hidden_size, hidden_size, bias, second, of_fc2)
         mark_norm(norm, fc1)
-        super().__init__(
-            norm,
-            fc1,
-            act,
-            fc2,
-            places={
-                **_norm_places(norm),
-                **_linear_places(fc1, "fc1_"),
-                **_linear_places(fc2, "fc2_"),
-            },
-            init_methods={"fc1_weight": init_method, "fc2_weight": output_layer_init_method},
-        )
+        of_linears = {**_linear_places(fc1, "fc1_"), **_linear_places(fc2, "fc2_")}
+        init_methods = {"fc1_weight": init_method, "fc2_weight": output_layer_init_method}
+        places = {**_norm_places(norm), **of_linears}
+        super().__init__(norm, fc1, act, fc2, places=places, init_methods=init_methods)
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.normalization, self.activation, self.eps = normalization, activation, eps
         self.zero_centered_gamma = zero_centered_gamma
@@ -295,6 +273,10 @@ class LayerNormMLP(InputLayer):
 
 
 # -- ops ------------------------------------------------------------------------------
+
+
+def _factory(device: Any, params_dtype: Any, dtype: Any) -> dict[str, Any]:
+    return {"device": device, "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype)}
 
 
 def _linear(

@@ -12,12 +12,7 @@ from fuser.op import BasicOperation, check_parallel_mode
 
 
 def without_size(layer: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """``options`` without ``tp_size``, which must be the size of the group.
-
-    Raises
-    ------
-    InputError
-    """
+    """``options`` without ``tp_size``; refuse one that is not the size of the group."""
     options = dict(options)
     size = options.pop("tp_size", 1)
     if size != 1:
@@ -33,23 +28,13 @@ def without_size(layer: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_mode(layer: str, taken: dict[str, Any]) -> None:
-    """Refuse an unknown mode, and rows that are sharded without a mode.
-
-    Raises
-    ------
-    InputError
-    """
+    """Refuse an unknown mode, and rows that are sharded without a mode."""
     mode, sequence = taken.get("tensor_parallel_mode"), taken.get("sequence_parallel", False)
     check_parallel_mode(layer, mode, sequence, argument="parallel_mode")
 
 
 def refuse_row(layer: str, taken: dict[str, Any]) -> None:
-    """Refuse a row parallel linear after a norm, which needs all features of its input.
-
-    Raises
-    ------
-    InputError
-    """
+    """Refuse a row parallel linear after a norm, which needs all features of its input."""
     if taken.get("tensor_parallel_mode") != "row":
         return
     ranks = group_size(layer, taken.get("tensor_parallel_group"))
@@ -61,12 +46,7 @@ def refuse_row(layer: str, taken: dict[str, Any]) -> None:
 
 
 def refuse_ranks(layer: str, taken: dict[str, Any]) -> None:
-    """Refuse a mode over several ranks, for a layer that runs on one.
-
-    Raises
-    ------
-    InputError
-    """
+    """Refuse a mode over several ranks, for a layer that runs on one."""
     check_mode(layer, taken)
     mode = taken.get("tensor_parallel_mode")
     ranks = 1 if mode is None else group_size(layer, taken.get("tensor_parallel_group"))
@@ -83,11 +63,8 @@ def modes_of_mlp(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of the first and of the second linear: column and row parallel.
 
-    Raises
-    ------
-    InputError
-        If a mode is given for both, if rows are sharded without modes, or if the ranks do not
-        divide ``ffn_hidden_size``.
+    Raises InputError if a mode is given for both, if rows are sharded without modes, or if the
+    ranks do not divide ``ffn_hidden_size``.
     """
     mode, group = taken.get("tensor_parallel_mode"), taken.get("tensor_parallel_group")
     if mode is not None and group_size(layer, group) > 1:
@@ -98,10 +75,8 @@ def modes_of_mlp(
         )
     if is_parallel:
         divided(f"{layer}'s ffn_hidden_size", ffn_hidden_size, group_size(layer, group))
-        return (
-            {**taken, "tensor_parallel_mode": "column"},
-            {**taken, "tensor_parallel_mode": "row"},
-        )
+        column, row = ({**taken, "tensor_parallel_mode": mode} for mode in ("column", "row"))
+        return column, row
     if mode is None and taken.get("sequence_parallel", False):
         raise InputError(
             f"{layer} got sequence_parallel=True without set_parallel_mode=True, which makes its "

@@ -121,11 +121,8 @@ class Router(torch.nn.Module):
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.score, self.norm_topk_prob = score, bool(norm_topk_prob)
         self.aux_loss_coefficient = float(aux_loss_coefficient)
-        self.weight = torch.nn.Parameter(
-            torch.empty(
-                num_experts, hidden, device=default_device(device), dtype=default_dtype(dtype)
-            )
-        )
+        options: dict[str, Any] = {"device": default_device(device), "dtype": default_dtype(dtype)}
+        self.weight = torch.nn.Parameter(torch.empty(num_experts, hidden, **options))
         """``[num_experts, hidden]``, initialised as in ``torch.nn.Linear``."""
         self.reset_parameters()
 

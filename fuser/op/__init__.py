@@ -11,7 +11,6 @@ from fuser.op.basic import MAX_RECIPES, BasicOperation, Counter
 from fuser.op.context import OperationContext, autocast_dtype, context_of
 from fuser.op.fused import FusedOperation
 from fuser.op.fusible import COMPUTE_METHODS, METHODS, CallResult, FusibleOperation
-from fuser.op.output import cast, quantizes_values, write_grad_input, write_output
 from fuser.op.parameters import (
     COMPUTE_DTYPES,
     ParallelMode,
@@ -22,11 +21,28 @@ from fuser.op.parameters import (
     default_dtype,
     fill_weight,
 )
-from fuser.op.state import Stateful, is_tried, plain_keys
-from fuser.op.step import Contexts, Grads, StepGrads, StepInputs, StepOutputs, Tensors, rows
-from fuser.op.walk import HiddenOps, modules_and_ops
+from fuser.op.state import HiddenOps, Stateful, is_tried, modules_and_ops, plain_keys
+from fuser.op.step import (
+    Autocast,
+    Contexts,
+    Grads,
+    Kernels,
+    OpGrads,
+    Specs,
+    StepGrads,
+    StepInputs,
+    StepOutputs,
+    Tensors,
+    Values,
+    cast,
+    quantizes_values,
+    rows,
+    write_grad_input,
+    write_output,
+)
 
 __all__ = [
+    "Autocast",
     "BasicOperation",
     "COMPUTE_DTYPES",
     "COMPUTE_METHODS",
@@ -36,17 +52,21 @@ __all__ = [
     "FusedOperation",
     "FusibleOperation",
     "Grads",
+    "Kernels",
     "HiddenOps",
     "MAX_RECIPES",
     "METHODS",
+    "OpGrads",
     "OperationContext",
     "ParallelMode",
     "QUANTIZER_ARGUMENTS",
+    "Specs",
     "Stateful",
     "StepGrads",
     "StepInputs",
     "StepOutputs",
     "Tensors",
+    "Values",
     "autocast_dtype",
     "cast",
     "check_parallel_mode",

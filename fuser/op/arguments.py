@@ -57,6 +57,6 @@ def method_of(op: FusibleOperation, side: str) -> str:
     if is_plain(cls, side) and not (op.num_extra_inputs or op.num_extra_outputs):
         return f"op_{side}"
     if is_inherited and method not in op.__dict__:
-        own = f"step_{side}"
-        return method if getattr(cls, own) is getattr(FusibleOperation, own) else own
+        step = f"step_{side}"
+        return method if getattr(cls, step) is getattr(FusibleOperation, step) else step
     return method

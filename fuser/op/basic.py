@@ -13,14 +13,13 @@ from fuser.communication import GroupArgument
 from fuser.doors import PASSES, VIEW
 from fuser.errors import StateError
 from fuser.formats import DType, NumberFormat
-from fuser.functional.lazy import LazyTensor
 from fuser.op.channels import ChannelBindings
 from fuser.op.context import OperationContext
 from fuser.op.fusible import QUANTIZER_METHODS, FusibleOperation
 from fuser.op.module_calls import module_calls
 from fuser.op.parameters import default_device
 from fuser.op.state import is_tried
-from fuser.op.step import Grads
+from fuser.op.step import Grads, Values
 from fuser.precision.contexts import current_recipe
 from fuser.precision.delayed_scaling import DelayedScales
 from fuser.precision.op_numbers import note_op
@@ -224,16 +223,14 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """Whether backward quantizes the op's weight again, and forward need not keep that."""
         return False
 
-    def rebuild(
-        self, ctx: OperationContext, input_: torch.Tensor | LazyTensor | None
-    ) -> torch.Tensor | LazyTensor:
+    def rebuild(self, ctx: OperationContext, input_: Values | None) -> Values:
         """In backward, the output of the forward of ``ctx`` again, with the same bits.
 
         ``input_`` is the main input; None for an op that saved it.
         """
         raise NotImplementedError
 
-    def take_rebuilt_input(self, ctx: OperationContext, values: torch.Tensor | LazyTensor) -> None:
+    def take_rebuilt_input(self, ctx: OperationContext, values: Values) -> None:
         """Put the main input among the saved tensors of ``ctx``, as forward would have saved it."""
         raise NotImplementedError
 
@@ -436,7 +433,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             state.quantizer(recipe, dtypes, index, device) for index in range(count)
         ]
         if recipe.override_linear_precision[2]:
-            return [self._of_role(own, recipe, mode, i) for i, own in enumerate(quantizers) if own]
+            return [self._of_role(q, recipe, mode, i) for i, q in enumerate(quantizers) if q]
         return quantizers
 
     def constant_quantizer(self, recipe: Recipe, mode: str, index: int) -> Quantizer | None:
@@ -461,8 +458,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     def _quantizer_value_of_view(
         self, mode: str, index: int, device: torch.device | None = None
     ) -> Quantizer | None:
-        given = self.get_quantizer(mode, index)
-        return given and given.with_usage(rowwise=given.rowwise, columnwise=given.columnwise)
+        view = self.get_quantizer(mode, index)
+        return view and view.with_usage(rowwise=view.rowwise, columnwise=view.columnwise)
 
     def get_quantizer(
         self, mode: str, index: int, device: torch.device | None = None
@@ -475,14 +472,13 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         :meth:`quantizer_value`.
         """
         recipe = current_recipe()
-        if recipe is None:
-            value = self._last_quantizer(mode, index)
-            if value is None:
-                return None
+        if recipe is not None:
+            value: Quantizer | None = self._quantizer_under(recipe, mode, index, device)
         else:
-            value = self._quantizer_under(recipe, mode, index, device)
-        before = self._quantizer_views.get((mode, index))
-        view: Quantizer = VIEW.guest.of(value, before)
+            value = self._last_quantizer(mode, index)
+        if value is None:
+            return None
+        view: Quantizer = VIEW.guest.of(value, self._quantizer_views.get((mode, index)))
         self._quantizer_views[mode, index] = view
         return view
 
@@ -493,9 +489,9 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             self.__dict__["_last_recipe"] = recipe  # torch's own setting takes 1 us
         if isinstance(recipe, DelayedScaling):
             state, dtypes, device = self._delayed_state(mode, recipe, device)
-            own = state.quantizer(recipe, dtypes, index, device)
+            quantizer = state.quantizer(recipe, dtypes, index, device)
             is_changed = recipe.override_linear_precision[2]
-            return self._of_role(own, recipe, mode, index) if is_changed else own
+            return self._of_role(quantizer, recipe, mode, index) if is_changed else quantizer
         return self._made_quantizer(recipe, mode, index)
 
     def _of_role(
@@ -517,11 +513,11 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             while len(self._made_quantizers) >= MAX_RECIPES:
                 self._made_quantizers.pop(next(iter(self._made_quantizers)), None)
             kept = self._made_quantizers.setdefault(recipe, {})
-        made = kept.get((mode, index, role))
-        if made is None:
-            made = make_quantizer(recipe, role, module_type=self.module_type, name=self.name)
-            made = kept.setdefault((mode, index, role), made)
-        return made
+        quantizer = kept.get((mode, index, role))
+        if quantizer is None:
+            quantizer = make_quantizer(recipe, role, module_type=self.module_type, name=self.name)
+            quantizer = kept.setdefault((mode, index, role), quantizer)
+        return quantizer
 
     def _delayed_state(
         self, mode: str, recipe: DelayedScaling, device: torch.device | None = None
@@ -529,8 +525,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """Delayed scaling's state for ``mode``, its formats under ``recipe``, and its device."""
         if device is None:
             # An op's own come first; torch's iterator looks through all modules below.
-            own = (p for p in self._parameters.values() if p is not None)
-            parameter = next(itertools.chain(own, self.parameters()), None)
+            parameters = (p for p in self._parameters.values() if p is not None)
+            parameter = next(itertools.chain(parameters, self.parameters()), None)
             device = default_device(None) if parameter is None else parameter.device
         dtypes = [fp8_dtype(recipe.fp8_format, role) for role in self.quantizer_roles(mode)]
         state = self._delayed.get(mode)
@@ -693,9 +689,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         is_ours = type(self).get_extra_state is BasicOperation.get_extra_state
         return {"_extra_state": None} if is_ours else {}
 
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         # An op that may get a state always has the key, and an empty tensor before: torch's
         # distributed checkpoints read only what the model asks for, and would skip the state.
@@ -704,20 +698,9 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             if isinstance(state, torch.Tensor) and not state.numel():
                 del destination[f"{prefix}_extra_state"]
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         before = dict(self._parameters)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *args)
         for name, parameter in self._parameters.items():
             assigned = getattr(parameter, "_local_tensor", parameter)
             if parameter is not before.get(name) and isinstance(assigned, QuantizedTensor):
@@ -726,6 +709,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
                 if "forward" in self._delayed and not has_state:  # amaxes of values that are gone
                     self._delayed["forward"].amax_history[:1].zero_()
         # A checkpoint of plain modules has no extra state, and needs none.
+        _, _, missing_keys, *_ = args
         if prefix + "_extra_state" in missing_keys:
             missing_keys.remove(prefix + "_extra_state")
 

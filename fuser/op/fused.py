@@ -106,11 +106,11 @@ class FusedOperation(FusibleOperation):
         self, basic_ops: Iterable[FusibleOperation] = (), **named: FusibleOperation | None
     ) -> None:
         super().__init__()
-        given = list(basic_ops)
-        self._set_members(self._by_name(given, named) if named else given)
+        ops = list(basic_ops)
+        self._set_members(self._by_name(ops, named) if named else ops)
 
     def _by_name(
-        self, given: Sequence[FusibleOperation], named: Mapping[str, FusibleOperation | None]
+        self, unnamed: Sequence[FusibleOperation], named: Mapping[str, FusibleOperation | None]
     ) -> list[FusibleOperation]:
         """The ops that were given by ``member_names``, in their order."""
         unknown = [name for name in named if name not in self.member_names]
@@ -119,8 +119,8 @@ class FusedOperation(FusibleOperation):
             raise InputTypeError(
                 f"{type(self).__name__} takes no argument {unknown[0]!r}; it takes {taken}."
             )
-        if given or len(named) < len(self.member_names):
-            got = ", ".join([*["basic_ops"] * bool(given), *named])
+        if unnamed or len(named) < len(self.member_names):
+            got = ", ".join([*["basic_ops"] * bool(unnamed), *named])
             raise InputTypeError(
                 f"{type(self).__name__} got {got}; give basic_ops alone, or each of "
                 f"{', '.join(self.member_names)}, None for one that is not there."
@@ -218,16 +218,16 @@ class FusedOperation(FusibleOperation):
         other end among these ops is an ordinary one of this call.
         """
         if is_compiling():
-            given = {"basic_op_kwargs": basic_op_kwargs} if basic_op_kwargs else {}
+            keywords = {"basic_op_kwargs": basic_op_kwargs} if basic_op_kwargs else {}
             traced: torch.Tensor | tuple[torch.Tensor, ...]
-            traced = PASSES.guest.traced_call(self, input, extra_inputs, given | unknown)
+            traced = PASSES.guest.traced_call(self, input, extra_inputs, keywords | unknown)
             return traced
         if unknown:
             refuse_unknown(f"The call of a {type(self).__name__}", FusedOperation.forward, unknown)
         segments = self._own_segments()
-        keywords = None if basic_op_kwargs is None else segments.keywords(basic_op_kwargs)
+        op_kwargs = None if basic_op_kwargs is None else segments.keywords(basic_op_kwargs)
         result: torch.Tensor | tuple[torch.Tensor, ...]
-        result = segments.run(input, extra_inputs, keywords)
+        result = segments.run(input, extra_inputs, op_kwargs)
         return result
 
     def _own_segments(self) -> Any:

@@ -11,10 +11,7 @@ library = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-
 
 
 def define(
-    schema: str,
-    real: Callable[..., Any],
-    fake: Callable[..., Any],
-    tags: Sequence[torch.Tag] = (),
+    schema: str, real: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = ()
 ) -> Any:
     """The operation of a schema ``name(arguments) -> results``, on tensors and on fake tensors.
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import operator
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal, SupportsIndex, get_args
 
 import torch
@@ -67,10 +70,10 @@ def check_parameter(op: str, name: str, parameter: torch.Tensor, shape: tuple[in
     ------
     InputError
     """
-    found = tuple(parameter.shape)
-    is_whole = len(found) == len(shape) and parameter.numel() and not is_distributed(parameter)
-    if found != shape and is_whole:
-        raise InputError(f"{op} has a {name} of shape {found}; it must be {shape}.")
+    actual = tuple(parameter.shape)
+    is_whole = len(actual) == len(shape) and parameter.numel() and not is_distributed(parameter)
+    if actual != shape and is_whole:
+        raise InputError(f"{op} has a {name} of shape {actual}; it must be {shape}.")
 
 
 def check_sizes(op: str, **sizes: object) -> None:
@@ -111,3 +114,25 @@ def check_parallel_mode(
             f"{op} got sequence_parallel=True and no {argument}, which says what is gathered or "
             "scattered; it is 'column' or 'row'."
         )
+
+
+_dtypes: ContextVar[tuple[torch.dtype, ...]] = ContextVar("dtypes", default=COMPUTE_DTYPES)
+
+
+def compute_dtypes() -> tuple[torch.dtype, ...]:
+    """The dtypes that inputs and parameters may have in this thread."""
+    return _dtypes.get()
+
+
+@contextmanager
+def allow_float64() -> Iterator[None]:
+    """Inside, pipelines of this thread take float64, for ``torch.autograd.gradcheck``.
+
+    Formulas that an op computes in float32, as activations of the library are, stay in float32. A
+    pipeline that was called inside keeps its plan for float64, and takes it afterwards too.
+    """
+    token = _dtypes.set((*COMPUTE_DTYPES, torch.float64))
+    try:
+        yield
+    finally:
+        _dtypes.reset(token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -71,11 +71,11 @@ def plain_keys(
     ``module.register_state_dict_post_hook(fuser.plain_keys)``.
     """
     names: dict[str, str | None] = {}
-    for path, each in module.named_modules(remove_duplicate=False):
-        if isinstance(each, Stateful):
+    for path, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, Stateful):
             start = f"{prefix}{path}." if path else prefix
             names |= {
-                start + key: name and start + name for key, name in each.plain_names().items()
+                start + key: name and start + name for key, name in part.plain_names().items()
             }
     items = list(state_dict.items())
     state_dict.clear()
@@ -91,10 +91,10 @@ def _can_be_tried(module: torch.nn.Module) -> bool:
     if torch.__future__.get_swap_module_params_on_conversion():
         return False  # torch then exchanges the contents of the parameters themselves
     return all(
-        not has_loading_hooks(each)
-        and _owner(each, "_load_from_state_dict").startswith(("torch.nn.", "fuser."))
-        and _owner(each, "set_extra_state").startswith(("torch.nn.modules.module", "fuser."))
-        for each in module.modules()
+        not has_loading_hooks(part)
+        and _owner(part, "_load_from_state_dict").startswith(("torch.nn.", "fuser."))
+        and _owner(part, "set_extra_state").startswith(("torch.nn.modules.module", "fuser."))
+        for part in module.modules()
     )
 
 
@@ -107,7 +107,7 @@ def _try(module: torch.nn.Module, state_dict: Mapping[str, Any]) -> None:
 
     Empty tensors of these sizes take the places of the parameters for a moment.
     """
-    before = [(each, {**each._parameters, **each._buffers}) for each in module.modules()]
+    before = [(part, {**part._parameters, **part._buffers}) for part in module.modules()]
     sizes: Any = OrderedDict((key, _size(key, value)) for key, value in state_dict.items())
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:  # torch writes into it
@@ -117,10 +117,10 @@ def _try(module: torch.nn.Module, state_dict: Mapping[str, Any]) -> None:
         torch.nn.Module.load_state_dict(module, sizes, strict=True, assign=True)
     finally:
         _thread.is_tried = False
-        for each, tensors in before:
+        for part, tensors in before:
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    setattr(each, name, tensor)  # a module may keep references of its own
+                    setattr(part, name, tensor)  # a module may keep references of its own
 
 
 def _size(key: str, value: Any) -> Any:
@@ -128,3 +128,22 @@ def _size(key: str, value: Any) -> Any:
         return value
     # A parameter that needs a gradient takes floating-point numbers alone.
     return torch.empty(value.shape, dtype=torch.get_default_dtype(), device="meta")
+
+
+class HiddenOps(Stateful):
+    """Base of modules whose ops are not submodules: parameters and states are the module's own."""
+
+    ops: torch.nn.Module
+
+    def hand_parameters_to_ops(self) -> None:
+        """Give the ops the parameters of this module."""
+        raise NotImplementedError
+
+
+def modules_and_ops(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The submodules with their paths, and after each layer its ops, with its parameters."""
+    for path, part in module.named_modules():
+        yield path, part
+        if isinstance(part, HiddenOps):
+            part.hand_parameters_to_ops()
+            yield from part.ops.named_modules(prefix=f"{path}.ops".strip("."))

@@ -137,11 +137,11 @@ class CostModel:
             precision = type(key.recipe).__name__ if is_native else precision_of(dtype)
             rate = self.device.products(precision, is_grouped=product.groups > 0).on(side)
             of_tokens, of_params = graph.window_bytes(i, i + 1, side)
-            own = of_tokens * scale + of_params
+            nbytes = of_tokens * scale + of_params
             done = product.flops * scale * sum(is_run)
             flops += done
-            moved += own
-            takes = max(done / rate, own / self.device.bandwidth)
+            moved += nbytes
+            takes = max(done / rate, nbytes / self.device.bandwidth)
             if key.recipe is not None:  # the product does not read what is quantized before it
                 width = QUANTIZED if is_native else dtype.itemsize
                 read = self._moved(product, side, is_run, width, dtype.itemsize)
@@ -230,9 +230,8 @@ class CostModel:
             return []
         collectives = []
         for collective, nbytes in self.graph.collectives(window.start, window.stop, side, sends):
-            tensor = " ".join(
-                str(part) for part in (collective.quantization, collective.tensor) if part
-            )
+            parts = (collective.quantization, collective.tensor)
+            tensor = " ".join(str(part) for part in parts if part)
             a_token = format_bytes(nbytes / self.graph.tokens)
             name = f"{collective.kind} {tensor} ({collective.ranks} ranks: {a_token}/token)"
             collectives.append((name, nbytes, collective.is_first))

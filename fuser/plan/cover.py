@@ -122,13 +122,8 @@ def unchosen(candidates: Sequence[Candidate], cover: Sequence[Candidate]) -> lis
     best = sum(_weight(candidate) for candidate in cover)
     refusals = []
     for candidate in candidates:
-        fusion = candidate.run
-        if fusion is None or isinstance(fusion, FusedOperation):
-            continue
-        if any(
-            used.run is fusion and used.start <= candidate.start and candidate.stop <= used.stop
-            for used in cover
-        ):
+        is_fusion = candidate.run is not None and not isinstance(candidate.run, FusedOperation)
+        if not is_fusion or _is_used(candidate, cover):
             continue
         extra = before[candidate.start] + _weight(candidate) + after[candidate.stop] - best
         refusals.append(_unchosen_refusal(candidate, extra))
@@ -145,19 +140,21 @@ def unchosen_joint(
     """A refusal for each joint window that the cover does not use, with its extra cost."""
     refusals = []
     for pair in joint:
-        window = range(pair[0].start, pair[0].stop)
-        if not any(
-            used.run is pair[0].run and used.start <= window.start and window.stop <= used.stop
-            for used in cover.forward
-        ):
-            forced = cheapest_cover(
-                count,
-                outside(window, forward),
-                outside(window, backward),
-                [*(other for other in joint if outside(window, other[:1])), pair],
-            )
+        if not _is_used(pair[0], cover.forward):
+            window = range(pair[0].start, pair[0].stop)
+            others = [other for other in joint if outside(window, other[:1])]
+            sides = outside(window, forward), outside(window, backward)
+            forced = cheapest_cover(count, *sides, [*others, pair])
             refusals.append(_unchosen_refusal(pair[0], forced.cost - cover.cost))
     return refusals
+
+
+def _is_used(candidate: Candidate, cover: Sequence[Candidate]) -> bool:
+    """Whether the cover runs the ops of a candidate by the same fusion, perhaps with more."""
+    return any(
+        used.run is candidate.run and used.start <= candidate.start and candidate.stop <= used.stop
+        for used in cover
+    )
 
 
 def _unchosen_refusal(candidate: Candidate, extra: float) -> Refusal:

@@ -50,12 +50,8 @@ class Gap(NamedTuple):
 class Cuts:
     """The places where a planned pipeline can be cut.
 
-    Parameters
-    ----------
-    planned, key
-        The plan and its key.
-    graph
-        The pipeline's graph, which is bound to ``key``.
+    ``planned`` and ``key``: the plan and its key. ``graph``: the pipeline's graph, which is bound
+    to ``key``.
     """
 
     def __init__(self, planned: Planned, key: PlanKey, graph: OpGraph) -> None:

@@ -225,10 +225,7 @@ CPU = Device(
 def device_named(name: str) -> Device:
     """The device of a short name, such as ``"h200"``.
 
-    Raises
-    ------
-    InputError
-        If there is none of this name.
+    Raises InputError if there is none of this name.
     """
     if not isinstance(name, str) or name.lower() not in DEVICES:
         raise InputError(

@@ -11,7 +11,7 @@ import torch
 
 from fuser.errors import InputError
 from fuser.op import BasicOperation
-from fuser.plan.dtypes import compute_dtypes
+from fuser.op.parameters import compute_dtypes
 from fuser.plan.parameter_slots import find_slots
 from fuser.plan.saved_inputs import rebuilding
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
@@ -49,12 +49,8 @@ def extra_input_sources(
     """For each op, the source of each of its extra inputs.
 
     The producer of a channel in ``open_channels`` may be outside of ``ops``; the extra input then
-    comes from the caller.
-
-    Raises
-    ------
-    InputError
-        If a channel has two producers, none, or one that runs after a consumer.
+    comes from the caller. Raises InputError if a channel has two producers, none, or one that runs
+    after a consumer.
     """
     producers: dict[str, tuple[int, int]] = {}
     for index, op in enumerate(ops):
@@ -147,25 +143,14 @@ def with_quantized_outputs(ops: Sequence[BasicOperation], key: PlanKey) -> PlanK
 class OpGraph:
     """The tensors of a pipeline, and the bytes that each window of its ops moves.
 
-    Parameters
-    ----------
-    ops
-        The basic ops in order.
-    sources
-        From :func:`extra_input_sources`.
-    input_spec, extra_specs
-        The pipeline's main input and the extra inputs from its caller.
-    autocast
-        The dtype of torch's autocast, None if it is off.
-    returned
-        From :func:`returned_outputs`; None if no channel is open.
-    places
-        The place of each op in the user's model, for messages.
+    ``ops``: the basic ops in order. ``sources``: from :func:`extra_input_sources`. ``input_spec``
+    and ``extra_specs``: the pipeline's main input and the extra inputs from its caller.
+    ``autocast``: the dtype of torch's autocast, None if it is off. ``returned``: from
+    :func:`returned_outputs`; None if no channel is open. ``places``: the place of each op in the
+    user's model, for messages.
 
-    Raises
-    ------
-    InputError
-        If an op cannot take its input; it says where the op is, and what is before it.
+    Raises InputError if an op cannot take its input; it says where the op is, and what is before
+    it.
     """
 
     def __init__(
@@ -186,12 +171,12 @@ class OpGraph:
         shape_is_known = 0 not in input_spec.shape
         self.main_specs = [_without_zeros(input_spec)]
         self.tokens = math.prod(self.main_specs[0].shape[:-1])
-        given = [_without_zeros(spec) for spec in extra_specs]
+        from_caller = [_without_zeros(spec) for spec in extra_specs]
         self.extra_inputs: list[tuple[TensorSpec, ...]] = []
         self.extra_outputs: list[tuple[TensorSpec, ...]] = []
         for op, row in zip(ops, sources, strict=True):
             spec = self.main_specs[-1]
-            extras = tuple(self._extra_spec(source, given) for source in row)
+            extras = tuple(self._extra_spec(source, from_caller) for source in row)
             for k, extra in enumerate(extras) if op.takes_floating_extras else ():
                 if k not in op.index_extras and extra.dtype not in compute_dtypes():
                     raise InputError(
@@ -229,9 +214,9 @@ class OpGraph:
         """Whether an extra input comes from an op that does not tell what it is."""
         return source.producer is not None and assumes_extra_outputs(self.ops[source.producer])
 
-    def _extra_spec(self, source: Source, given: Sequence[TensorSpec]) -> TensorSpec:
+    def _extra_spec(self, source: Source, from_caller: Sequence[TensorSpec]) -> TensorSpec:
         if source.caller_index is not None:
-            return given[source.caller_index]
+            return from_caller[source.caller_index]
         producer, output = source.place
         return self.extra_outputs[producer][output]
 
@@ -284,26 +269,16 @@ class OpGraph:
 
     def _origin(self, op: int, slot: int) -> Node:
         source = self.sources[op][slot]
-        return (
-            source.producer if source.producer is not None else ("extra input", source.caller_index)
-        )
+        is_callers = source.producer is None
+        return ("extra input", source.caller_index) if is_callers else source.producer
 
     def _memory_names(self, key: PlanKey) -> tuple[dict[Node, Memory], dict[Node, Memory]]:
         """The name of the memory of each value and each gradient; references share a name."""
         count = len(self.ops)
-        passes_on = {
-            side: [not op.kernels(side, key.window(i, i + 1)) for i, op in enumerate(self.ops)]
-            for side in ("forward", "backward")
-        }
-        passes_on["backward"] = [
-            (passes or op.passes_gradient_on) and op_key.grad_input is None
-            for passes, op, op_key in zip(passes_on["backward"], self.ops, key.ops, strict=True)
-        ]
         value: dict[Node, Memory] = {("line", 0): ("value", 0)}
         gradient: dict[Node, Memory] = {("line", count): ("gradient", count)}
         for i, op in enumerate(self.ops):
-            here = value["line", i]
-            passes = passes_on["forward"][i]
+            here, passes = value["line", i], not op.kernels("forward", key.window(i, i + 1))
             value["line", i + 1] = here if passes else ("value", i + 1)
             for k in range(op.num_extra_outputs):
                 node = ("extra output", i, k)
@@ -315,13 +290,14 @@ class OpGraph:
                     node = ("extra output", *source.place)
                     value["extra input", i, k] = value[node]
         for i in reversed(range(count)):
-            here = gradient["line", i + 1]
-            passes = passes_on["backward"][i]
+            here, op = gradient["line", i + 1], self.ops[i]
+            passes = not op.kernels("backward", key.window(i, i + 1)) or op.passes_gradient_on
+            passes = passes and key.ops[i].grad_input is None
             gradient["line", i] = here if passes else ("gradient", i)
-            for k in range(self.ops[i].num_extra_inputs):
-                own = ("gradient of extra input", i, k)
-                is_shared = passes or self.ops[i].passes_gradient_to_extras
-                gradient["extra input", i, k] = here if is_shared else own
+            for k in range(op.num_extra_inputs):
+                is_shared = passes or op.passes_gradient_to_extras
+                name = ("gradient of extra input", i, k)
+                gradient["extra input", i, k] = here if is_shared else name
         return value, gradient
 
     def channels_inside(self, start: int, stop: int) -> str | None:
@@ -471,12 +447,10 @@ class OpGraph:
         return collectives
 
     def _param_bytes(self, op: int, side: str) -> int:
-        keys = self.key.ops[op].params
-        total = 0
-        for parameter, key in zip(self.params[op], keys, strict=True):
-            nbytes = parameter.numel() * parameter.element_size()
-            total += nbytes * (1 + (side == "backward" and key.requires_grad))
-        return total
+        return sum(
+            p.numel() * p.element_size() * (1 + (side == "backward" and key.requires_grad))
+            for p, key in zip(self.params[op], self.key.ops[op].params, strict=True)
+        )
 
 
 def _without_zeros(spec: TensorSpec) -> TensorSpec:

@@ -95,9 +95,11 @@ class MemoryCurve:
             )
             for cost in self
         ]
-        return "\n".join(
-            [f"kept for backward of {self.tokens} tokens", *_columns([heading, *rows])]
-        )
+        rows.insert(0, heading)
+        # The last column, which is text, to the left.
+        numbers = columns([row[:-1] for row in rows], left=1)
+        lines = (f"{line}  {row[-1]}" for line, row in zip(numbers, rows, strict=True))
+        return "\n".join([f"kept for backward of {self.tokens} tokens", *lines])
 
     def to_dict(self) -> list[dict[str, Any]]:
         """The table as plain lists, strings and numbers, ready for JSON."""
@@ -117,18 +119,10 @@ class MemoryCurve:
     def with_inputs(self, sizes: Iterable[int]) -> MemoryCurve:
         """Those of several pipelines, whose inputs have these bytes: a budget of 0 keeps them."""
         nbytes = sum(sizes)
-        return replace(
-            self,
-            every=tuple(
-                replace(cost, nbytes=nbytes, bytes_per_token=nbytes / self.tokens)
-                if cost.repeats_forward
-                else cost
-                for cost in self.every
-            ),
+        every = (
+            replace(cost, nbytes=nbytes, bytes_per_token=nbytes / self.tokens)
+            if cost.repeats_forward
+            else cost
+            for cost in self.every
         )
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """The rows of the table: the last column, which is text, to the left."""
-    numbers = columns([row[:-1] for row in rows], left=1)
-    return [f"{line}  {row[-1]}" for line, row in zip(numbers, rows, strict=True)]
+        return replace(self, every=tuple(every))

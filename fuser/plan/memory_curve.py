@@ -50,11 +50,12 @@ def memory_curve(
             continue
         if plan is not None and plan.key == key and not cuts:
             graph.bind(key)
-            own, kept = plan, plan.kept
+            of_limit, kept = plan, plan.kept
         else:
             planned = make_plan(graph, key, registered, target)
-            own, kept = planned.plan, kept_tensors(graph, planned.forward, cuts)
-        times = [sum(step.microseconds for step in side) for side in (own.forward, own.backward)]
+            of_limit, kept = planned.plan, kept_tensors(graph, planned.forward, cuts)
+        sides = (of_limit.forward, of_limit.backward)
+        times = [sum(step.microseconds for step in side) for side in sides]
         a_token, weights = sum(k.bytes_per_token for k in kept), sum(k.nbytes for k in kept)
         again = [k for k in kept if k.is_rebuilt]
         known[key] = BudgetCost(
@@ -78,15 +79,15 @@ def memory_curve(
                 repeats_forward=True,
             )
     assert repeated is not None
-    return MemoryCurve((*every, repeated), graph.tokens, own.nominal_tokens)
+    return MemoryCurve((*every, repeated), graph.tokens, of_limit.nominal_tokens)
 
 
 def _input_bytes(graph: OpGraph) -> int:
     """Bytes of the main input and of the extra inputs that a caller gives."""
-    given = {
+    sizes = {
         source.caller_index: spec.nbytes
         for row, specs in zip(graph.sources, graph.extra_inputs, strict=True)
         for source, spec in zip(row, specs, strict=True)
         if source.caller_index is not None
     }
-    return graph.gap_bytes(0, "forward") + sum(given.values())
+    return graph.gap_bytes(0, "forward") + sum(sizes.values())

@@ -200,15 +200,14 @@ class ModelPlan(Drawn):
         rows = [heading]
         pipelines: list[tuple[str, FusionPlan]] = []
         for part in self.parts:
-            what = f"[{part.name}]"
+            kind = f"[{part.name}]"
             if isinstance(part.content, FusionPlan):
                 pipelines.append((part.place, part.content))
-                what = f"pipeline {len(pipelines)} of {part.name}"
+                kind = f"pipeline {len(pipelines)} of {part.name}"
             times = [part.microseconds(s) for s in self.sides]
             times += [part.baseline(EAGER), part.baseline(COMPILED)]
             flops = format_flops(part.flops)
-            row = (part.place, str(part.count), what, flops, *map(format_time, times))
-            rows.append(row)
+            rows.append((part.place, str(part.count), kind, flops, *map(format_time, times)))
         totals = [sum(part.microseconds(side) for part in self.parts) for side in self.sides]
         totals += [self.baseline(EAGER), self.baseline(COMPILED)]
         flops = format_flops(sum(part.flops for part in self.parts))
@@ -238,14 +237,14 @@ class ModelPlan(Drawn):
 
     def summary(self) -> list[str]:
         """The modelled time beside that of plain torch, and the memory, in sentences."""
-        own, compiled = self.microseconds, self.compiled_microseconds
+        planned, compiled = self.microseconds, self.compiled_microseconds
         boxes = [part for part in self.parts if isinstance(part.content, Box)]
         in_boxes = sum(part.microseconds(side) for part in boxes for side in self.sides)
         eager, in_compile = self.baseline(EAGER), self.baseline(COMPILED)
         return [
-            f"as planned {format_time(own)}, of which other modules {format_time(in_boxes)}; "
+            f"as planned {format_time(planned)}, of which other modules {format_time(in_boxes)}; "
             f"within torch.compile {format_time(compiled)}",
-            f"{EAGER} {format_time(eager)}, {eager / own if own else 1.0:.2f}x this plan",
+            f"{EAGER} {format_time(eager)}, {eager / planned if planned else 1.0:.2f}x this plan",
             f"{COMPILED} {format_time(in_compile)}, "
             f"{in_compile / compiled if compiled else 1.0:.2f}x this plan within torch.compile",
             *(self.memory.sentences(self.device) if self.training else ()),

@@ -19,12 +19,8 @@ def find_slots(op: BasicOperation, who: str) -> list[Slot]:
 
     Usually this is torch's dict of parameters. Hooks such as those of ``torch.nn.utils.prune`` and
     ``weight_norm`` compute a parameter before each call; it is then a plain attribute, and autograd
-    continues from its gradient. ``who`` names the op in messages.
-
-    Raises
-    ------
-    StateError
-        If a parameter is missing or parametrized, or is not the op's own.
+    continues from its gradient. ``who`` names the op in messages. Raises StateError if a parameter
+    is missing or parametrized, or is not the op's own.
     """
     for module in op.modules():
         if is_parametrized(module):

@@ -13,23 +13,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fuser.basic_ops.activation import Activation
-from fuser.basic_ops.adaptive_layer_norm import AdaptiveLayerNorm
-from fuser.basic_ops.add_extra_input import AddExtraInput
+from fuser.basic_ops.activation import Activation, ScaledActivation
 from fuser.basic_ops.basic_linear import BasicLinear
-from fuser.basic_ops.bias import Bias
-from fuser.basic_ops.constant_scale import ConstantScale
-from fuser.basic_ops.dropout import Dropout
 from fuser.basic_ops.grouped_linear import GroupedLinear
-from fuser.basic_ops.identity import Identity
-from fuser.basic_ops.lora_grouped_linear import LoRAGroupedLinear
-from fuser.basic_ops.lora_linear import LoRALinear
-from fuser.basic_ops.make_extra_output import MakeExtraOutput
+from fuser.basic_ops.lora_linear import LoRAGroupedLinear, LoRALinear
 from fuser.basic_ops.moe import MoeCombine, MoeDispatch
-from fuser.basic_ops.normalization import L2Normalization, LayerNorm, RMSNorm
+from fuser.basic_ops.normalization import AdaptiveLayerNorm, L2Normalization, LayerNorm, RMSNorm
+from fuser.basic_ops.pointwise_ops import AddExtraInput, Bias, ConstantScale, Dropout
 from fuser.basic_ops.quantize import Quantize
-from fuser.basic_ops.reshape import Reshape
-from fuser.basic_ops.scaled_activation import ScaledActivation
+from fuser.basic_ops.references import Identity, MakeExtraOutput, Reshape
 from fuser.op import BasicOperation
 from fuser.plan.devices import Device
 from fuser.plan.graph import OpGraph
@@ -39,7 +31,6 @@ from fuser.reference.activation import step_by_step
 from fuser.specs import TensorSpec
 
 Tensors = tuple[torch.Tensor, ...]
-
 
 EAGER, COMPILED = "torch eager", "torch.compile"
 
@@ -150,13 +141,13 @@ def baselines_of(graph: OpGraph, device: Device) -> tuple[Baseline, ...]:
         with mode:
             outputs = run.forward()
         places = [place for output in outputs for place in mode._parts(output)]
-        wanted = [t for t in run.leaves if t.requires_grad]
+        trained = [t for t in run.leaves if t.requires_grad]
         ends = [output for output in outputs if output.requires_grad]
-        if graph.key.requires_grad and wanted and ends:
+        if graph.key.requires_grad and trained and ends:
             grads = [torch.empty_like(end) for end in ends]
             mode._listed = calls["backward"].append
             with mode:
-                torch.autograd.grad(ends, wanted, grads, allow_unused=True)
+                torch.autograd.grad(ends, trained, grads, allow_unused=True)
     eager = [eager_seconds(calls[side], device, side) for side in calls]
     compiled = compiled_seconds(calls["forward"], calls["backward"], places, device)
     return (
@@ -216,20 +207,17 @@ class _Run:
     def forward(self) -> list[torch.Tensor]:
         """The main output, and the extra outputs for the caller."""
         graph, x = self.graph, self.x
-        made: dict[tuple[int, int], torch.Tensor] = {}
+        outputs: dict[tuple[int, int], torch.Tensor] = {}
         ops: Sequence[BasicOperation] = graph.ops
         for i, op in enumerate(ops):
             extras = tuple(
-                self.given[source.caller_index]
-                if source.caller_index is not None
-                else made[source.place]
-                for source in graph.sources[i]
+                outputs[s.place] if s.caller_index is None else self.given[s.caller_index]
+                for s in graph.sources[i]
             )
             params = tuple(self.params[i])
             dtype = graph.main_specs[i + 1].dtype
-            if isinstance(op, Bias) and i and _plain(ops[i - 1]) is _linear:
-                pass  # the linear before it has added it
-            else:
+            # The linear before a bias has added it.
+            if not (isinstance(op, Bias) and i and _plain(ops[i - 1]) is _linear):
                 if params:
                     x = x.to(dtype)
                 has_bias = i + 1 < len(ops) and isinstance(ops[i + 1], Bias)
@@ -237,8 +225,8 @@ class _Run:
                     params += tuple(self.params[i + 1])
                 x = _plain(op)(op, x, extras, params)
             for k, spec in enumerate(graph.extra_outputs[i]):
-                made[i, k] = self._extra_output(op, x, extras, spec)
-        return [x, *(made[place] for place in graph.returned)]
+                outputs[i, k] = self._extra_output(op, x, extras, spec)
+        return [x, *(outputs[place] for place in graph.returned)]
 
     def _extra_output(
         self, op: BasicOperation, x: torch.Tensor, extras: Tensors, spec: TensorSpec

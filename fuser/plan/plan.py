@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import os
 import textwrap
@@ -277,13 +278,11 @@ class FusionPlan(Drawn):
             lines.append(f"  plain torch, without fuser's kernels: {self.key.no_kernels}")
         for side in ("forward", "backward"):
             lines += ["", *self.side_lines(side)]
-        baselines = self.baseline_lines()
-        lines += ["", "plain torch, modelled", *(f"  {line}" for line in baselines)] * bool(
-            baselines
-        )
+        if self.baselines:
+            lines += ["", "plain torch, modelled", *(f"  {one}" for one in self.baseline_lines())]
         if self.kept:
-            found = [(str(i), self.ops[i], text) for i, text in self._kept_of_ops().items()]
-            lines += ["", self.kept_line(), *columns(found, left=3)]
+            rows = [(str(i), self.ops[i], text) for i, text in self._kept_of_ops().items()]
+            lines += ["", self.kept_line(), *columns(rows, left=3)]
         lines += ["", "notes"] if self.notes else []
         for paragraph in self.note_lines():
             lines += textwrap.wrap(paragraph, 96, initial_indent="  ", subsequent_indent="    ")
@@ -349,10 +348,7 @@ class FusionPlan(Drawn):
         quantization = ("emits",) if emits else ()
         numbers = ("FLOP/token", "bytes/token", "GEMMs", "modelled")
         heading = (side, "runs as", "columns", "kernels", *quantization, *numbers)
-        return [
-            *columns([heading, *rows], left=len(heading) - len(numbers)),
-            f"  {_total(steps)}",
-        ]
+        return [*columns([heading, *rows], left=len(heading) - len(numbers)), f"  {_total(steps)}"]
 
     def shape_of(self, step: Step, side: str) -> str:
         """The columns of a step's main input and output, or of their gradients: ``64 -> 256``."""
@@ -454,8 +450,8 @@ class FusionPlan(Drawn):
     def gap_labels(self, side: str, gap: int) -> list[str]:
         """Labels of the tensor before op ``gap``, or of its gradient: bytes, and format."""
         carried = (self.activation_bytes if side == "forward" else self.grad_activation_bytes)[gap]
-        edge = gap - 1 if side == "forward" else gap
-        emits = [step.emits for step in self.steps(side) if _last_op(step, side) == edge]
+        edge, last = (gap - 1, -1) if side == "forward" else (gap, 0)
+        emits = [step.emits for step in self.steps(side) if step.ops[last] == edge]
         return [f"{format_bytes(carried)}/token", *(str(e.format) for e in emits if e is not None)]
 
     def steps(self, side: str, *, fused: bool = True) -> tuple[Step, ...]:
@@ -573,10 +569,9 @@ def merged(parts: Iterable[FusionPlan | ModuleCall], channels: Sequence[Channel]
         else:
             plans.append(_after(modules[-1], part) if modules else part)
             count += len(part.ops)
-    result = plans[0]
-    for plan in plans[1:]:
-        result = _joined(result, plan)
-    return replace(result, channels=tuple(channels), modules=tuple(modules))
+    return replace(
+        functools.reduce(_joined, plans), channels=tuple(channels), modules=tuple(modules)
+    )
 
 
 def _after(call: ModuleCall, plan: FusionPlan) -> FusionPlan:
@@ -652,7 +647,3 @@ def _total(steps: tuple[Step, ...]) -> str:
     moved = format_bytes(sum(step.bytes_per_token for step in steps))
     noun = "step" if len(steps) == 1 else "steps"
     return f"{len(steps)} {noun}, {moved} a token, {format_time(_time(steps))}"
-
-
-def _last_op(step: Step, side: str) -> int:
-    return step.ops[-1] if side == "forward" else step.ops[0]

@@ -36,23 +36,15 @@ class Planned:
 
 
 def make_plan(
-    graph: OpGraph,
-    key: PlanKey,
-    registered: RegisteredFusions,
-    target: Device | None = None,
+    graph: OpGraph, key: PlanKey, registered: RegisteredFusions, target: Device | None = None
 ) -> Planned:
     """Plan the ops of ``graph`` under ``key``, for ``target`` and the tokens of the graph.
 
     Without a target for the device of the key, and for a number of tokens that all plans share.
 
-    If a method of a fusion raises, the planner refuses the fusion with the
-    exception as the reason, and warns.
-
-    Raises
-    ------
-    StateError
-        If a registered function returns ops that do not cover the pipeline, or a fused op that
-        does not do their communication.
+    If a method of a fusion raises, the planner refuses the fusion with the exception as the reason,
+    and warns. Raises StateError if a registered function returns ops that do not cover the
+    pipeline, or a fused op that does not do their communication.
     """
     graph.bind(key)
     tokens = NOMINAL_TOKENS if target is None else graph.tokens
@@ -62,19 +54,18 @@ def make_plan(
     backward = search.side("backward", pinned["backward"])
     joint = search.joint(pinned)
     cover = cheapest_cover(len(graph.ops), forward, backward, joint)
-    forward_run = cover.forward
     backward_run = tuple(c for c in reversed(cover.backward) if c.stop > search.first)
     lost = [*unchosen(forward, cover.forward), *unchosen(backward, cover.backward)]
     lost += unchosen_joint(len(graph.ops), forward, backward, joint, cover)
     joint_ops: dict[tuple[int, int, Any], FusibleOperation] = {}
     run = {
-        "forward": tuple(_operation(graph.ops, c, joint_ops) for c in forward_run),
+        "forward": tuple(_operation(graph.ops, c, joint_ops) for c in cover.forward),
         "backward": tuple(_operation(graph.ops, c, joint_ops) for c in backward_run),
     }
     plan = FusionPlan(
         key=key,
         ops=tuple(type(op).__name__ for op in graph.ops),
-        forward=tuple(c.step for c in forward_run),
+        forward=tuple(c.step for c in cover.forward),
         backward=tuple(c.step for c in backward_run),
         unfused_forward=tuple(c.step for c in search.basic["forward"]),
         unfused_backward=tuple(
@@ -118,9 +109,8 @@ def _notes(
 ) -> tuple[Note, ...]:
     """The notes of the basic ops, and of the fused ops that run."""
     fused = [(op, ops) for op, ops in run if op.is_fused_op]
-    asked = dict.fromkeys([*((op, (i,)) for i, op in enumerate(graph.ops)), *fused])
     notes = []
-    for op, ops in asked:
+    for op, ops in dict.fromkeys([*((op, (i,)) for i, op in enumerate(graph.ops)), *fused]):
         rows = math.prod(graph.main_specs[ops[0]].shape[:-1])
         texts = op.notes(key.window(ops[0], ops[-1] + 1), round(rows * tokens / graph.tokens))
         name = type(op).__name__ if op.is_fused_op else None
@@ -142,7 +132,8 @@ class _Search:
 
     def side(self, side: str, pinned: Sequence[tuple[int, FusedOperation]]) -> list[Candidate]:
         """Every candidate of ``side``; a pinned fused op is the only candidate for its ops."""
-        candidates = [*self.basic[side], *self._fused(side)]
+        asked = (self._ask(*match, side) for match in self._windows(side))
+        candidates = [*self.basic[side], *(fused for fused in asked if fused is not None)]
         for start, fused in pinned:
             window = range(start, start + len(fused.basic_ops))
             reason = self._unsent(fused, window, side)
@@ -191,13 +182,6 @@ class _Search:
                 backward = Candidate(window.start, window.stop, 0.0, fusion, backward.step)
             pairs.append((forward, backward))
         return pairs
-
-    def _fused(self, side: str) -> list[Candidate]:
-        """Every allowed window of the fusions of ``side``."""
-        asked = (
-            self._ask(fusion, window, bound, side) for fusion, window, bound in self._windows(side)
-        )
-        return [candidate for candidate in asked if candidate is not None]
 
     def _windows(self, side: str) -> Iterable[tuple[type[FusedOperation], range, tuple[Any, ...]]]:
         """Windows that fusions of ``side`` match by type and that nothing rules out."""

@@ -53,12 +53,7 @@ def apply_registered(graph: OpGraph, key: PlanKey, registered: RegisteredFusions
 
 
 def check_has_methods(fusion: type[FusedOperation], side: str) -> None:
-    """Refuse a fusion that does not implement the methods of ``side``.
-
-    Raises
-    ------
-    InputTypeError
-    """
+    """Refuse a fusion that does not implement the methods of ``side``."""
     for half in ("forward", "backward") if side == "joint" else (side,):
         methods = (f"fuser_{half}", f"step_{half}")
         if all(getattr(fusion, name) is getattr(FusibleOperation, name) for name in methods):
@@ -68,14 +63,13 @@ def check_has_methods(fusion: type[FusedOperation], side: str) -> None:
 
 
 def _check_covers(ops: Sequence[BasicOperation], result: Sequence[Any], function: Any) -> None:
-    flat: list[Any] = []
-    for op in result:
-        flat.extend(op.basic_ops if isinstance(op, FusedOperation) else [op])
+    parts = (op.basic_ops if isinstance(op, FusedOperation) else [op] for op in result)
+    flat: list[Any] = [op for part in parts for op in part]
     if len(flat) != len(ops) or any(a is not b for a, b in zip(flat, ops, strict=True)):
-        wanted = ", ".join(type(op).__name__ for op in ops)
+        held = ", ".join(type(op).__name__ for op in ops)
         got = ", ".join(type(op).__name__ for op in flat)
         name = getattr(function, "__name__", repr(function))
         raise StateError(
             f"The registered fusion {name} returned ops that do not cover the pipeline: it holds "
-            f"[{wanted}], and they replace [{got}]."
+            f"[{held}], and they replace [{got}]."
         )

@@ -70,13 +70,13 @@ class MemoryBudget:
 
 
 def limit_here(
-    own: MemoryBudget | None, x: torch.Tensor, many_rows: int
+    of_container: MemoryBudget | None, x: torch.Tensor, many_rows: int
 ) -> tuple[float | None, bool, bool]:
     """The limit in effect, for code that Dynamo traces: it compares the thread's at each call.
 
-    ``own`` is that of the container.
+    ``of_container``: the one that the container has.
     """
-    memory_budget, is_kept, is_lossy = budget.limit if own is None else own.limit
+    memory_budget, is_kept, is_lossy = budget.limit if of_container is None else of_container.limit
     if is_kept is None:  # a graph for any number of rows keeps them
         is_kept = not is_always_at_least(x.numel(), many_rows * x.shape[-1])
     return memory_budget, is_kept, is_lossy

@@ -8,6 +8,7 @@ read outside; backward computes again what such kernels computed and did not wri
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -141,16 +142,16 @@ class _AsOnAGpu(TorchFunctionMode):
         finally:
             self._calls.is_inside = False
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        query, key, value = (given[name] for name in names[:3])
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        query, key, value = (arguments[name] for name in names[:3])
         batch, heads = math.prod(query.shape[:-3]), math.prod(query.shape[-3:-2])
         shapes = [(batch, heads, *tensor.shape[-2:]) for tensor in (query, key, value)]
         from torch.utils.flop_counter import sdpa_flop_count
 
         flops = int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
-        if given.get("is_causal"):
+        if arguments.get("is_causal"):
             flops //= 2  # half of the pairs are masked, and skipped
-        tensors = (query, key, value, given.get("attn_mask"))
+        tensors = (query, key, value, arguments.get("attn_mask"))
         self._calls.list(ATTENTION, flops, tensors, result)
         return result
 
@@ -234,14 +235,8 @@ def compiled_seconds(
 
 def _groups(calls: Sequence[TorchCall]) -> Iterator[list[TorchCall]]:
     """Each product alone, and the calls between two products together."""
-    group: list[TorchCall] = []
-    for call in calls:
-        if call.is_product:
-            if group:
-                yield group
-            yield [call]
-            group = []
+    for is_product, group in itertools.groupby(calls, lambda call: call.is_product):
+        if is_product:
+            yield from ([call] for call in group)
         else:
-            group.append(call)
-    if group:
-        yield group
+            yield list(group)

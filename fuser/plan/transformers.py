@@ -15,12 +15,8 @@ class Transformer:
 
     ``intermediate`` is the width of one expert if there are ``experts``, of which each token goes
     to ``top_k``. Without ``heads`` there is no attention, without ``vocab`` neither embedding nor
-    head. Norms and routers have no weights here: they are less than a thousandth.
-
-    Raises
-    ------
-    InputError
-        If a size is not positive, or if heads or experts do not fit each other.
+    head. Norms and routers have no weights here: they are less than a thousandth. Raises InputError
+    if a size is not positive, or if heads or experts do not fit each other.
     """
 
     name: str
@@ -113,13 +109,7 @@ PRESETS = {
 
 
 def preset(name: str) -> Transformer:
-    """The public model ``name``.
-
-    Raises
-    ------
-    InputError
-        If there is none of this name.
-    """
+    """The public model ``name``. Raises InputError if there is none of this name."""
     if name not in PRESETS:
         raise InputError(f"There is no model {name!r}; there are {', '.join(PRESETS)}.")
     return PRESETS[name]

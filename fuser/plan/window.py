@@ -44,10 +44,7 @@ class Having:
 def check_window(name: str, window: Any) -> None:
     """Refuse a window of the fusion ``name`` that is not a valid pattern.
 
-    Raises
-    ------
-    InputTypeError
-        If it is not a tuple of op classes and patterns of this module.
+    Raises InputTypeError if it is not a tuple of op classes and patterns of this module.
     """
     is_fit = isinstance(window, (tuple, list))
     if not is_fit or not all(_is_element(element) for element in window):
@@ -74,31 +71,27 @@ class Match:
     bound: tuple[Any, ...]
 
 
-def matches(pattern: Sequence[Any], ops: Sequence[Any], start: int) -> Iterator[Match]:
-    """Every match of ``pattern`` in ``ops`` that begins at ``start``."""
-    yield from _match(tuple(pattern), ops, start, ())
-
-
-def _match(
-    pattern: tuple[Any, ...], ops: Sequence[Any], at: int, bound: tuple[Any, ...]
+def matches(
+    pattern: Sequence[Any], ops: Sequence[Any], at: int, bound: tuple[Any, ...] = ()
 ) -> Iterator[Match]:
+    """Every match of ``pattern`` in ``ops`` that begins at ``at``, after what is ``bound``."""
     if not pattern:
         yield Match(at, bound)
         return
-    element, rest = pattern[0], pattern[1:]
+    element, *rest = pattern
     if isinstance(element, Optional):
-        yield from _match((element.element, *rest), ops, at, bound)
-        yield from _match(rest, ops, at, (*bound, None))
+        yield from matches((element.element, *rest), ops, at, bound)
+        yield from matches(rest, ops, at, (*bound, None))
         return
     if isinstance(element, Many):
         stop = at
         while stop < len(ops) and _is(ops[stop], element.element):
             stop += 1
         for end in range(stop, at, -1):
-            yield from _match(rest, ops, end, (*bound, tuple(ops[at:end])))
+            yield from matches(rest, ops, end, (*bound, tuple(ops[at:end])))
         return
     if at < len(ops) and _is(ops[at], element):
-        yield from _match(rest, ops, at + 1, (*bound, ops[at]))
+        yield from matches(rest, ops, at + 1, (*bound, ops[at]))
 
 
 def _is(op: Any, element: Any) -> bool:

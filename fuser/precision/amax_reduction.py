@@ -119,14 +119,8 @@ class AmaxReduction:
         """End a step in which this rank used ``states``.
 
         Returns the states that have a place, with their amaxes over the ranks, -1 for a state that
-        no rank used.
-
-        Raises
-        ------
-        InputError
-            On every rank, if they used different ops, and have not made the same ones.
-        StateError
-            If another rank does not take part.
+        no rank used. Raises InputError on every rank, if they used different ops, and have not made
+        the same ones. Raises StateError if another rank does not take part.
         """
         # A state that was replaced, by loading a checkpoint, has no later step.
         used = [s for s in dict.fromkeys((*self._late, *states)) if s._identity.state() is s]
@@ -153,10 +147,8 @@ class AmaxReduction:
         """Those that are not in the list, or in it with another recipe."""
         late = []
         for state in states:
-            place = self._places.get(state._identity)
-            if place is None or (
-                place.recipe is not state._recipe and place.recipe != state._recipe
-            ):
+            place, recipe = self._places.get(state._identity), state._recipe
+            if place is None or (place.recipe is not recipe and place.recipe != recipe):
                 late.append(state)
         return [state for state in late if state._identity not in self._without_op]
 
@@ -197,15 +189,15 @@ class AmaxReduction:
             for number, op in enumerate(ops)
             for mode, state in op._delayed.items()
         }
-        own: Used = {}
+        recipes: Used = {}
         for state in states:
             if state._identity not in numbers:
                 self._without_op.add(state._identity)
             elif state._recipe is not None:
-                own[numbers[state._identity]] = state._recipe
+                recipes[numbers[state._identity]] = state._recipe
         gone = [n for n, identity in enumerate(self._places) if identity.state() is None]
         described = [_described(op) for op in ops]
-        used, gone = _agreed(_Step(own, described, gone), group)
+        used, gone = _agreed(_Step(recipes, described, gone), group)
         for identity in [list(self._places)[n] for n in gone]:
             del self._places[identity]
         for (number, mode), recipe in sorted(used.items(), key=lambda item: item[0]):
@@ -218,9 +210,7 @@ class AmaxReduction:
 
 
 _MODES = ("forward", "backward")
-_reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, AmaxReduction] = (
-    weakref.WeakKeyDictionary()
-)
+_reductions: weakref.WeakKeyDictionary[Any, AmaxReduction] = weakref.WeakKeyDictionary()
 
 
 def reduction_over(group: dist.ProcessGroup) -> AmaxReduction:
@@ -252,23 +242,20 @@ def _flags_of(message: torch.Tensor) -> Flags | None:
 # -- agreement ----------------------------------------------------------------------
 
 
-def _agreed(own: _Step, group: dist.ProcessGroup) -> tuple[Used, list[int]]:
+def _agreed(here: _Step, group: dist.ProcessGroup) -> tuple[Used, list[int]]:
     """The states that any rank used, and the places in the list that no rank needs.
 
-    Raises
-    ------
-    InputError
-        On every rank, if their ops do not tell which states are the same.
+    Raises InputError on every rank, if their ops do not tell which states are the same.
     """
-    prefix = own.ops[: max((number + 1 for number, _ in own.used), default=0)]
-    text = repr((sorted(own.used.items(), key=lambda item: item[0]), prefix, own.gone))
+    prefix = here.ops[: max((number + 1 for number, _ in here.used), default=0)]
+    text = repr((sorted(here.used.items(), key=lambda item: item[0]), prefix, here.gone))
     digests = _gathered(hashlib.sha256(text.encode()).hexdigest(), group)
     if len(set(digests)) == 1:
-        return own.used, own.gone
-    steps = _gathered(own, group)
+        return here.used, here.gone
+    steps = _gathered(here, group)
     gone_on_all = sorted(set.intersection(*(set(step.gone) for step in steps)))
     if len({repr(_from_the_end(step)) for step in steps}) == 1:
-        return own.used, gone_on_all
+        return here.used, gone_on_all
     ranks = dist.get_process_group_ranks(group)
     for number, ops in enumerate(zip_longest(*(step.ops for step in steps), fillvalue="none")):
         if len(set(ops)) > 1:
@@ -291,7 +278,7 @@ def _agreed(own: _Step, group: dist.ProcessGroup) -> tuple[Used, list[int]]:
                 )
                 raise InputError(
                     f"Delayed scaling reduces amaxes over the ranks {ranks}, which ran "
-                    f"{own.ops[number]} under different recipes: {listed}."
+                    f"{here.ops[number]} under different recipes: {listed}."
                     " Enter autocast with one recipe on every rank."
                 )
     return used, gone_on_all
@@ -309,21 +296,15 @@ def _from_the_end(step: _Step) -> tuple[object, ...]:
     return used, step.ops[min((number for number, _ in step.used), default=count) :]
 
 
-def _gathered(own: Result, group: dist.ProcessGroup) -> list[Result]:
+def _gathered(item: Result, group: dist.ProcessGroup) -> list[Result]:
     """The objects of all ranks."""
-    objects: list[Result] = [own] * dist.get_world_size(group)
-    _communicate(group, lambda: dist.all_gather_object(objects, own, group=group))
+    objects: list[Result] = [item] * dist.get_world_size(group)
+    _communicate(group, lambda: dist.all_gather_object(objects, item, group=group))
     return objects
 
 
 def _communicate(group: dist.ProcessGroup, collective: Callable[[], object]) -> None:
-    """Run a collective.
-
-    Raises
-    ------
-    StateError
-        If another rank does not take part.
-    """
+    """Run a collective. Raises StateError if another rank does not take part."""
     try:
         collective()
     except RuntimeError as error:

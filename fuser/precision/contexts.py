@@ -251,12 +251,8 @@ class autocast(contextlib.ContextDecorator):
 
     def __call__(self, func: Function) -> Function:
         """``func``, with every call run in this context."""
-        runs_later = (
-            inspect.isgeneratorfunction,
-            inspect.iscoroutinefunction,
-            inspect.isasyncgenfunction,
-        )
-        if any(is_kind(func) for is_kind in runs_later):
+        is_generator = inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func)
+        if is_generator or inspect.iscoroutinefunction(func):
             raise InputTypeError(
                 f"autocast cannot decorate {func.__qualname__}, a generator or coroutine, which "
                 "runs after its call has returned. Enter autocast in its body."
@@ -482,9 +478,8 @@ def initialised_weight(
     """The parameter for ``weight`` of a linear made under ``init``, quantized by ``quantizer``."""
     quantizer = weight_quantizer(init, quantizer)
     quantized = quantizer(weight.detach())
-    quantized._quantizer = (
-        quantizer  # for delayed scaling, a quantizer that records the amax of writes
-    )
+    # For delayed scaling, a quantizer that records the amax of writes.
+    quantized._quantizer = quantizer
     parameter = torch.nn.Parameter(quantized, requires_grad=weight.requires_grad)
     if init.preserve_high_precision_init_val:
         assert isinstance(parameter, QuantizedTensor)

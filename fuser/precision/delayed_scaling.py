@@ -130,17 +130,12 @@ def reduces_amaxes_over(group: Group) -> bool:
     recipe, _, over, _ = current_state()
     if not (isinstance(recipe, DelayedScaling) and recipe.reduce_amax and is_initialized()):
         return False
-    if over is None:
-        return True
     ranks = torch.distributed.get_process_group_ranks
-    return set(ranks(group)) <= set(ranks(over))
+    return over is None or set(ranks(group)) <= set(ranks(over))
 
 
 def mixes_amaxes_of(group: Group) -> bool:
-    """Whether delayed scaling, in the forward that runs now, reduces amaxes over ranks of a group.
-
-    Two or more of its ranks then have one scale.
-    """
+    """Whether two or more ranks of a group then have one scale."""
     recipe, _, over, _ = current_state()
     if not (isinstance(recipe, DelayedScaling) and recipe.reduce_amax and is_initialized()):
         return False
@@ -249,9 +244,7 @@ class DelayedScales:
         """The scales of a forward that is repeated, if steps have ended since it."""
         if again.region is None:
             return None
-        past: Sequence[torch.Tensor] | None
-        past = again.region.past_scales.get(self._identity, {}).get(recipe)
-        return past
+        return again.region.past_scales.get(self._identity, {}).get(recipe)
 
     def scales_of_forward(
         self, recipe: DelayedScaling, again: AutocastState, device: torch.device
@@ -276,10 +269,11 @@ class DelayedScales:
         """
         if not self._quantizers:
             return None
-        own = self._of_parameters.get(index)
-        if own is None:
-            own = self._of_parameters[index] = replace(self._quantizers[index], saturates=False)
-        return own
+        quantizer = self._of_parameters.get(index)
+        if quantizer is None:
+            quantizer = replace(self._quantizers[index], saturates=False)
+            self._of_parameters[index] = quantizer
+        return quantizer
 
     def keep_scale(self, index: int, scale_inv: torch.Tensor) -> None:
         """Take the scale of the bytes of parameter ``index``, unless there is a history."""
@@ -446,10 +440,7 @@ class DelayedScales:
     def unpacked(cls, packed: torch.Tensor, mode: str) -> tuple[DelayedScales, torch.Tensor]:
         """The state at the start of ``packed``, a result of :meth:`packed`, and the rest of it.
 
-        Raises
-        ------
-        InputError
-            If ``packed`` is shorter than the sizes at its start require.
+        Raises InputError if ``packed`` is shorter than the sizes at its start require.
         """
         state = cls(mode)
         count, length = (int(size) for size in packed[:2]) if len(packed) > 1 else (0, -1)

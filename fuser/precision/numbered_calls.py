@@ -63,20 +63,14 @@ def numbers_in(tensors: Iterable[torch.Tensor]) -> list[Number]:
 
 
 def ops_of(numbers: Sequence[Number]) -> list[Any]:
-    """The ops with these numbers.
-
-    Raises
-    ------
-    StateError
-        If one no longer exists.
-    """
-    found = [numbered_op(number % MOST_OPS) for number in numbers]
-    if None in found:
+    """The ops with these numbers. Raises StateError if one no longer exists."""
+    ops = [numbered_op(number % MOST_OPS) for number in numbers]
+    if None in ops:
         raise StateError(
             "A compiled graph runs an op that no longer exists. Keep the model as long as graphs "
             "of it have backwards to run."
         )
-    return found
+    return ops
 
 
 def is_recomputation(op: Any, number: Number) -> bool:
@@ -95,13 +89,7 @@ def note_forward(numbers: Sequence[Number], ops: Sequence[Any], call: ForwardCal
 
 
 def forward_call(number: Number) -> ForwardCall:
-    """The forward with this number.
-
-    Raises
-    ------
-    StateError
-        If it is not known.
-    """
+    """The forward with this number. Raises StateError if it is not known."""
     call = _calls.get(number)
     if call is None:
         raise StateError(

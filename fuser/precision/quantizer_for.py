@@ -16,13 +16,9 @@ def make_quantizer(
 ) -> Quantizer:
     """The quantizer of ``recipe`` for an ``"input"``, ``"weight"`` or ``"grad_output"``.
 
-    ``module_type`` and ``name`` are those of the op, for the factory of a custom recipe.
-
-    Raises
-    ------
-    InputError
-        If the recipe is custom and its factory returns no quantizer, or if it is DelayedScaling,
-        whose quantizers belong to the state of an op.
+    ``module_type`` and ``name`` are those of the op, for the factory of a custom recipe. Raises
+    InputError if the recipe is custom and its factory returns no quantizer, or if it is
+    DelayedScaling, whose quantizers belong to the state of an op.
     """
     if not isinstance(recipe, CustomRecipe):
         return _make_quantizer(recipe, role)
@@ -51,6 +47,6 @@ def _make_quantizer(recipe: Recipe, role: str) -> Quantizer:
 def role_format(recipe: Recipe, role: str) -> NumberFormat:
     """The format of tensors with this role under ``recipe``, which is not custom."""
     if isinstance(recipe, DelayedScaling):
-        own = NumberFormat("FP8", fp8_dtype(recipe.fp8_format, role))
-        return hybrid_format(own, unquantized_format()) if recipe.keeps_columns(role) else own
+        form = NumberFormat("FP8", fp8_dtype(recipe.fp8_format, role))
+        return hybrid_format(form, unquantized_format()) if recipe.keeps_columns(role) else form
     return _make_quantizer(recipe, role).format

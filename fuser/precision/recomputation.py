@@ -16,12 +16,7 @@ from typing import Any
 import torch
 
 from fuser.errors import FuserWarning
-from fuser.precision.contexts import (
-    UNQUANTIZED,
-    AutocastState,
-    current_state,
-    is_autocast_entered,
-)
+from fuser.precision.contexts import UNQUANTIZED, AutocastState, current_state, is_autocast_entered
 from fuser.recipe import Recipe
 from fuser.torch_private import (
     CheckpointCode,

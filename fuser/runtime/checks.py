@@ -15,7 +15,7 @@ from fuser.op import (
     keyword_names,
     pipeline_arguments,
 )
-from fuser.plan.dtypes import compute_dtypes
+from fuser.op.parameters import compute_dtypes
 from fuser.plan.graph import Source
 from fuser.precision.contexts import current_recipe
 from fuser.tensors.base import recipe_of_gathering

@@ -100,7 +100,7 @@ def _placed(ops: Sequence[BasicOperation], places: CallKeyReader) -> Iterator[No
                 part = _apply(parameter, group, None if isinstance(op, Bias) else type(op).__name__)
             else:
                 part = _alias_of_local(parameter)
-            part.whole_parameter = parameter  # for kept_weight.py
+            part.whole_parameter = parameter  # for weights.py
             held[name] = part
         yield
     finally:

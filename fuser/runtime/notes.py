@@ -23,7 +23,7 @@ from fuser.basic_ops import (
     Quantize,
     RMSNorm,
 )
-from fuser.basic_ops.scaled_activation import ScaledActivation
+from fuser.basic_ops.activation import ScaledActivation
 from fuser.cuda.arguments import TILE_RUN
 from fuser.doors import OBSERVER, Observer
 from fuser.formats import padded_shape

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch.nn import Parameter
 
-from fuser.basic_ops.kept_weight import KeepsWeights, KeptBefore, as_list
 from fuser.basic_ops.main_grad import accumulation, note_accumulation
 from fuser.basic_ops.shared_memory import Versions
+from fuser.basic_ops.weights import KeepsWeights, KeptBefore, as_list
 from fuser.communication import WeakGroup, resolved
 from fuser.cuda import launch
 from fuser.cuda.arguments import PLAIN

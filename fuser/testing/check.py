@@ -16,7 +16,7 @@ from fuser.basic_ops import Quantize
 from fuser.errors import EmulationWarning, FuserWarning, InputError, InputTypeError
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
-from fuser.plan.dtypes import allow_float64
+from fuser.op.parameters import allow_float64
 from fuser.precision.contexts import autocast
 from fuser.recipe import BACKWARD_OVERRIDES as OVERRIDES
 from fuser.recipe import RECIPES as RECIPE_CLASSES

@@ -6,7 +6,7 @@ from mutants.mutant import Mutant
 
 LORA = "basic_ops/lora_linear.py"
 SHARED = "basic_ops/lora_adapters.py"
-GROUPED = "basic_ops/lora_grouped_linear.py"
+GROUPED = "basic_ops/lora_linear.py"
 STATES = "op/state.py"
 
 ADAPTERS = (

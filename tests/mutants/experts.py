@@ -327,7 +327,7 @@ EXPERTS = (
     ),
     Mutant(
         "an activation that is to be computed again is saved without a word",
-        "basic_ops/scaled_activation.py",
+        "basic_ops/activation.py",
         "ScaledActivation.step_forward",
         "    raise self._unfused()\nx = cast(",
         "    pass\nx = cast(",

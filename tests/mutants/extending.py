@@ -79,7 +79,7 @@ EXTENDING = (
     ),
     Mutant(
         "float64 is taken after allow_float64",
-        "plan/dtypes.py",
+        "op/parameters.py",
         "allow_float64",
         "_dtypes.reset(token)",
         "pass",

@@ -58,7 +58,7 @@ GRAPHS = (
     ),
     Mutant(
         "ops of layers are not walked",
-        "op/walk.py",
+        "op/state.py",
         "modules_and_ops",
         "if isinstance(each, HiddenOps):",
         "if False:",
@@ -66,7 +66,7 @@ GRAPHS = (
     ),
     Mutant(
         "ops of layers are walked with the parameters of an earlier call",
-        "op/walk.py",
+        "op/state.py",
         "modules_and_ops",
         "each.hand_parameters_to_ops()",
         "",
@@ -192,7 +192,7 @@ GRAPHS = (
     ),
     Mutant(
         "a capture keeps quantized weights for other microbatches",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "KeptBefore.of",
         "if holds_steps() or (",
         "if (",

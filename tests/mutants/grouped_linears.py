@@ -8,7 +8,7 @@ from mutants.mutant import Mutant
 LOOP = "basic_ops/grouped_loop.py"
 PARAMETERS = "basic_ops/grouped_parameters.py"
 PRODUCTS = "basic_ops/grouped_products.py"
-WGRAD = "basic_ops/grouped_wgrad.py"
+WGRAD = "basic_ops/grouped_parameters.py"
 FORMATS = "tensors/group_formats.py"
 MLP = "fused_ops/grouped_mlp.py"
 CUBLASLT = "cuda/cublaslt.py"
@@ -92,7 +92,7 @@ GROUPED_LINEARS = (
     Mutant(
         "the newest gradients are computed and the oldest are dropped",
         WGRAD,
-        "GroupedWeightGradients.backward_dw",
+        "GroupParameters.backward_dw",
         "self._delayed_wgrads[0]()",
         "self._delayed_wgrads[-1]()",
         IN_ORDER,
@@ -100,7 +100,7 @@ GROUPED_LINEARS = (
     Mutant(
         "the newest gradients are computed first",
         WGRAD,
-        "GroupedWeightGradients.backward_dw",
+        "GroupParameters.backward_dw",
         "    self._delayed_wgrads[0]()\nself._delayed_wgrads.popleft()",
         "    self._delayed_wgrads[-1]()\nself._delayed_wgrads.pop()",
         IN_ORDER,

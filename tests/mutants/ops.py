@@ -118,7 +118,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "the output of an extra input's fork gets the main gradient alone",
-        "basic_ops/make_extra_output.py",
+        "basic_ops/references.py",
         "MakeExtraOutput.step_backward",
         "write_grad_input(dy + grad_extra, ctx)",
         "write_grad_input(dy, ctx)",
@@ -126,7 +126,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "a dropout in evaluation takes away what it is given",
-        "basic_ops/dropout.py",
+        "basic_ops/pointwise_ops.py",
         "Dropout.op_forward",
         "ctx.to_save = DropoutSaved(None)\nreturn write_output(x, next_op_input_quantizer)",
         "x = x * self.dropout_probability\n"
@@ -171,7 +171,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "a sum has the dtype of the main line",
-        "basic_ops/add_extra_input.py",
+        "basic_ops/pointwise_ops.py",
         "AddExtraInput.output_spec",
         "TensorSpec(spec.shape, torch.promote_types(spec.dtype, extra.dtype))",
         "TensorSpec(spec.shape, spec.dtype)",
@@ -179,7 +179,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "a Reshape hands back a gradient in the shape of its output",
-        "basic_ops/reshape.py",
+        "basic_ops/references.py",
         "Reshape.op_backward",
         "return grad_output.reshape(state.input_shape), ()",
         "return grad_output, ()",
@@ -203,7 +203,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "a frozen Bias hands on its gradient plain, where the plan promises it quantized",
-        "basic_ops/bias.py",
+        "basic_ops/pointwise_ops.py",
         "Bias.op_backward",
         "return write_grad_input(grad_output, ctx), (None,)",
         "return grad_output, (None,)",
@@ -212,7 +212,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "the gradient of a dropout is not masked",
-        "basic_ops/dropout.py",
+        "basic_ops/pointwise_ops.py",
         "Dropout.op_backward",
         "dx = pointwise.dropout(grad_output, seed, state.dropout_probability)",
         "dx = grad_output * 1",
@@ -220,7 +220,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "a dropout scales its gradient by the probability of now",
-        "basic_ops/dropout.py",
+        "basic_ops/pointwise_ops.py",
         "Dropout.op_backward",
         "dx = pointwise.dropout(grad_output, seed, state.dropout_probability)",
         "dx = pointwise.dropout(grad_output, seed, self.dropout_probability)",
@@ -228,7 +228,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "a dropout is in its own mode where its backward runs",
-        "basic_ops/dropout.py",
+        "basic_ops/pointwise_ops.py",
         "Dropout.op_backward",
         "if seed is None:",
         "if seed is None or not self.training:",
@@ -237,7 +237,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "the gradient of a scaled value has the scale of now",
-        "basic_ops/constant_scale.py",
+        "basic_ops/pointwise_ops.py",
         "ConstantScale.op_backward",
         "pointwise.constant_scale(grad_output, state.scale)",
         "pointwise.constant_scale(grad_output, self.scale)",
@@ -246,7 +246,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "a scaled activation hands on a gradient of scales that nobody wants",
-        "basic_ops/scaled_activation.py",
+        "basic_ops/activation.py",
         "ScaledActivation.step_backward",
         "needed = (state.function.scaled,), ctx.extra_inputs_require_grad",
         "needed = (state.function.scaled,), (True,)",
@@ -254,7 +254,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "conditions of an adaptive norm with ones between are refused",
-        "basic_ops/adaptive_layer_norm.py",
+        "basic_ops/normalization.py",
         "AdaptiveLayerNorm._check_shapes",
         "if tuple(shape) not in (short, long):",
         "if tuple(shape) != short:",
@@ -263,7 +263,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "an adaptive norm takes the first dimension for its samples",
-        "basic_ops/adaptive_layer_norm.py",
+        "basic_ops/normalization.py",
         "AdaptiveLayerNorm.step_forward",
         "batch = (x.shape[self.batch_dim], self.hidden_size)",
         "batch = (x.shape[0], self.hidden_size)",
@@ -296,7 +296,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "a Reshape hides what its input was quantized from",
-        "basic_ops/reshape.py",
+        "basic_ops/references.py",
         "Reshape.op_forward",
         "if source is not None:",
         "if source is None:",
@@ -305,7 +305,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "a gradient is quantized from another dtype than the input's",
-        "op/output.py",
+        "op/step.py",
         "write_grad_input",
         "grad_input = grad_input.to(ctx.input_dtype)",
         "pass",
@@ -313,7 +313,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "the bias of a linear under autocast stays in its own dtype",
-        "basic_ops/bias.py",
+        "basic_ops/pointwise_ops.py",
         "Bias.addend",
         "return bias if ctx.autocast_dtype is None else cast(bias, ctx.autocast_dtype)",
         "return bias",
@@ -322,7 +322,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "a weight on meta is allocated in torch's default dtype",
-        "basic_ops/initialised_weights.py",
+        "basic_ops/weights.py",
         "InitialisedWeights.initialise",
         "data = torch.empty(weight.shape, dtype=weight.dtype, device=device)",
         "data = torch.empty(weight.shape, device=device)",
@@ -342,7 +342,7 @@ BASIC_OPS = (
 FUSED_OPS = (
     Mutant(
         "the scale is left out of linear, scale and addition",
-        "fused_ops/forward_linear_scale_add.py",
+        "fused_ops/linear_fusions.py",
         "ForwardLinearScaleAdd.step_forward",
         "addend=extra, scale=scale.scale, **inputs.kwargs[0]",
         "addend=extra, **inputs.kwargs[0]",
@@ -360,7 +360,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "dgrad forgets the gradient that a fork adds",
-        "fused_ops/backward_linear_add.py",
+        "fused_ops/linear_fusions.py",
         "BackwardLinearAdd.step_backward",
         "linear.op_backward(linear_ctx, dy, addend=grad_extra)",
         "linear.op_backward(linear_ctx, dy)",
@@ -369,7 +369,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "linear and addition run in one GEMM though their dtypes differ",
-        "fused_ops/forward_linear_bias_add.py",
+        "fused_ops/linear_fusions.py",
         "ForwardLinearBiasAdd.refuses",
         "if produced != extra and not (",
         "if produced is None and not (",
@@ -377,7 +377,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "a GEMM has the erf GELU as its epilogue, which is the tanh form",
-        "fused_ops/forward_linear_bias_activation.py",
+        "fused_ops/linear_fusions.py",
         "_is_gelu_epilogue",
         'activation.approximate == "tanh" and',
         "",
@@ -393,7 +393,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "on a CPU a GELU is a GEMM's epilogue, which is another GELU",
-        "fused_ops/forward_linear_bias_activation.py",
+        "fused_ops/linear_fusions.py",
         "_is_gelu_epilogue",
         'activation.approximate == "tanh" and device == "cuda"',
         'activation.approximate == "tanh"',
@@ -401,7 +401,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "a chain hands an extra input's gradient on as it hands on its own, quantized",
-        "fused_ops/pointwise_chain.py",
+        "fused_ops/pointwise_fusions.py",
         "PointwiseChain.step_backward",
         "_are_sums(stages[: i + 1]) and ctx.grad_input_quantizer is None",
         "_are_sums(stages[: i + 1])",
@@ -410,7 +410,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "a chain of two gated activations is taken",
-        "fused_ops/pointwise_chain.py",
+        "fused_ops/pointwise_fusions.py",
         "PointwiseChain.refuses",
         "if len(gated) > 1:",
         "if len(gated) > 2:",
@@ -418,7 +418,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "a chain does not keep the input that an activation reads again",
-        "fused_ops/pointwise_chain.py",
+        "fused_ops/pointwise_fusions.py",
         "PointwiseChain.step_forward",
         "ctx.save_for_backward(x if _reads_again(stages) else None, *kept)",
         "ctx.save_for_backward(x if _reads_again(stages[:1]) else None, *kept)",
@@ -427,7 +427,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "a frozen bias is summed in the activation's backward",
-        "fused_ops/backward_activation_bias.py",
+        "fused_ops/pointwise_fusions.py",
         "BackwardActivationBias.refuses",
         "if not key.ops[0].params[0].requires_grad:",
         "if not key.ops[0].params:",
@@ -436,7 +436,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "the gradients of an activation and its bias finish the activation alone",
-        "fused_ops/backward_activation_bias.py",
+        "fused_ops/pointwise_fusions.py",
         "BackwardActivationBias.kernels",
         '(f"{name}_bias", 2)',
         '(f"{name}_bias", 1)',
@@ -444,7 +444,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "an addition and a norm expose the sum though nobody asked",
-        "fused_ops/forward_add_norm.py",
+        "fused_ops/add_norm.py",
         "_ForwardAddNorm.step_forward",
         "exposes_sum = len(self.members) == 3",
         "exposes_sum = len(self.members) >= 2",
@@ -453,7 +453,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "an addition and a norm broadcast an extra input of another shape",
-        "fused_ops/forward_add_norm.py",
+        "fused_ops/add_norm.py",
         "_ForwardAddNorm.step_forward",
         "add.check_extra(x.shape, extra.shape)",
         "pass",
@@ -462,7 +462,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "the scale is left out of the gradients of linear and scale",
-        "fused_ops/backward_linear_scale.py",
+        "fused_ops/linear_fusions.py",
         "BackwardLinearScale.step_backward",
         "self.members[0].op_backward(linear_ctx, dy, state.scale)",
         "self.members[0].op_backward(linear_ctx, dy)",
@@ -471,7 +471,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "the gradients of linear and scale have the scale of now",
-        "fused_ops/backward_linear_scale.py",
+        "fused_ops/linear_fusions.py",
         "BackwardLinearScale.step_backward",
         "(linear_ctx, dy, state.scale)",
         "(linear_ctx, dy, self.members[1].scale)",
@@ -489,7 +489,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "a norm's gradient with another added is quantized as the op between wants it",
-        "fused_ops/backward_add_norm.py",
+        "fused_ops/add_norm.py",
         "_BackwardAddNorm.step_backward",
         "dx, param_grads = norm.input_grad_and_param_grads(ctxs[1], dy, grad_extra)\n"
         "return write_grad_input(dx, ctx), param_grads, ()",
@@ -500,7 +500,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "the residual gets the gradient that was rounded for the linear",
-        "fused_ops/backward_add_norm.py",
+        "fused_ops/add_norm.py",
         "_BackwardAddNorm.step_backward",
         "return write_grad_input(main, ctx), param_grads, (d_sum,)",
         "return write_grad_input(main, ctx), param_grads, (main.to(d_sum.dtype),)",
@@ -517,7 +517,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "an extra input behind an activation in a chain gets the gradient of the main input",
-        "fused_ops/pointwise_chain.py",
+        "fused_ops/pointwise_fusions.py",
         "PointwiseChain.step_backward",
         "grads[i] = dy if is_dy[i] else dx",
         "grads[i] = dx",
@@ -526,7 +526,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "a microbatch's flag does not reach a linear with a bias",
-        "fused_ops/forward_linear_bias_activation.py",
+        "fused_ops/linear_fusions.py",
         "ForwardLinearBiasActivation.step_forward",
         "y = linear.matmul(ctxs[0], x, bias, **inputs.kwargs[0])",
         "y = linear.matmul(ctxs[0], x, bias)",
@@ -534,7 +534,7 @@ FUSED_OPS = (
     ),
     Mutant(
         "a linear before a scale and an addition does not know its microbatch",
-        "fused_ops/forward_linear_scale_add.py",
+        "fused_ops/linear_fusions.py",
         "ForwardLinearScaleAdd.step_forward",
         "y = linear.matmul(ctxs[0], x, addend=extra, scale=scale.scale, **inputs.kwargs[0])",
         "y = linear.matmul(ctxs[0], x, addend=extra, scale=scale.scale)",
@@ -853,7 +853,7 @@ SENTENCES = (
     ),
     Mutant(
         "a dropout is computed again with its present probability",
-        "basic_ops/dropout.py",
+        "basic_ops/pointwise_ops.py",
         "Dropout.rebuild",
         "pointwise.dropout(x, seed, state.dropout_probability)",
         "pointwise.dropout(x, seed, self.dropout_probability)",

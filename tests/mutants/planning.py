@@ -62,7 +62,7 @@ CHANNELS = (
     ),
     Mutant(
         "a note on padded groups counts the rows of one group",
-        "basic_ops/group_notes.py",
+        "basic_ops/grouped_linear.py",
         "padding_note",
         "more = groups * multiple // 2",
         "more = multiple // 2",
@@ -469,8 +469,8 @@ PLANNER = (
     Mutant(
         "an empty Optional does not match",
         "plan/window.py",
-        "_match",
-        "yield from _match(rest, ops, at, (*bound, None))",
+        "matches",
+        "yield from matches(rest, ops, at, (*bound, None))",
         "",
         "test_planner.py::test_windows_match_wherever_brute_force_finds_them",
     ),
@@ -540,7 +540,7 @@ PLANNER = (
     ),
     Mutant(
         "a plan has a sum for a frozen bias",
-        "basic_ops/bias.py",
+        "basic_ops/pointwise_ops.py",
         "Bias.kernels",
         'return ("sum",) if key.ops[0].params[0].requires_grad else ()',
         'return ("sum",)',
@@ -556,7 +556,7 @@ PLANNER = (
     ),
     Mutant(
         "a plan expects the dtype of a bias under torch's autocast",
-        "basic_ops/bias.py",
+        "basic_ops/pointwise_ops.py",
         "Bias.output_spec",
         "return TensorSpec(spec.shape, autocast or self.bias.dtype)",
         "return TensorSpec(spec.shape, self.bias.dtype)",
@@ -622,9 +622,9 @@ PLANNER = (
     Mutant(
         "a gradient is labelled with the format of the step beside it",
         "plan/plan.py",
-        "_last_op",
-        'step.ops[-1] if side == "forward" else step.ops[0]',
-        "step.ops[-1]",
+        "FusionPlan.gap_labels",
+        '(gap - 1, -1) if side == "forward" else (gap, 0)',
+        '(gap - 1, -1) if side == "forward" else (gap, -1)',
         "test_plan.py::test_labels_of_tensors_have_the_formats_in_which_steps_write_them",
     ),
     Mutant(
@@ -1052,7 +1052,7 @@ REBUILT = (
     ),
     Mutant(
         "a chain keeps an exact input where a plan says that it is rounded",
-        "fused_ops/pointwise_chain.py",
+        "fused_ops/pointwise_fusions.py",
         "PointwiseChain.refuses",
         "if op_key.rounds_input or (isinstance(op, Activation) and op.cache_quantized_input):",
         "if isinstance(op, Activation) and op.cache_quantized_input:",
@@ -1079,9 +1079,9 @@ REBUILT = (
     Mutant(
         "a plan states that nodes compute again what another node kept",
         "plan/kept.py",
-        "_cut_before",
-        "return next((cut for cut in cuts if path.start < cut <= reader), None)",
-        "return None",
+        "_of_step",
+        "cut = next((cut for cut in cuts if first < cut <= i), None)",
+        "cut = None",
         "test_memory_curve.py::test_hooks_of_parameters_make_a_pipeline_keep_what_the_plan_then_states",
     ),
     Mutant(
@@ -1182,7 +1182,7 @@ REBUILT = (
     ),
     Mutant(
         "an activation's backward does not store the output for the wgrad after it",
-        "fused_ops/backward_activation_bias.py",
+        "fused_ops/pointwise_fusions.py",
         "BackwardActivationBias.step_backward",
         ", output=ctx.rebuilt_output",
         "",
@@ -1236,7 +1236,7 @@ REBUILT = (
     ),
     Mutant(
         "statistics of an adaptive norm count one number of a row",
-        "basic_ops/adaptive_layer_norm.py",
+        "basic_ops/normalization.py",
         "AdaptiveLayerNorm.saved_bytes",
         "return 2 * 4 * math.prod(",
         "return 4 * math.prod(",

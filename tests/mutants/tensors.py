@@ -371,7 +371,7 @@ QUANTIZED_TENSORS = (
     ),
     Mutant(
         "a plan quantizes in the kernel before to a format without a kernel",
-        "op/output.py",
+        "op/step.py",
         "quantizes_values",
         "if read is not None and not read.format.has_kernel:\n    return False",
         "",

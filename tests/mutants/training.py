@@ -5,7 +5,7 @@ from mutants.mutant import Mutant
 KEPT_WEIGHTS = (
     Mutant(
         "a step of an optimizer that reads no gradients leaves what is kept",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "KeptBefore.of",
         "facts = (versions, optimizer_steps(), places)",
         "facts = (versions, places)",
@@ -21,7 +21,7 @@ KEPT_WEIGHTS = (
     ),
     Mutant(
         "a copy of a model takes the kept weight along",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "KeepsWeights.__getstate__",
         'return {**super().__getstate__(), "_kept_weight": None}',
         "return super().__getstate__()",
@@ -29,7 +29,7 @@ KEPT_WEIGHTS = (
     ),
     Mutant(
         "a kept weight serves after a write in place",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "KeptBefore.of",
         "facts = (versions, optimizer_steps(), places)",
         "facts = (0, optimizer_steps(), places)",
@@ -37,7 +37,7 @@ KEPT_WEIGHTS = (
     ),
     Mutant(
         "a kept weight serves after its data were set",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "KeptBefore.of",
         "facts = (versions, optimizer_steps(), places)",
         "facts = (versions, optimizer_steps(), 0)",
@@ -45,7 +45,7 @@ KEPT_WEIGHTS = (
     ),
     Mutant(
         "a weight kept in one dtype serves in another",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "KeepsWeights.kept_weights",
         "how = (dtype, *[_encoding(quantizer) for quantizer in quantizers])",
         "how = (*[_encoding(quantizer) for quantizer in quantizers],)",
@@ -53,7 +53,7 @@ KEPT_WEIGHTS = (
     ),
     Mutant(
         "a weight kept under one recipe serves under another",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "KeepsWeights.kept_weights",
         "how = (dtype, *[_encoding(quantizer) for quantizer in quantizers])",
         "how = (dtype,)",
@@ -61,7 +61,7 @@ KEPT_WEIGHTS = (
     ),
     Mutant(
         "a weight kept in evaluation serves training without a columnwise copy",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "KeepsWeights.kept_weights",
         "kept.how == how and is_complete(cast(Made, kept.made)):",
         "kept.how == how:",
@@ -70,7 +70,7 @@ KEPT_WEIGHTS = (
     ),
     Mutant(
         "a recomputation of the first microbatch quantizes its weight again",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "KeptBefore.of",
         "is_taken = recomputed_state() is not None or not is_first_microbatch",
         "is_taken = not is_first_microbatch",
@@ -79,7 +79,7 @@ KEPT_WEIGHTS = (
     ),
     Mutant(
         "a first microbatch takes the weight that the one before it kept",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "KeptBefore.of",
         "is_taken = recomputed_state() is not None or not is_first_microbatch",
         "is_taken = True",
@@ -87,7 +87,7 @@ KEPT_WEIGHTS = (
     ),
     Mutant(
         "a kept weight serves for any other weight",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "KeptBefore.of",
         "table.get(wholes[0]) if table else None",
         "next(iter(table.values()), None) if table else None",
@@ -96,7 +96,7 @@ KEPT_WEIGHTS = (
     ),
     Mutant(
         "under delayed scaling a recomputation finds no kept weight, which had another scale",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "_encoding",
         "return quantizer.encoding() if is_delayed else both",
         "return both",
@@ -139,7 +139,7 @@ KEPT_WEIGHTS = (
     ),
     Mutant(
         "what an op keeps counts as a change of it",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "KeptBefore.keep",
         'self.op.__dict__["_kept_weight"] =',
         "self.op._kept_weight =",
@@ -372,8 +372,8 @@ DELAYED_SCALING = (
         "of two recipes in one step both are recomputed with the scales of one",
         "precision/delayed_scaling.py",
         "DelayedScales._past_scales",
-        "past = again.region.past_scales.get(self._identity, {}).get(recipe)",
-        "past = next(iter(again.region.past_scales.get(self._identity, {}).values()), None)",
+        "return again.region.past_scales.get(self._identity, {}).get(recipe)",
+        "return next(iter(again.region.past_scales.get(self._identity, {}).values()), None)",
         "test_delayed_scaling.py::"
         "test_two_recipes_of_one_op_in_one_autocast_are_each_recomputed_with_their_scales",
     ),
@@ -796,15 +796,15 @@ STATE = (
     ),
     Mutant(
         "the copy of a grouped linear calls the hooks of the original",
-        "basic_ops/grouped_wgrad.py",
-        "GroupedWeightGradients.__getstate__",
+        "basic_ops/grouped_parameters.py",
+        "GroupParameters.__getstate__",
         '{**super().__getstate__(), "_delayed_wgrads": deque(), "_wgrad_hooks": []}',
         '{**super().__getstate__(), "_delayed_wgrads": deque()}',
         "test_grouped_linear.py::test_a_copy_calls_no_hooks_of_the_original",
     ),
     Mutant(
         "what inference mode keeps is of inference mode",
-        "basic_ops/kept_weight.py",
+        "basic_ops/weights.py",
         "KeepsWeights.kept_weights",
         "with torch.inference_mode(False), torch.no_grad():\n    made = make()",
         "made = make()",

@@ -34,8 +34,8 @@ from oracles import (
 from said import holds, said
 
 import fuser
-from fuser.basic_ops import bias, linear_weight
-from fuser.basic_ops.scaled_activation import ScaledActivation
+from fuser.basic_ops import basic_linear, pointwise_ops
+from fuser.basic_ops.activation import ScaledActivation
 from fuser.fused_ops import linear
 from fuser.reference import activation
 from fuser.specs import TensorSpec
@@ -571,7 +571,7 @@ def test_a_size_that_the_ranks_do_not_divide_is_refused(
     make: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make()
-    for module in (linear_weight, bias, linear):
+    for module in (basic_linear, pointwise_ops, linear):
         monkeypatch.setattr(module, "group_size", lambda op, group: 2)
     with pytest.raises(fuser.InputError, match=words):
         make()

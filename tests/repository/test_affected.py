@@ -137,7 +137,7 @@ def test_a_change_of_any_op_runs_in_its_time_with_what_was_measured(
     of_this_repository: Imports,
 ) -> None:
     imports, known = of_this_repository, affected.known_seconds()
-    for file in ("bias.py", "normalization.py", "grouped_linear.py"):
+    for file in ("pointwise_ops.py", "normalization.py", "grouped_linear.py"):
         near = imports.nearest([f"fuser/basic_ops/{file}"])
         chosen = affected.within(near, affected.SECONDS, known)
         assert sum(known.get(path, 0.0) for path in chosen) <= affected.SECONDS

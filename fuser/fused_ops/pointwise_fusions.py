@@ -1,4 +1,4 @@
-"""PointwiseChain: consecutive pointwise ops as one kernel in forward and one in backward."""
+"""Fusions of pointwise ops: PointwiseChain, of any, and BackwardActivationBias."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.basic_ops import Activation, AddExtraInput, Bias, ConstantScale
-from fuser.basic_ops.scaled_activation import ScaledActivation
+from fuser.basic_ops.activation import ActivationState, ScaledActivation
+from fuser.basic_ops.pointwise_ops import BIAS_STAGES
 from fuser.chain import Stage, Stages
 from fuser.functional import pointwise
-from fuser.functional.lazy import LazyTensor, materialize
+from fuser.functional.lazy import materialize
 from fuser.op import (
     Contexts,
     FusedOperation,
-    OperationContext,
+    Kernels,
     StepGrads,
     StepInputs,
     StepOutputs,
     Tensors,
+    Values,
     cast,
     quantizes_values,
     rows,
@@ -76,9 +78,7 @@ class PointwiseChain(FusedOperation):
         return _dtype_refusal(ops, key)
 
     @classmethod
-    def kernels(
-        cls, first: Any, rest: tuple[Any, ...], *, side: str, key: PlanKey
-    ) -> tuple[tuple[str, int], ...]:
+    def kernels(cls, first: Any, rest: tuple[Any, ...], *, side: str, key: PlanKey) -> Kernels:
         name = "+".join(_name(op) for op in (first, *rest))
         return ((name if side == "forward" else f"{name}_backward", len(key.ops)),)
 
@@ -109,14 +109,16 @@ class PointwiseChain(FusedOperation):
                 for i, (stage, operand) in enumerate(zip(stages, operands, strict=True))
             ]
             ctx.save_for_backward(x if _reads_again(stages) else None, *kept)
-            wanted = [_wants_grad(ctxs[i]) for i in owners]
+            # Whether the operand of an op, a bias or an extra input, needs a gradient.
+            wanted = [
+                any(ctxs[i].params_require_grad) or any(ctxs[i].extra_inputs_require_grad)
+                for i in owners
+            ]
             ctx.state = PointwiseChainState(stages, owners, wanted)
         y = pointwise.chain(stages, x, operands) if stages else x
         return write_output(y, inputs.quantizer), ()
 
-    def step_rebuild(
-        self, ctxs: Contexts, x: torch.Tensor | LazyTensor | None
-    ) -> torch.Tensor | LazyTensor:
+    def step_rebuild(self, ctxs: Contexts, x: Values | None) -> Values:
         ctx = ctxs[0]
         state: PointwiseChainState = ctx.state
         if not state.stages:
@@ -142,11 +144,10 @@ class PointwiseChain(FusedOperation):
                 _are_sums(stages[: i + 1]) and ctx.grad_input_quantizer is None
                 for i in range(len(stages))
             ]
+            links = zip(stages, state.wanted, is_dy, is_dx, strict=True)
             asked = [
                 is_wanted and (stage.name == "bias" or not (as_dy or as_dx))
-                for stage, is_wanted, as_dy, as_dx in zip(
-                    stages, state.wanted, is_dy, is_dx, strict=True
-                )
+                for stage, is_wanted, as_dy, as_dx in links
             ]
             dy_in = cast(dy, ctx.input_dtype)
             values, grads = pointwise.chain_backward(
@@ -156,9 +157,9 @@ class PointwiseChain(FusedOperation):
             for i, stage in enumerate(stages):
                 if stage.name == "add_extra_input" and state.wanted[i] and not asked[i]:
                     grads[i] = dy if is_dy[i] else dx
-        found = dict(zip(state.owners, grads, strict=True))
-        params = [found[i] for i, op in enumerate(self.members) if op._parameters]
-        extras = [found[i] for i, op in enumerate(self.members) if op.num_extra_inputs]
+        of_op = dict(zip(state.owners, grads, strict=True))
+        params = [of_op[i] for i, op in enumerate(self.members) if op._parameters]
+        extras = [of_op[i] for i, op in enumerate(self.members) if op.num_extra_inputs]
         return dx, params, extras
 
 
@@ -178,24 +179,58 @@ def _reads_again(stages: Stages) -> bool:
     return any(stage.is_activation for stage in stages)
 
 
-def _wants_grad(ctx: OperationContext) -> bool:
-    """Whether the operand of an op, a bias or an extra input, needs a gradient."""
-    return any(ctx.params_require_grad) or any(ctx.extra_inputs_require_grad)
-
-
 def _dtype_refusal(ops: Sequence[Any], key: PlanKey) -> str | None:
     """A sentence with two dtypes of the chain that differ; None if all are equal."""
     dtype = key.ops[0].input_dtype
-    found = []
+    dtypes = []
     for op, op_key in zip(ops, key.ops, strict=True):
-        found.append((op_key.input_dtype, "arrives at", op))
+        dtypes.append((op_key.input_dtype, "arrives at", op))
         if isinstance(op, Bias):
-            found.append((key.autocast_dtype or op_key.params[0].dtype, "is the result of", op))
+            dtypes.append((key.autocast_dtype or op_key.params[0].dtype, "is the result of", op))
         elif isinstance(op, AddExtraInput):
-            found.append((op_key.extra_inputs[0].dtype, "is the extra input of", op))
+            dtypes.append((op_key.extra_inputs[0].dtype, "is the extra input of", op))
         elif not isinstance(op, ConstantScale):
-            found.append((key.autocast_dtype or dtype, "is the result of", op))
-    for other, what, op in found:
+            dtypes.append((key.autocast_dtype or dtype, "is the result of", op))
+    for other, role, op in dtypes:
         if other is not dtype:
-            return f"the chain begins in {dtype}, and {other} {what} {type(op).__name__}."
+            return f"the chain begins in {dtype}, and {other} {role} {type(op).__name__}."
     return None
+
+
+class BackwardActivationBias(FusedOperation):
+    """``dx = dy f'(x); db = sum(dx)`` over rows, for every activation and GLU."""
+
+    window = (Bias, Activation)
+    member_names = ("bias", "activation")
+    side = "backward"
+    stores_rebuilt_output = True
+
+    @classmethod
+    def refuses(cls, bias: Bias, activation: Activation, *, key: PlanKey) -> str | None:
+        if not key.ops[0].params[0].requires_grad:
+            return "the bias needs no gradient, so there is nothing to sum."
+        return None
+
+    @classmethod
+    def kernels(cls, bias: Bias, activation: Activation, *, side: str, key: PlanKey) -> Kernels:
+        name = f"{activation.function.name}_backward"
+        if key.no_kernels is None:
+            return ((f"{name}_bias", 2),)
+        return ((name, 1), ("sum", 1))
+
+    @classmethod
+    def fuses_quantize(cls, bias: Bias, activation: Activation, *, side: str, key: PlanKey) -> bool:
+        return quantizes_values(side, key)
+
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        _, activation = self.members
+        bias_ctx, ctx = ctxs
+        x = activation.saved_input(ctx)
+        state: ActivationState = ctx.state
+        dx, (dbias, _) = pointwise.chain_backward(
+            *((*BIAS_STAGES, state.function), dy, x, (None, None), (True, False)),
+            saved=1,
+            is_plain=not ctx.has_recipe,
+            output=ctx.rebuilt_output,
+        )
+        return write_grad_input(dx, bias_ctx), (dbias,), ()

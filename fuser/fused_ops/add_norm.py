@@ -1,4 +1,4 @@
-"""BackwardAddRMSNorm and BackwardAddLayerNorm: dx = norm_backward(dy) + d_extra."""
+"""Fusions of an addition and a norm: forward, and the gradients of both in backward."""
 
 from __future__ import annotations
 
@@ -7,16 +7,80 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import AddExtraInput, LayerNorm, MakeExtraOutput, RMSNorm
+from fuser.basic_ops.normalization import kernel_names
 from fuser.functional.lazy import materialize
 from fuser.op import (
     Contexts,
     FusedOperation,
+    Kernels,
     StepGrads,
+    StepInputs,
+    StepOutputs,
     Tensors,
     write_grad_input,
+    write_output,
 )
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey
+
+
+def _of_last(key: PlanKey) -> PlanKey:
+    """The key of a window, narrowed to its last op."""
+    return key.window(len(key.ops) - 1, len(key.ops))
+
+
+class _ForwardAddNorm(FusedOperation):
+    """``z = x + extra; y = norm(z)``, with z as an extra output if there is a MakeExtraOutput.
+
+    z has the dtype that torch promotes x and extra to.
+    """
+
+    side = "forward"
+
+    @classmethod
+    def refuses(
+        cls, add: Any, make: MakeExtraOutput | None, norm: Any, *, key: PlanKey
+    ) -> str | None:
+        extra, x = key.ops[0].extra_inputs[0].dtype, key.ops[0].input_dtype
+        refusal: str | None = norm.sum_refusal(extra, x, _of_last(key))
+        return refusal
+
+    @classmethod
+    def kernels(
+        cls, add: Any, make: MakeExtraOutput | None, norm: Any, *, side: str, key: PlanKey
+    ) -> Kernels:
+        count, name = len(key.ops), type(norm).__name__.lower()
+        if not norm.runs_in_kernel(_of_last(key)):
+            return (("add", 1), (name, count - 1))
+        *first, last = kernel_names(norm, f"add_{name}", side, _of_last(key))
+        return (*((name, 0) for name in first), (last, count))
+
+    @classmethod
+    def fuses_quantize(
+        cls, add: Any, make: MakeExtraOutput | None, norm: Any, *, side: str, key: PlanKey
+    ) -> bool:
+        of_norm = _of_last(key)
+        fuses: bool = norm.runs_in_kernel(of_norm) and norm.fuses_quantize(side, of_norm)
+        return fuses
+
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        add, norm, (extra,) = self.members[0], self.members[-1], inputs.extras
+        add.check_extra(x.shape, extra.shape)
+        exposes_sum = len(self.members) == 3
+        y, z = norm.normalize(ctxs[-1], x, extra, exposes_sum)
+        return write_output(y, inputs.quantizer), (z,) if exposes_sum else ()
+
+
+class ForwardAddRMSNorm(_ForwardAddNorm):
+    """``z = x + extra; y = rmsnorm(z)``; z is an extra output if there is a MakeExtraOutput."""
+
+    window = (AddExtraInput, Optional(MakeExtraOutput), RMSNorm)
+
+
+class ForwardAddLayerNorm(_ForwardAddNorm):
+    """``z = x + extra; y = layernorm(z)``; z is an extra output if there is a MakeExtraOutput."""
+
+    window = (AddExtraInput, Optional(MakeExtraOutput), LayerNorm)
 
 
 class _BackwardAddNorm(FusedOperation):
@@ -47,14 +111,8 @@ class _BackwardAddNorm(FusedOperation):
 
     @classmethod
     def kernels(
-        cls,
-        add: AddExtraInput | None,
-        make: MakeExtraOutput,
-        norm: Any,
-        *,
-        side: str,
-        key: PlanKey,
-    ) -> tuple[tuple[str, int], ...]:
+        cls, add: AddExtraInput | None, make: MakeExtraOutput, norm: Any, *, side: str, key: PlanKey
+    ) -> Kernels:
         count = len(key.ops)
         name = f"{type(norm).__name__.lower()}_backward"
         if add is not None:
@@ -68,13 +126,7 @@ class _BackwardAddNorm(FusedOperation):
 
     @classmethod
     def fuses_quantize(
-        cls,
-        add: AddExtraInput | None,
-        make: MakeExtraOutput,
-        norm: Any,
-        *,
-        side: str,
-        key: PlanKey,
+        cls, add: AddExtraInput | None, make: MakeExtraOutput, norm: Any, *, side: str, key: PlanKey
     ) -> bool:
         return add is None and norm.fuses_quantize(side, key.window(1, 2))
 
