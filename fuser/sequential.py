@@ -260,13 +260,7 @@ class Sequential(Stateful, torch.nn.Sequential):
         return type(self).forward is Sequential.forward
 
     def _current_segments(self) -> Segments:
-        """The current modules, divided into pipelines and modules between them.
-
-        Raises
-        ------
-        InputError
-            If a channel has two producers, none, or one after its reader.
-        """
+        """The current modules, divided into pipelines and modules between them."""
         modules = tuple(self._modules.values())
         # Modules are compared by identity, so this detects every kind of edit.
         segments: Segments

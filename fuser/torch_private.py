@@ -577,10 +577,8 @@ def is_called_by_stager() -> bool:
 class CheckpointCode:
     """The code of torch's checkpoints, which is searched for on the stack.
 
-    Raises
-    ------
-    AttributeError, StopIteration, ValueError
-        If the checkpoints of this torch are written in another way.
+    Making it is an AttributeError, StopIteration or ValueError if the checkpoints of this torch are
+    written in another way.
     """
 
     def __init__(self) -> None:
@@ -778,11 +776,7 @@ def _storage_of(data: bytes) -> Any:
 def unpickled(data: bytes, classes: Mapping[str, type]) -> Any:
     """What ``pickle.dumps`` wrote: containers, numbers, texts, plain tensors, and ``classes``.
 
-    Raises
-    ------
-    KeyError
-        If it names anything else, which is not imported.
-    pickle.UnpicklingError
-        Or another error of ``pickle``, if the bytes are something else.
+    A KeyError if it names anything else, which is not imported; an error of ``pickle``, such as
+    UnpicklingError, if the bytes are something else.
     """
     return _TensorsOnly(data, classes).load()

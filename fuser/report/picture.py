@@ -154,13 +154,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def matplotlib_or_error() -> Iterator[None]:
-    """matplotlib with its default settings instead of the user's; text stays text in SVG.
-
-    Raises
-    ------
-    StateError
-        If matplotlib cannot be imported.
-    """
+    """matplotlib with its default settings instead of the user's; text stays text in SVG."""
     try:
         import matplotlib
     except ImportError as error:

@@ -56,12 +56,7 @@ class Checks:
     def kinds(
         self, input_: Any, params: Sequence[torch.Tensor], extra_inputs: Sequence[Any]
     ) -> None:
-        """Check the number of tensors, and that each is floating-point and not empty in features.
-
-        Raises
-        ------
-        InputError, InputTypeError
-        """
+        """Check the number and dtypes of tensors, and that the input is not empty in features."""
         if len(extra_inputs) != self.num_extra_inputs:
             raise InputError(
                 "The pipeline "
@@ -105,13 +100,7 @@ class Checks:
         *,
         only_planning: bool = False,
     ) -> torch.device:
-        """The device of all tensors; while planning, meta tensors count as on any device.
-
-        Raises
-        ------
-        InputError
-            If the tensors are on two devices.
-        """
+        """The device of all tensors; while planning, meta tensors count as on any device."""
         named = [
             ("input", input_),
             *((f"parameter of shape {tuple(p.shape)}", p) for p in params),
@@ -136,12 +125,7 @@ class Checks:
         return first.device
 
     def recipes(self, params: Sequence[torch.Tensor]) -> None:
-        """Check that weights of ``gather_quantized`` are read under its recipe, or under none.
-
-        Raises
-        ------
-        InputError
-        """
+        """Check that weights of ``gather_quantized`` are read under its recipe, or under none."""
         recipe = current_recipe()
         for param in params:
             other = recipe_of_gathering(param)
@@ -153,12 +137,7 @@ class Checks:
                 )
 
     def keywords(self, kwargs: Sequence[Mapping[str, Any]]) -> None:
-        """Check that there is a dict for each op, and that the op takes each keyword argument.
-
-        Raises
-        ------
-        InputTypeError
-        """
+        """Check that there is a dict for each op, and that the op takes each keyword argument."""
         if not isinstance(kwargs, (list, tuple)) or len(kwargs) != len(self.ops):
             raise InputTypeError(
                 f"basic_op_kwargs is a list of {len(self.ops)} dicts, one for each basic op; got "
@@ -179,12 +158,7 @@ class Checks:
 
 
 def check_keywords(name: str, op: BasicOperation, given: Any) -> None:
-    """Check the keyword arguments that a caller gives to an op; ``name`` names the op.
-
-    Raises
-    ------
-    InputTypeError
-    """
+    """Check the keyword arguments that a caller gives to an op; ``name`` names the op."""
     if not isinstance(given, Mapping):
         raise InputTypeError(
             f"{name} takes its keyword arguments as a dict; got {type(given).__name__} "

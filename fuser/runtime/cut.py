@@ -55,12 +55,8 @@ class CuttingPasses(PassRunner):
 class CuttablePlan(SplittablePlan):
     """A plan that runs as one autograd node, or as several if gradients are needed earlier.
 
-    Parameters
-    ----------
-    cuts
-        The places where the plan can be cut; there is one.
-    contents
-        The arguments of :class:`CompiledPlan`.
+    ``cuts`` has the places where it can be cut, one or more; ``contents`` are the arguments of
+    :class:`CompiledPlan`.
     """
 
     can_be_cut = True

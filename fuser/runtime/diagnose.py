@@ -207,11 +207,6 @@ def refuse_second_derivative() -> NoReturn:
     """Refuse a backward with ``create_graph=True`` before it runs.
 
     A gradient that it returned would look like a constant to a second derivative.
-
-    Raises
-    ------
-    StateError
-        Always.
     """
     raise StateError(
         "A fuser pipeline cannot be differentiated twice, and this backward was asked for with "
@@ -223,13 +218,7 @@ def refuse_second_derivative() -> NoReturn:
 
 
 def refuse_batched_gradients(error: BaseException) -> NoReturn:
-    """Refuse a backward that ``error`` has ended because it got many gradients at once.
-
-    Raises
-    ------
-    StateError
-        Always.
-    """
+    """Refuse a backward that ``error`` has ended because it got many gradients at once."""
     raise StateError(
         "A fuser pipeline that quantizes or runs kernels takes one gradient at a time, and this "
         "backward got a batch of them, from torch.autograd.grad(is_grads_batched=True) or "

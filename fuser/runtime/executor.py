@@ -68,17 +68,9 @@ from fuser.torch_private import (
 class CompiledPlan:
     """A plan ready to be called.
 
-    Parameters
-    ----------
-    plan, key
-        The plan, and the key that it was made for.
-    ops, sources, returned, param_counts
-        The pipeline's basic ops, the sources of their extra inputs, which of their
-        extra outputs the pipeline returns, and the number of parameters of each.
-    forward, backward
-        The operations in the order in which they run, with their basic-op indices.
-    neighbours
-        The ops beside ``ops``, if these are a part of the pipeline that was planned.
+    It was planned for ``key``. ``returned`` are the extra outputs that the pipeline returns, and
+    ``forward`` and ``backward`` the operations in the order in which they run, with their basic-op
+    indices. ``neighbours`` are the ops beside ``ops``, if these are a part of the pipeline.
     """
 
     can_be_cut = False

@@ -46,10 +46,7 @@ class _Content(NamedTuple):
 def exported_name(pipeline: OperationFuser, facts: Facts, recipe: Recipe | None) -> str:
     """The name of passes that :func:`passes_of_export` makes again in any process.
 
-    Raises
-    ------
-    StateError
-        If an op cannot be stored, such as one with a process group.
+    Refuses ops that cannot be stored, such as one with a process group.
     """
     ops = copied(pipeline).basic_ops
     for op in ops:
@@ -69,13 +66,7 @@ def is_exported(name: str) -> bool:
 
 
 def passes_of_export(name: str) -> Passes:
-    """The passes with a name of :func:`exported_name`.
-
-    Raises
-    ------
-    StateError
-        If another version of fuser has exported them.
-    """
+    """The passes with a name of :func:`exported_name`."""
     data = zlib.decompress(base64.b85decode(name.removeprefix(_PREFIX)))
     version, *rest = _Unpickler(io.BytesIO(data)).load()
     if version != __version__:

@@ -29,10 +29,7 @@ def buffers_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def text_of(parameter: torch.Tensor) -> str:
     """Of a quantized parameter :data:`QUANTIZED` and everything but its values; of others empty.
 
-    Raises
-    ------
-    StateError
-        If it refers to another tensor, which a graph would not get.
+    Refuses one that refers to another tensor, which a graph would not get.
     """
     if not isinstance(parameter, QuantizedTensor):
         return ""

@@ -37,16 +37,8 @@ Tensors = Sequence[torch.Tensor]
 class Graph:
     """The graphs of a module's forward and backward, and the memory that they read and write.
 
-    Parameters
-    ----------
-    name
-        That of the module, for messages.
-    module, args
-        The module, and the tensors of the capture, which become the memory of later arguments.
-    context
-        The autocast of the capture.
-    memory, pool
-        Where the graphs have their memory.
+    ``args`` are the tensors of the capture, which become the memory of later arguments, and
+    ``context`` is its autocast. The graphs have their memory in ``memory``, of ``pool``.
     """
 
     def __init__(
@@ -78,13 +70,7 @@ class Graph:
     # -- capture --------------------------------------------------------------
 
     def step(self, *, allow_unused_input: bool) -> None:
-        """Run the module's forward and backward once, as they will be captured.
-
-        Raises
-        ------
-        InputError, InputTypeError
-            If an output is no tensor, or if a tensor gets no gradient and must get one.
-        """
+        """Run the module's forward and backward once, as they will be captured."""
         outputs = pytree.tree_leaves(self._module(*self._args))
         for place, output in enumerate(outputs):
             if not isinstance(output, torch.Tensor):
@@ -180,13 +166,7 @@ class Graph:
         return None if self._captured.is_unchanged() else self._captured.change()
 
     def check(self, args: tuple[object, ...]) -> Tensors:
-        """The tensors of a call.
-
-        Raises
-        ------
-        InputError, InputTypeError
-            If they are unlike those of the capture.
-        """
+        """The tensors of a call, if they are like those of the capture."""
         given: Sequence[object] = args if self._is_flat else pytree.tree_leaves(args)
         if len(given) != len(self._inputs):
             raise InputError(
@@ -276,12 +256,7 @@ class Graph:
         return list(itertools.compress(outputs, map(operator.not_, self._is_differentiable)))
 
     def check_backward(self, saved: SavedForward) -> None:
-        """Refuse a backward without what its forward saved, or with other parameters.
-
-        Raises
-        ------
-        StateError
-        """
+        """Refuse a backward without what its forward saved, or with other parameters."""
         if saved.overwritten_by is not None:
             raise StateError(
                 f"The backward of {self.name} comes too late: a replay of {saved.overwritten_by} "
@@ -301,10 +276,7 @@ class Graph:
     ) -> list[torch.Tensor | None]:
         """The gradients of arguments and parameters, which autograd sends to ``edges``.
 
-        Raises
-        ------
-        StateError
-            If a gradient is asked for that the graph adds to a ``main_grad``.
+        Refuses a backward that asks for a gradient that the graph adds to a ``main_grad``.
         """
         leaves = {place: accumulating_leaf(edges[place]) for place in self._added}
         if any(leaf is None for leaf in leaves.values()):
@@ -392,14 +364,7 @@ class GraphedForward:
 
     A copy of the module, or one that was pickled, has no graph.
 
-    Parameters
-    ----------
-    module
-        The module that has this ``forward``.
-    plain
-        The ``forward`` that was set on the module before; None if it is that of its class.
-    graph
-        The graph; None for a copy.
+    ``plain`` is the ``forward`` that was set on the module before, None if it is that of its class.
     """
 
     def __init__(

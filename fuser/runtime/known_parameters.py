@@ -106,15 +106,9 @@ def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
 class ParameterLayout:
     """Everything that a recording depends on in parameters. Equal layouts are one object.
 
-    Parameters
-    ----------
-    runs
-        Parameters that follow one another in one memory without gaps: the place of the first, and
-        their number.
-    are_parameters
-        Whether each is a plain ``Parameter``; hooks compute plain tensors.
-    quantized
-        The quantized ones.
+    ``runs`` are parameters that follow one another in one memory without gaps: the place of the
+    first, and their number. ``are_parameters``: each is a plain ``Parameter``, and none a tensor of
+    a hook.
     """
 
     __slots__ = ("_parts", "are_parameters", "buffers_of", "is_gathered", "quantized", "runs")
@@ -169,10 +163,7 @@ class KnownParameters:
     negation), or an address. It takes 0.1 us a parameter; reading all facts takes 1.5. Of quantized
     parameters the buffers are compared too, and the attributes that are not buffers.
 
-    Parameters
-    ----------
-    ops
-        The ops that have the parameters, and may move them when one has changed.
+    ``ops`` have the parameters, and may move them when one has changed.
     """
 
     def __init__(self, ops: Sequence[BasicOperation]) -> None:

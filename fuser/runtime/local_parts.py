@@ -82,10 +82,7 @@ def local_parts(
 def _placed(ops: Sequence[BasicOperation], places: CallKeyReader) -> Iterator[None]:
     """Put the local tensors of DTensors into the ``places`` of the parameters of ``ops``.
 
-    Raises
-    ------
-    InputError
-        If a ``DTensor`` is not placed as its op is sharded; nothing has changed then.
+    Refuses a ``DTensor`` that is not placed as its op is sharded; nothing has changed then.
     """
     distributed = [
         (held, name, held[name], op, check_placement(op, name, held[name]))
@@ -137,11 +134,6 @@ def check_placement(op: BasicOperation, name: str, parameter: Any) -> Any:
     """Check a ``DTensor`` that is parameter ``name`` of ``op``.
 
     Returns the process group over which its gradient is added; None if it is not.
-
-    Raises
-    ------
-    InputError
-        If its placements are not those of the op, or its part of this rank has another shape.
     """
     kind = type(op).__name__
     if op.accumulates_into_main_grad:
@@ -198,10 +190,6 @@ def check_gates(ops: Sequence[BasicOperation]) -> None:
     Without interleaving an activation takes the first half of its features as gates. If the weight
     before it is a ``DTensor``, each rank has consecutive outputs of the whole linear, and all gates
     are on the first half of the ranks.
-
-    Raises
-    ------
-    InputError
     """
     linear: BasicLinear | None = None
     for op in ops:

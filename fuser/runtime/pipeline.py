@@ -579,12 +579,7 @@ class OperationFuser:
 
 
 def checked_fusions(fusions: Iterable[type[FusedOperation]]) -> tuple[type[FusedOperation], ...]:
-    """``fusions`` as a tuple, after a check that the planner can use all of them.
-
-    Raises
-    ------
-    InputTypeError, InputError
-    """
+    """``fusions`` as a tuple, after a check that the planner can use all of them."""
     if not isinstance(fusions, Iterable) or isinstance(fusions, torch.nn.Module):
         raise InputTypeError(f"fusions is a sequence of FusedOperation classes; got {fusions!r}.")
     fusions = tuple(fusions)

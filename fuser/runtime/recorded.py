@@ -190,12 +190,8 @@ def keywords_of(
 class RecordedPasses:
     """The recorded forwards of a compiled plan, by the layouts of their tensors.
 
-    Parameters
-    ----------
-    ops
-        The basic ops of the plan. A change of an attribute of one is a new layout.
-    recipe
-        The plan's recipe, if it is delayed scaling. New quantizers of a state are a new layout.
+    A change of an attribute of one of ``ops`` is a new layout. So are new quantizers of a state:
+    ``recipe`` is that of the plan, if it is delayed scaling.
     """
 
     def __init__(self, ops: Sequence[BasicOperation], recipe: DelayedScaling | None) -> None:
@@ -741,24 +737,10 @@ class RecordedForward:
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients that ``backward`` computes from the saved tensors; empties ``saved``.
 
-        Parameters
-        ----------
-        backward
-            The plan's generated code.
-        saved
-            The tensors that :meth:`run` returned for saving.
-        versions
-            By op, the versions that :meth:`run` returned.
-        given
-            The quantized parameters that :meth:`run` returned; the backward reads what they hold.
-        dx, grad_extras
-            The gradients of the output and of the extra outputs.
-        owners
-            By op, the weights whose ``main_grad`` it adds their gradients to.
-        needed
-            Which gradients are needed; None for all.
-        is_part
-            Whether ``backward`` is one of two parts, which are not recorded.
+        ``backward`` is the plan's generated code, or one of two parts, ``is_part``, which are not
+        recorded. ``saved``, ``versions`` by op, and ``given``, quantized parameters, are of
+        :meth:`run`; ``owners`` are by op the weights whose ``main_grad`` it adds their gradients
+        to. None for ``needed``: all are.
         """
         grads: list[Any] = [dx]
         others: tuple[Any, ...] = ()

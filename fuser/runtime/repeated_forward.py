@@ -30,13 +30,6 @@ def keeping_inputs(
 
     torch compares the versions of tensors that it is given; those of parameters are compared here,
     and what else the ops compute with.
-
-    Raises
-    ------
-    InputError
-        If ``op_kwargs`` has a buffer for an output.
-    StateError
-        In backward, if a parameter or an op has changed since.
     """
     given = op_kwargs.values() if isinstance(op_kwargs, Mapping) else ()
     if any(isinstance(of_op, Mapping) and "output" in of_op for of_op in given):

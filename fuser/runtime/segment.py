@@ -62,10 +62,7 @@ class Segment:
     def taken_apart(self, result: Any, count: int) -> tuple[Any, ...]:
         """The main output and the ``count`` extra outputs of a call.
 
-        Raises
-        ------
-        StateError
-            If a hook, or the module's own ``forward``, changed their form.
+        Refuses a result whose form a hook, or the module's own ``forward``, has changed.
         """
         if isinstance(result, tuple) and len(result) == 1 + count:
             return result

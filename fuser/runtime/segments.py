@@ -40,27 +40,10 @@ from fuser.torch_private import has_global_hooks
 class Segments:
     """The segments of ``modules``, which it runs and plans.
 
-    Parameters
-    ----------
-    modules
-        Operations and any other modules, in the order in which they run.
-    fusions
-        The fusion classes that the planner may use.
-    name
-        The class of the module that owns them, for messages.
-    keys
-        The names of the modules in their container, for messages; those of a composite have none.
-    is_open
-        Whether a channel may have an end outside; such ends are extra inputs and
-        outputs of a call.
-    previous
-        Segments of the same modules; their pipelines are reused if their ops stay
-        together.
-
-    Raises
-    ------
-    InputError
-        If a channel has two producers, none, or one after its reader.
+    ``name`` is the class of the module that owns them, and ``keys`` are the names of the modules in
+    their container, for messages; those of a composite have none. ``is_open``: a channel may have
+    an end outside, which is an extra input or output of a call. Pipelines of ``previous``, segments
+    of the same modules, are reused if their ops stay together.
     """
 
     def __init__(
@@ -226,13 +209,7 @@ class Segments:
                 yield f"{name} of a nested {nested.segments.name}", op
 
     def keywords(self, rows: Sequence[Mapping[str, Any]]) -> Keywords:
-        """``rows``, the keyword arguments of each basic op, by op.
-
-        Raises
-        ------
-        InputTypeError
-            If they are not a list of one dict for each op, or an op does not take an argument.
-        """
+        """``rows``, the keyword arguments of each basic op, by op."""
         self._checks.keywords(rows)
         return dict(zip(self.ops, rows, strict=True))
 
@@ -257,13 +234,6 @@ class Segments:
         """Run every segment, with keyword arguments that were checked.
 
         Returns the main output, or a tuple of it and the extra outputs in the order of the ops.
-
-        Raises
-        ------
-        InputError
-            If the number of extra inputs is wrong.
-        StateError
-            If a module wrote to a tensor that is on a channel.
         """
         self._check_extra_inputs(len(extra_inputs))
         if self.only is not None:
@@ -313,13 +283,7 @@ class Segments:
         training: bool,
         device: str | None = None,
     ) -> FusionPlan:
-        """One plan for all segments.
-
-        Raises
-        ------
-        InputError
-            If the number of extra inputs is wrong, or there is no op.
-        """
+        """One plan for all segments."""
         if not self.ops:
             raise InputError(
                 f"This {self.name} holds no fusible op, so there is nothing to plan."

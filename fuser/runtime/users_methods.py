@@ -27,15 +27,9 @@ _RESULTS = {
 class UsersMethods:
     """``fuser_forward`` and ``fuser_backward``, with the arguments of ``step_`` methods.
 
-    Parameters
-    ----------
-    op
-        The op or the fusion.
-    ops
-        The index of each basic op whose work it does, the op, and the number of its parameters.
-    needed
-        The extra outputs that other ops or the caller read: the place of the op among these, the
-        index, and a description.
+    ``ops`` has the index of each basic op whose work ``op``, an op or a fusion, does, the basic op,
+    and the number of its parameters; ``needed`` the extra outputs that other ops or the caller
+    read: the place of the op among these, the index, and a description.
     """
 
     def __init__(
