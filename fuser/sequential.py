@@ -21,8 +21,7 @@ from fuser.plan.saved_inputs import MemoryBudget, budget
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.runtime.checks import check_keywords
 from fuser.runtime.pipeline import checked_fusions
-from fuser.runtime.segment import Keywords
-from fuser.runtime.segments import Segments
+from fuser.runtime.segments import Keywords, Segments
 from fuser.torch_private import (
     global_backward_hooks,
     global_backward_pre_hooks,

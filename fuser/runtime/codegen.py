@@ -78,6 +78,10 @@ WHOLE = Neighbours()
 class PlanCodegen:
     """Generates the Python source of a plan: ``forward``, and ``backward`` if there is one.
 
+    The plan was made for ``key``. ``returned`` are the extra outputs that the pipeline returns, and
+    ``forward`` and ``backward`` the operations in the order in which they run, with their basic-op
+    indices. ``neighbours`` are the ops beside ``ops``, if these are a part of the pipeline.
+
     ``forward`` returns the main output and the extra outputs, None for those that
     went to an op and not to the caller. In training it also returns the contexts, all
     tensors to save, the end of each op's tensors among them, and shape and dtype of
@@ -97,13 +101,14 @@ class PlanCodegen:
         sources: Sequence[tuple[Source, ...]],
         returned: Sequence[tuple[int, int]],
         param_counts: Sequence[int],
-        places: Sequence[tuple[int, int]],
         forward: PlannedOps,
         backward: PlannedOps,
-        neighbours: Neighbours,
+        neighbours: Neighbours = WHOLE,
     ) -> None:
         self.key, self.ops, self.sources, self.neighbours = key, ops, sources, neighbours
-        self.returned, self.param_counts, self.places = returned, param_counts, places
+        self.returned, self.param_counts = returned, param_counts
+        # Every extra output.
+        self.places = [(i, k) for i, op in enumerate(ops) for k in range(op.num_extra_outputs)]
         self.steps = {"forward": forward, "backward": backward}
         self.saving = [i for i, op_key in enumerate(key.ops) if op_key.requires_grad]
         self.covered = {i for _, indices in backward for i in indices}

@@ -113,7 +113,7 @@ def _gradients(backward: Any, ctx: Any, grads: Any) -> tuple[Any, ...]:
     found = iter(passes.gradients(backward(ctx.call, ctx.sizes, inputs, outputs, given, *tensors)))
     each = [next(found) if is_wanted else None for is_wanted in passes.noted.wanted]
     end = 1 + len(passes.noted.facts.summed)
-    of_params = passes.noted.gradients_of(each[1:end], tensors[1])
+    of_params = passes.noted.parameters.gradients_of(each[1:end], tensors[1])
     return None, each[0], of_params, each[end:], [None] * seeds, [None] * host
 
 

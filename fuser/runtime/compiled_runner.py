@@ -10,7 +10,7 @@ import copy
 import functools
 import operator
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -149,7 +149,7 @@ class Runner:
         if not self._recorded_passes:
             return None
         plan, (x, _, extras, seeds, _) = self.plan, given
-        params, buffers = self._noted.apart(given.params)
+        params, buffers = self._noted.parameters.apart(given.params)
         layout = self._layout(given.params, params)
         if plan.recorded is None or layout is None:
             return None
@@ -171,23 +171,37 @@ class Runner:
     def forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
         if not is_fake:
             return self._forward(given, is_fake=False)
-        traced, key = self._traced_with(given.x), _layouts_of(given.inputs)
-        if key not in traced:
-            results = self._forward(given, is_fake=True)
-            traced.update(_traced_results(key, given.inputs, results, self._noted))
-            return results
-        self._noted.note_saved(traced[key].saved, is_fake=True)
-        return traced[key].again()
-
-    def _traced_with(self, tensor: torch.Tensor | None) -> dict[object, _Traced]:
-        """The results in the trace to which a fake tensor belongs."""
-        mode = getattr(tensor, "fake_mode", None)
-        if mode is None:
-            return {}
-        # The trace holds them: symbols refer to it, and so would not let go of it.
-        of_runners = mode.__dict__.setdefault(TRACED, weakref.WeakKeyDictionary())
-        results: dict[object, _Traced] = of_runners.setdefault(self, {})
+        run = functools.partial(self._forward, given, is_fake=True)
+        results, saved = self._traced(given.x, _layouts_of(given.inputs), given.inputs, run)
+        self._noted.note_saved(saved, is_fake=True)
         return results
+
+    def _traced(
+        self,
+        tensor: torch.Tensor | None,
+        key: object,
+        given: Sequence[torch.Tensor | None],
+        run: Callable[[], list[torch.Tensor]],
+    ) -> tuple[list[torch.Tensor], Saved]:
+        """The results of a pass over fake tensors, and what its forward saves.
+
+        The results are made anew if the trace of ``tensor`` has the results of an equal pass.
+        """
+        traced: dict[object, _Traced] = {}
+        mode = getattr(tensor, "fake_mode", None)
+        if mode is not None:
+            # The trace holds them: symbols refer to it, and so would not let go of it.
+            of_runners = mode.__dict__.setdefault(TRACED, weakref.WeakKeyDictionary())
+            traced = of_runners.setdefault(self, {})
+        if key in traced:
+            return traced[key].again(), traced[key].saved
+        results, saved = run(), self._noted.saved
+        known = {symbol for t in given if t is not None for symbol in symbols_of(t)}
+        # Not those with a size of their own, which each call makes.
+        if not any(t.storage_offset() or symbols_of(t) - known for t in results):
+            like = [(t.size(), t.stride(), t.dtype, t.device) for t in results]
+            traced[key] = _Traced(like, saved)
+        return results, saved
 
     def _forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
         x, _, extras, seeds, _ = given
@@ -281,15 +295,10 @@ class Runner:
     def backward(self, given: GivenBack, *, is_fake: bool) -> list[torch.Tensor]:
         if not is_fake:
             return self._backward(given, is_fake=False)
-        traced = self._traced_with(given.grads[0])
         tensors = (*given.grads, *given.params)
         key = (_key(given.sizes), *_layouts_of(tensors))
-        if key not in traced:
-            results = self._backward(given, is_fake=True)
-            every = (*tensors, *given.saved)
-            traced.update(_traced_results(key, every, results, self._noted))
-            return results
-        return traced[key].again()
+        run = functools.partial(self._backward, given, is_fake=True)
+        return self._traced(given.grads[0], key, (*tensors, *given.saved), run)[0]
 
     def _backward(self, given: GivenBack, *, is_fake: bool) -> list[torch.Tensor]:
         plan, (sizes, of_inputs, of_outputs, grads, saved, params, _) = self.plan, given
@@ -419,7 +428,7 @@ class Runner:
 
     def _parameters(self, given: Tensors) -> Tensors:
         """The parameters that are, or have, these tensors; with the quantizers of the originals."""
-        params = self._noted.parameters(given)
+        params = self._noted.parameters.made_from(given)
         for own, of_op in zip(params, self._originals, strict=False):
             if of_op is not None and isinstance(own, QuantizedTensor):
                 own._quantizer = of_op._quantizer
@@ -481,17 +490,6 @@ def _layouts_of(tensors: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
         (_key(t.size()), _key(t.stride()), t.dtype, t.device) for t in tensors if t is not None
     ]
     return (tuple(map(storages.index, storages)), *found)
-
-
-def _traced_results(
-    key: object, given: Sequence[torch.Tensor | None], results: Tensors, noted: Noted
-) -> dict[object, _Traced]:
-    """To keep for ``key``: nothing if a result has a size of its own, which each call makes."""
-    known = {symbol for tensor in given if tensor is not None for symbol in symbols_of(tensor)}
-    if any(tensor.storage_offset() or symbols_of(tensor) - known for tensor in results):
-        return {}
-    like = [(t.size(), t.stride(), t.dtype, t.device) for t in results]
-    return {key: _Traced(like, noted.saved)}
 
 
 def _no_forward(*_: object) -> NoReturn:

@@ -11,7 +11,7 @@ import base64
 import io
 import pickle
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,15 +34,6 @@ _OTHERS = {
 }
 
 
-class _Content(NamedTuple):
-    version: str
-    ops: list[Any]
-    fusions: tuple[type[Any], ...]
-    open_channels: Any
-    facts: Facts
-    recipe: Recipe | None
-
-
 def exported_name(pipeline: OperationFuser, facts: Facts, recipe: Recipe | None) -> str:
     """The name of passes that :func:`passes_of_export` makes again in any process.
 
@@ -51,10 +42,8 @@ def exported_name(pipeline: OperationFuser, facts: Facts, recipe: Recipe | None)
     ops = copied(pipeline).basic_ops
     for op in ops:
         op.__dict__.pop("_next_call", None)
-    content = _Content(
-        __version__, list(ops), pipeline.fusions, pipeline.open_channels, facts, recipe
-    )
-    data = zlib.compress(pickle.dumps(tuple(content)), 9)
+    content = (__version__, list(ops), pipeline.fusions, pipeline.open_channels, facts, recipe)
+    data = zlib.compress(pickle.dumps(content), 9)
     name = _PREFIX + base64.b85encode(data).decode()
     passes_of_export(name)  # which refuses what another process may not have
     return name

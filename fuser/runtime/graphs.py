@@ -18,8 +18,7 @@ from fuser.precision.contexts import autocast, current_recipe
 from fuser.precision.delayed_scaling import holding_steps
 from fuser.recipe import Recipe
 from fuser.runtime.captured import accumulating_weights
-from fuser.runtime.graph_memory import memory_of
-from fuser.runtime.graphed import Graph, GraphedForward
+from fuser.runtime.graphed import Graph, GraphedForward, memory_of
 from fuser.torch_private import pytree, set_sync_debug_mode
 
 Module = torch.nn.Module

@@ -1,19 +1,27 @@
-"""DTensor parameters: during a forward a pipeline replaces them by their local tensors."""
+"""Parameters over several ranks: who answers what the core asks of them.
+
+During a forward a pipeline replaces DTensor parameters by their local tensors.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fuser.basic_ops import BasicLinear, Bias
+from fuser.basic_ops.linear_parallel import Parallelism
 from fuser.communication import WeakGroup, is_distributed, ranks_of, start_all_reduce
+from fuser.doors import PARAMETERS, ParameterSource
 from fuser.errors import InputError, StateError
 from fuser.op import BasicOperation
+from fuser.precision.amax_reduction import amaxes_over_ranks
 from fuser.runtime.call_key import CallKeyReader
-from fuser.tensors import QuantizedTensor
+from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.tensors.sharding import initialise_shard, memory_of, shard_of_values
 from fuser.torch_private import spec_of
 from fuser.wrapper_tensor import WrapperTensor
 
@@ -209,3 +217,31 @@ def check_gates(ops: Sequence[BasicOperation]) -> None:
                 "of that many outputs."
             )
         linear = None
+
+
+class ShardedParameters(ParameterSource):
+    """Ranks have parts of parameters, and reduce amaxes."""
+
+    parallelism = staticmethod(Parallelism)
+    amaxes = staticmethod(amaxes_over_ranks)
+    local_parts = staticmethod(local_parts)
+    are_gathered = staticmethod(are_gathered)
+    memory_of = staticmethod(memory_of)
+
+    def initialise(
+        self,
+        op: Any,
+        name: str,
+        fill: Callable[[torch.Tensor], Any],
+        quantizer: Quantizer | None,
+    ) -> None:
+        make = None
+        if quantizer is not None:
+            is_kept = op._init.preserve_high_precision_init_val
+            make = functools.partial(shard_of_values, quantizer=quantizer, is_kept=is_kept)
+        dim, group = op.placement_of(name)
+        part = None if dim is None else (dim, ranks_of(type(op).__name__, group))
+        initialise_shard(getattr(op, name), fill, make, part)
+
+
+PARAMETERS.open(ShardedParameters())

@@ -8,19 +8,22 @@ for the innermost module on the Python stack.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from fuser.doors import OBSERVER, Observer
 from fuser.errors import FuserError, InputError, InputTypeError
 from fuser.op.structure import REFUSED, structure_of
 from fuser.plan.devices import Device, device_named, device_of
+from fuser.plan.graph import OpGraph
 from fuser.plan.model import Box, ModelPlan, Part, StepMemory, grouped
-from fuser.plan.plain_torch import COMPILED, EAGER
+from fuser.plan.plain_torch import COMPILED, EAGER, baselines_of
 from fuser.plan.plan import PIPELINE_INPUT, Baseline, FusionPlan
 from fuser.plan.saved_inputs import budget
 from fuser.plan.torch_calls import (
@@ -31,7 +34,6 @@ from fuser.plan.torch_calls import (
     compiled_seconds,
 )
 from fuser.precision.contexts import current_recipe
-from fuser.runtime.observed import observing
 from fuser.runtime.pipeline import OperationFuser
 from fuser.torch_private import (
     FakeTensorMode,
@@ -42,6 +44,65 @@ from fuser.torch_private import (
     storage_of,
     without_logs_of_fake_tensors,
 )
+
+Observe = Callable[[Any, Any, tuple[Any, ...]], Any]
+"""``observe(pipeline, input, extra_inputs)`` returns what the call returns."""
+
+_lock = threading.Lock()
+
+
+class _Observer(threading.local):
+    observe: Observe | None = None
+
+
+_observer = _Observer()
+
+
+def observer() -> Observe | None:
+    """What every call of a pipeline on this thread is given to, in place of running; or None."""
+    return _observer.observe
+
+
+class ModelObserver(Observer):
+    """Calls are observed while a context of this process is open; plans have baselines."""
+
+    calls = None
+    count = 0
+    """The open contexts."""
+
+    @classmethod
+    def add(cls, contexts: int) -> None:
+        """Count more contexts, or fewer."""
+        with _lock:
+            cls.count += contexts
+            cls.calls = staticmethod(observer) if cls.count else None
+
+    def costs(
+        self,
+        graph: OpGraph,
+        plan: FusionPlan,
+        key_under: Any,
+        registered: Any,
+        target: Device | None = None,
+        **others: Any,
+    ) -> dict[str, Any]:
+        fields = super().costs(graph, plan, key_under, registered, target, **others)
+        return fields if target is None else {**fields, "baselines": baselines_of(graph, target)}
+
+
+OBSERVER.open(ModelObserver())
+
+
+@contextlib.contextmanager
+def observing(observe: Observe) -> Iterator[None]:
+    """Context in which pipelines do not run on this thread: ``observe`` answers their calls."""
+    ModelObserver.add(1)
+    outer, _observer.observe = _observer.observe, observe
+    try:
+        yield
+    finally:
+        _observer.observe = outer
+        ModelObserver.add(-1)
 
 
 def plan(

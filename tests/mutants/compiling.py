@@ -6,7 +6,7 @@ PASSES = "runtime/compiled_passes.py"
 RUNNER = "runtime/compiled_runner.py"
 VALUES = "runtime/compiled_values.py"
 TRACED = "runtime/traced.py"
-DESCRIBED = "runtime/traced_passes.py"
+DESCRIBED = "runtime/traced.py"
 QUANTIZED = "test_compiled_quantized_parameters.py::"
 JOINED = "test_compiled_joined_weights.py::test_"
 CALLS = "precision/numbered_calls.py"
@@ -391,9 +391,9 @@ COMPILING = (
     Mutant(
         "equal blocks are traced again",
         RUNNER,
-        "Runner._traced_with",
-        "results: dict[object, _Traced] = of_runners.setdefault(self, {})",
-        "results: dict[object, _Traced] = {}",
+        "Runner._traced",
+        "traced = of_runners.setdefault(self, {})",
+        "traced = {}",
         "test_compiled_models.py::test_equal_blocks_of_a_graph_are_traced_as_often_as_one",
     ),
     Mutant(
@@ -408,7 +408,7 @@ COMPILING = (
     Mutant(
         "results of another trace are taken",
         RUNNER,
-        "Runner._traced_with",
+        "Runner._traced",
         'mode = getattr(tensor, "fake_mode", None)',
         "mode = type(self)",
         f"{QUANTIZED}test_compiled_training_has_the_bits_of_eager_training",
@@ -545,7 +545,7 @@ COMPILING = (
     ),
     Mutant(
         "experts under torch's autocast read sizes as their weights would",
-        "runtime/traced_passes.py",
+        "runtime/traced.py",
         "describe",
         "autocast or of_op[0]",
         "of_op[0]",

@@ -132,7 +132,7 @@ GRAPHS = (
     ),
     Mutant(
         "a replay of the same graph leaves what its forward saved",
-        "runtime/graph_memory.py",
+        "runtime/graphed.py",
         "GraphMemory.replays",
         "not saved[-1].forward < place <",
         "not saved[-1].forward <= place <",
@@ -141,7 +141,7 @@ GRAPHS = (
     ),
     Mutant(
         "a second backward of one forward is replayed",
-        "runtime/graph_memory.py",
+        "runtime/graphed.py",
         "GraphMemory.replays",
         "< place < saved[-1].backward",
         "< place <= saved[-1].backward",

@@ -13,10 +13,10 @@ CHANNELS = (
     ),
     Mutant(
         "an op that is called as a module is planned for this machine",
-        "runtime/segment.py",
+        "runtime/segments.py",
         "OpSegment.planned",
-        "pipeline.plan(x, *taken, training=training, device=device)",
-        "pipeline.plan(x, *taken, training=training)",
+        "pipeline.plan(x, *taken, **how)",
+        'pipeline.plan(x, *taken, training=how["training"])',
         "test_plan.py::test_an_op_that_is_called_as_a_module_is_planned_for_the_gpu_that_is_asked_for",
     ),
     Mutant(
@@ -213,7 +213,7 @@ CHANNELS = (
     ),
     Mutant(
         "a nested Sequential is given the keyword arguments of ops outside of it",
-        "runtime/segment.py",
+        "runtime/segments.py",
         "NestedSegment.call",
         "for op, given in keywords.items() if op in own}",
         "for op, given in keywords.items()}",
@@ -222,7 +222,7 @@ CHANNELS = (
     ),
     Mutant(
         "a forward that was set on an op is left out in a pipeline",
-        "runtime/segment.py",
+        "runtime/segments.py",
         "why_called",
         'or (forward is not None and getattr(forward, "__func__", None) is not cls.forward)',
         "",
@@ -272,7 +272,7 @@ CHANNELS = (
     ),
     Mutant(
         "a hook that makes another number of extra outputs is believed",
-        "runtime/segment.py",
+        "runtime/segments.py",
         "Segment.taken_apart",
         "if isinstance(result, tuple) and len(result) == 1 + count:",
         "if isinstance(result, tuple) and len(result) >= 1 + count:",
@@ -637,10 +637,10 @@ PLANNER = (
     ),
     Mutant(
         "a hooked op has a backward in a plan of evaluation",
-        "runtime/segment.py",
+        "runtime/segments.py",
         "OpSegment.planned",
-        "pipeline.plan(x, *taken, training=training, device=device)",
-        "pipeline.plan(x, *taken, device=device)",
+        "pipeline.plan(x, *taken, **how)",
+        'pipeline.plan(x, *taken, device=how["device"])',
         "test_grouping.py::test_a_plan_of_many_segments_has_no_backward_in_evaluation",
     ),
     Mutant(
