@@ -325,8 +325,8 @@ the formats (:func:`hybrid_layout`)."""
 
 def names_of_copy(layout: Layout, usage: str) -> tuple[str, ...]:
     """The buffers that the ``"rowwise"`` or the ``"columnwise"`` copy consists of, data first."""
-    own = layout.rowwise if usage == "rowwise" else layout.columnwise
-    return own + layout.shared
+    names = layout.rowwise if usage == "rowwise" else layout.columnwise
+    return names + layout.shared
 
 
 def unquantized_format(dtype: torch.dtype | None = None) -> NumberFormat:

@@ -150,8 +150,8 @@ cuda_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 
 def _getter(name: str) -> Callable[..., Any]:
     """A getter of a setting; one that returns None where torch does not have it."""
-    found: Callable[..., Any] = getattr(torch._C, name, lambda *_: None)
-    return found
+    getter: Callable[..., Any] = getattr(torch._C, name, lambda *_: None)
+    return getter
 
 
 _fp16_reduction = _getter("_get_cublas_allow_fp16_reduced_precision_reduction")
@@ -471,8 +471,8 @@ def in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     size, stride = tensor.size(), tensor.stride()
     if is_fake(tensor) or tensor.is_meta:
         return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
-    made = torch.utils.dlpack.from_dlpack(tensor.detach())
-    return made.as_strided(size, stride, made.storage_offset())
+    alias = torch.utils.dlpack.from_dlpack(tensor.detach())
+    return alias.as_strided(size, stride, alias.storage_offset())
 
 
 # -- the Python stack --------------------------------------------------------------------

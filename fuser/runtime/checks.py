@@ -69,11 +69,11 @@ class Checks:
                 raise InputTypeError(
                     f"The {noun} must be a tensor; got {type(value).__name__} ({value!r:.60})."
                 )
-            given: Any = value
-            if is_distributed(given):
+            dtensor: Any = value
+            if is_distributed(dtensor):
                 raise InputTypeError(
-                    f"The {noun} is a DTensor of shape {tuple(given.shape)} with the placements "
-                    f"{tuple(given.placements)}; a pipeline takes the tensor of this rank. Use "
+                    f"The {noun} is a DTensor of shape {tuple(dtensor.shape)} with the placements "
+                    f"{tuple(dtensor.placements)}; a pipeline takes the tensor of this rank. Use "
                     "to_local(); a linear with sequence_parallel=True gathers rows itself."
                 )
         if input_.dim() == 0:
@@ -143,8 +143,8 @@ class Checks:
                 f"basic_op_kwargs is a list of {len(self.ops)} dicts, one for each basic op; got "
                 f"{kwargs!r:.60}."
             )
-        for index, (op, given) in enumerate(zip(self.ops, kwargs, strict=True)):
-            check_keywords(f"Op {index} ({type(op).__name__})", op, given)
+        for index, (op, of_op) in enumerate(zip(self.ops, kwargs, strict=True)):
+            check_keywords(f"Op {index} ({type(op).__name__})", op, of_op)
 
     def _extra_names(self, extra_inputs: Sequence[Any]) -> list[tuple[str, Any]]:
         """Each extra input from the caller, with a name that contains the op that takes it."""
@@ -164,10 +164,10 @@ def check_keywords(name: str, op: BasicOperation, given: Any) -> None:
             f"{name} takes its keyword arguments as a dict; got {type(given).__name__} "
             f"({given!r:.60})."
         )
-    own = pipeline_arguments(type(op))
+    of_pipeline = pipeline_arguments(type(op))
     taken = None if "fuser_forward" in op.__dict__ else keyword_names(type(op))
     for key in given:
-        if key in own:
+        if key in of_pipeline:
             raise InputTypeError(
                 f"{name} gets {key!r} from its pipeline; a caller cannot give it. Leave it out."
             )

@@ -73,13 +73,13 @@ class Given(NamedTuple):
         if is_distinct and len(set(first)) == len(first):
             return self
         seen: set[int] = set()
-        each: list[torch.Tensor] = []
+        distinct: list[torch.Tensor] = []
         for tensor in tensors:
-            each.append(tensor.detach() if id(tensor) in seen else tensor)
+            distinct.append(tensor.detach() if id(tensor) in seen else tensor)
             seen.add(id(tensor))
         count = 1 + len(self.params)
-        extras = [each[count + i] for i in first]
-        return self._replace(x=each[0], params=each[1:count], extras=extras)
+        extras = [distinct[count + i] for i in first]
+        return self._replace(x=distinct[0], params=distinct[1:count], extras=extras)
 
     def in_own_storages(self) -> Given:
         """The same tensors, but the input and extra inputs share no storage with other ones.

@@ -126,7 +126,7 @@ def explain_backward(
             _check_shape(f"Op {_origin(ops, window[-1] + 1)}", dx, "its input", spec.shape)
     is_missing = "to unpack" in str(error) or "Saved.__new__() " in str(error)
     for i in window if is_missing else ():
-        ran, of = next(each for each in steps["forward"] if i in each[1])
+        ran, of = next(run for run in steps["forward"] if i in run[1])
         saved = contexts[i].saved_tensors
         if len(of) > 1 and of != window and saved is not None:
             raise StateError(

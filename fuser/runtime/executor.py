@@ -209,9 +209,11 @@ class CompiledPlan:
         of_parameters, with_buffers = layout
         if self.recorded is not None and of_parameters is not None and steps is None:
             tensors, extra_count = (input_, *others), len(extra_inputs)
-            found = self.recorded.find(tensors, extra_count, of_parameters, kwargs, with_buffers)
-            if found is not None:
-                recorded, keywords, groups = found
+            recording = self.recorded.find(
+                tensors, extra_count, of_parameters, kwargs, with_buffers
+            )
+            if recording is not None:
+                recorded, keywords, groups = recording
                 for state in self.recipe_states:
                     state["_last_recipe"] = self.key.recipe
                 forward = self.in_ranges[0]
@@ -299,7 +301,7 @@ class CompiledPlan:
         if not self.returned:
             return output if output._base is None else _for_caller(output, input_)
         outputs = (output, *[produced[n] for n in self.returned])
-        return tuple([_for_caller(each, input_) for each in outputs])
+        return tuple([_for_caller(tensor, input_) for tensor in outputs])
 
 
 def _in_range(title: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -313,8 +315,8 @@ def _in_range(title: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _main_grad_positions(op: BasicOperation, key: OpKey, first: int) -> tuple[int | None, ...]:
     """The positions in the inputs of an op's parameters with a ``main_grad``, from ``first``."""
-    wanted = [param.requires_grad for param in key.params[: op.main_grad_count]]
-    return tuple(first + i if is_wanted else None for i, is_wanted in enumerate(wanted))
+    needing = [param.requires_grad for param in key.params[: op.main_grad_count]]
+    return tuple(first + i if is_wanted else None for i, is_wanted in enumerate(needing))
 
 
 def _for_caller(output: torch.Tensor, input_: torch.Tensor) -> torch.Tensor:
@@ -448,12 +450,12 @@ class _PipelineFunction(torch.autograd.Function):
             # The gradient of a sum is one number with zero strides, which every GEMM
             # that reads it would copy; it is copied once here.
             if ends is None:
-                recorded, versions, given = op_ctxs
+                recorded, versions, parameters = op_ctxs
                 result = recorded.backward(
                     part or run.in_ranges[1],
                     held,
                     versions,
-                    given,
+                    parameters,
                     grad_outputs[0].contiguous(),
                     grads_of_extras,
                     owners,

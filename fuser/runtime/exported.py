@@ -76,10 +76,10 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _OTHERS:
             return super().find_class(module, name)
         if module.partition(".")[0] == "fuser":
-            found = super().find_class(module, name)
+            named = super().find_class(module, name)
             # A name with dots reaches what a module of fuser imports.
-            if isinstance(found, type) and (found.__module__, found.__qualname__) == (module, name):
-                return found
+            if isinstance(named, type) and (named.__module__, named.__qualname__) == (module, name):
+                return named
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise StateError(

@@ -42,8 +42,8 @@ def text_of(parameter: torch.Tensor) -> str:
     text = f"{QUANTIZED}{parameter._stable_hash_for_caching()}"
     present = [name for name, buffer in parameter.buffers().items() if buffer is not None]
     buffers = {name: place for place, name in enumerate(present)}
-    what = (parameter.shape, parameter.dtype, parameter.device, parameter._quantizer)
-    part = QuantizedPart(type(parameter), buffers, *what, parameter._is_read_only)
+    rest = (parameter.shape, parameter.dtype, parameter.device, parameter._quantizer)
+    part = QuantizedPart(type(parameter), buffers, *rest, parameter._is_read_only)
     _quantized.setdefault(text, part)
     return text
 
@@ -112,33 +112,33 @@ class GraphParameters(NamedTuple):
         places = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         return cls(parts, tuple(places))
 
-    def made_from(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def made_from(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The parameters, from the tensors of a graph."""
         if not any(self.parts):
-            return given
+            return flat
         return [
-            given[at.start] if part is None else part.tensor(given[at])
+            flat[at.start] if part is None else part.tensor(flat[at])
             for part, at in zip(self.parts, self.places, strict=True)
         ]
 
-    def apart(self, given: Sequence[torch.Tensor]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+    def apart(self, flat: Sequence[torch.Tensor]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
         """The parameters, with None for quantized ones, and the buffers of these."""
         if not any(self.parts):
-            return given, ()
+            return flat, ()
         plain: list[Any] = []
         buffers: list[torch.Tensor] = []
         for part, at in zip(self.parts, self.places, strict=True):
             if part is None:
-                plain.append(given[at.start])
+                plain.append(flat[at.start])
             elif isinstance(part, JoinedPart):
-                plain.append(part.tensor(given[at]))
+                plain.append(part.tensor(flat[at]))
             else:
                 plain.append(None)
-                buffers += given[at]
+                buffers += flat[at]
         return plain, buffers
 
     def gradients_of(
-        self, gradients: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor]
+        self, gradients: Sequence[torch.Tensor | None], flat: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
         """Those of the tensors, quantized ones whole, from the gradients of the parameters."""
         if not any(self.parts):
@@ -146,7 +146,7 @@ class GraphParameters(NamedTuple):
         of_tensors: list[torch.Tensor | None] = []
         for gradient, part, at in zip(gradients, self.parts, self.places, strict=True):
             of_tensors += (
-                part.gradients(gradient, given[at]) if isinstance(part, JoinedPart) else [gradient]
+                part.gradients(gradient, flat[at]) if isinstance(part, JoinedPart) else [gradient]
             )
         return of_tensors
 

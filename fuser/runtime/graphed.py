@@ -141,7 +141,7 @@ class Graph:
         self._device_type = tensors[0].device.type if tensors else "cuda"
         places = list(map(id, self._inputs))
         self._first_places = list(map(places.index, places))
-        self._is_flat = all(isinstance(each, torch.Tensor) for each in args)
+        self._is_flat = all(isinstance(arg, torch.Tensor) for arg in args)
         self._mode = _mode(module, self._device_type)
         self._forward_graph = torch.cuda.CUDAGraph()
         self._backward_graph: torch.cuda.CUDAGraph | None = None
@@ -246,13 +246,13 @@ class Graph:
 
     def check(self, args: tuple[object, ...]) -> Tensors:
         """The tensors of a call, if they are like those of the capture."""
-        given: Sequence[object] = args if self._is_flat else pytree.tree_leaves(args)
-        if len(given) != len(self._inputs):
+        tensors: Sequence[object] = args if self._is_flat else pytree.tree_leaves(args)
+        if len(tensors) != len(self._inputs):
             raise InputError(
-                f"{self.name} was captured with {len(self._inputs)} tensors, and got {len(given)}."
-                " Capture it again with such a sample."
+                f"{self.name} was captured with {len(self._inputs)} tensors, and got "
+                f"{len(tensors)}. Capture it again with such a sample."
             )
-        for place, (tensor, ours) in enumerate(zip(given, self._inputs, strict=True)):
+        for place, (tensor, ours) in enumerate(zip(tensors, self._inputs, strict=True)):
             if not isinstance(tensor, torch.Tensor):
                 raise InputTypeError(
                     f"Argument {place} of {self.name} is a {type(tensor).__name__}; a graph takes "
@@ -270,13 +270,13 @@ class Graph:
                     " Capture it with a sample that requires one."
                 )
             first = self._first_places[place]
-            if given[first] is not tensor and first != place:
+            if tensors[first] is not tensor and first != place:
                 raise InputError(
                     f"Arguments {first} and {place} of {self.name} are two tensors of shape "
                     f"{tuple(ours.shape)}, and were one tensor at its capture: its graph reads one."
                     " Pass one, or capture it with two."
                 )
-        return cast("Tensors", given)
+        return cast("Tensors", tensors)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """The autocast of the capture, unless the call is already under such a one."""
@@ -318,10 +318,10 @@ class Graph:
     def replay_forward(self, inputs: Tensors) -> tuple[torch.Tensor, ...]:
         """The outputs, in the memory of the graph."""
         self._memory.take_back()
-        for ours, given in zip(self._inputs, inputs, strict=True):
-            if ours.data_ptr() != given.data_ptr() or ours.stride() != given.stride():
-                shares = ours.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
-                ours.copy_(given.clone() if shares else given)
+        for ours, theirs in zip(self._inputs, inputs, strict=True):
+            if ours.data_ptr() != theirs.data_ptr() or ours.stride() != theirs.stride():
+                shares = ours.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
+                ours.copy_(theirs.clone() if shares else theirs)
         self._memory.replays(self._forward_place, self.name)
         self._forward_graph.replay()
         return tuple(output.detach() for output in self._outputs)
@@ -365,9 +365,9 @@ class Graph:
                 "backward() without inputs."
             )
         pairs = zip(self._grad_outputs, grad_outputs, strict=True)
-        for ours, given in itertools.compress(pairs, self._is_differentiable):
-            if ours.data_ptr() != given.data_ptr() or ours.stride() != given.stride():
-                ours.copy_(given)
+        for ours, theirs in itertools.compress(pairs, self._is_differentiable):
+            if ours.data_ptr() != theirs.data_ptr() or ours.stride() != theirs.stride():
+                ours.copy_(theirs)
         assert self._backward_graph is not None
         self._memory.replays(self._backward_place, self.name)
         self._backward_graph.replay()

@@ -183,7 +183,7 @@ class _Observation:
             inputs, keywords = pytree.tree_map_only(
                 torch.Tensor, lambda tensor: _empty(tensor, self.place), (inputs, dict(keywords))
             )
-            own = [fakes.from_tensor(tensor) for tensor in self.tensors]
+            fake_tensors = [fakes.from_tensor(tensor) for tensor in self.tensors]
             hooks = saved_tensors_hooks(self._holds, _same)
             try:
                 with self.calls, hooks, without_logs_of_fake_tensors():
@@ -207,11 +207,11 @@ class _Observation:
             self.training,
             self.target,
             grouped(
-                made if isinstance(made, Part) else self._box(made)
-                for made in self.made
-                if isinstance(made, Part) or made.calls
+                part if isinstance(part, Part) else self._box(part)
+                for part in self.made
+                if isinstance(part, Part) or part.calls
             ),
-            self._memory(own) if self.training else StepMemory(),
+            self._memory(fake_tensors) if self.training else StepMemory(),
         )
 
     # -- memory -----------------------------------------------------------------
@@ -233,8 +233,8 @@ class _Observation:
 
     def _memory(self, fakes: Sequence[torch.Tensor]) -> StepMemory:
         """The memory of a step; ``fakes`` are like the parameters and buffers."""
-        own = {storage_of(tensor) for tensor in (*self.tensors, *fakes)}
-        kept = sum(memory.nbytes() for key, memory in self.held.items() if key not in own)
+        of_model = {storage_of(tensor) for tensor in (*self.tensors, *fakes)}
+        kept = sum(memory.nbytes() for key, memory in self.held.items() if key not in of_model)
         parameters = list(self.model.parameters())
         return StepMemory(
             sum(p.nbytes for p in parameters),
@@ -288,12 +288,12 @@ class _Observation:
             ),
         )
         is_known = not any(structure.startswith(REFUSED) for structure in structures)
-        found = self.known.get(key) if is_known else None
-        if found is None:
-            found = pipeline.plan_on(self.elsewhere, *inputs, training=torch.is_grad_enabled())
+        plan = self.known.get(key) if is_known else None
+        if plan is None:
+            plan = pipeline.plan_on(self.elsewhere, *inputs, training=torch.is_grad_enabled())
             if is_known:
-                self.known[key] = found
-        return found
+                self.known[key] = plan
+        return plan
 
     # -- other modules ----------------------------------------------------------
 
@@ -302,20 +302,20 @@ class _Observation:
             for number, _ in (*call.reads, *call.writes):
                 self.held[number] = self.calls.storages[number]
         frame, module = calling_module(self.paths)
-        for made in reversed(self.made):
-            if isinstance(made, _Call) and made.frame is frame and made.module == module:
-                made.calls.append(call)
+        for listed in reversed(self.made):
+            if isinstance(listed, _Call) and listed.frame is frame and listed.module == module:
+                listed.calls.append(call)
                 return
-        made = _Call(frame, module)
-        made.calls.append(call)
-        self.made.append(made)
+        listed = _Call(frame, module)
+        listed.calls.append(call)
+        self.made.append(listed)
 
     def _sides(self, call: TorchCall) -> float:
         return 1 + _times(call) * self.training
 
-    def _box(self, made: _Call) -> Part:
+    def _box(self, caller: _Call) -> Part:
         """The box of a module's own calls. Backward is twice forward, of attention 2.5 times."""
-        calls, device = made.calls, self.target
+        calls, device = caller.calls, self.target
         forward = sum(call.seconds(device, "forward") for call in calls)
         backward, compiled_backward = 0.0, 0.0
         fused, _ = compiled_seconds(calls, (), _last(calls), device)
@@ -327,7 +327,8 @@ class _Observation:
             alone = sum(call.seconds(device, "forward") for call in products)
             again, _ = compiled_seconds(recorded, (), _last(recorded), device)
             compiled_backward = of_products + 2 * (again - alone)
-        path, module = self.paths.get(made.module, ""), self.modules.get(made.module, self.model)
+        path = self.paths.get(caller.module, "")
+        module = self.modules.get(caller.module, self.model)
         box = Box(
             sum(call.flops * self._sides(call) for call in calls),
             sum(call.nbytes * self._sides(call) for call in calls),

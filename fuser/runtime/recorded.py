@@ -870,14 +870,14 @@ def _copy_of_gathered(
     if gathering is None:
         return None
     assert isinstance(tensor, QuantizedTensor)
-    own = _buffer_ids(tensor)
+    buffers = _buffer_ids(tensor)
     for place, _ in quantized.values():
         parameter: Any = tensors[place]
         if parameter._gathering is not gathering or tensor._view_of is not None:
             continue
         for usage in (None, *filter(parameter._has, USAGES)):
             is_whole = usage is None and parameter is tensor
-            if is_whole or (usage and _buffer_ids(parameter.with_usage(usage)) == own):
+            if is_whole or (usage and _buffer_ids(parameter.with_usage(usage)) == buffers):
                 return _Given.at(place, given, usage)
     return None
 

@@ -162,8 +162,8 @@ class NestedSegment(Segment):
 
     def call(self, x: Any, taken: Sequence[torch.Tensor], keywords: Keywords | None) -> Any:
         if keywords:
-            own = {op for _, op in self.segments.named_ops()}
-            keywords = {op: given for op, given in keywords.items() if op in own}
+            ops = {op for _, op in self.segments.named_ops()}
+            keywords = {op: given for op, given in keywords.items() if op in ops}
         return self.module(x, *taken, **({"op_kwargs": keywords} if keywords else {}))
 
 
@@ -385,9 +385,9 @@ class Segments:
         self._checks.keywords(rows)
         return dict(zip(self.ops, rows, strict=True))
 
-    def _check_extra_inputs(self, given: int) -> None:
-        if given != self.num_extra_inputs:
-            takers = wrong_extra_count(self.num_extra_inputs, self._takers(), given)
+    def _check_extra_inputs(self, count: int) -> None:
+        if count != self.num_extra_inputs:
+            takers = wrong_extra_count(self.num_extra_inputs, self._takers(), count)
             raise InputError(f"The {self.name} {takers}")
 
     def _takers(self) -> list[str]:
@@ -410,13 +410,13 @@ class Segments:
         self._check_extra_inputs(len(extra_inputs))
         if self.only is not None:
             return self.only.run(x, extra_inputs, keyword_rows(self.only, keywords))
-        given = iter(extra_inputs)
+        remaining = iter(extra_inputs)
         # The tensors on channels, with the version that each had at the start.
         carried: dict[Place | None, tuple[torch.Tensor, int | None]] = {}
         returned: list[torch.Tensor] = []
         for segment in self.parts:
             taken = [
-                next(given) if s.producer is None else self._read(s, *carried[s.place])
+                next(remaining) if s.producer is None else self._read(s, *carried[s.place])
                 for s in segment.inputs
             ]
             x = segment.call(x, taken, keywords)
@@ -482,13 +482,13 @@ class Segments:
 
     def planned(self, x: torch.Tensor, extra_inputs: Sequence[torch.Tensor], **how: Any) -> Planned:
         """The plan of each segment, and meta tensors like the outputs."""
-        given = iter(extra_inputs)
+        remaining = iter(extra_inputs)
         carried: dict[Place | None, torch.Tensor] = {}
         returned: list[torch.Tensor] = []
         parts: list[FusionPlan | ModuleCall] = []
         for segment in self.parts:
             taken = [
-                next(given) if source.producer is None else carried[source.place]
+                next(remaining) if source.producer is None else carried[source.place]
                 for source in segment.inputs
             ]
             plans, (x, *extras) = segment.planned(x, taken, **how)

@@ -209,7 +209,7 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
         held: list[tuple[BasicOperation, str, Any]]
         held = [(ops[i], name, ops[i]._parameters[name]) for i, name in parameters]
         distributed = tuple(is_distributed(parameter) for _, _, parameter in held)
-        summed = tuple(_summed_over(*each) for each in held)
+        summed = tuple(_summed_over(*slot) for slot in held)
         check_gates(ops)
         quantized = tuple([text_of(parameter) for _, _, parameter in held])
     except (InputError, StateError) as error:
@@ -383,18 +383,18 @@ def _others(pipeline: OperationFuser, registered: int) -> str:
 def _has_states(pipeline: OperationFuser, recipe: Recipe) -> bool:
     """Whether quantizers of a custom recipe read or write tensors, as those of delayed scaling."""
     with lock, recomputing_under(AutocastState(recipe)):
-        made = [
+        quantizers = [
             op.quantizer_value(mode, index)
             for op in pipeline.basic_ops
             for mode in ("forward", "backward")
             for index in range(op.num_quantizers(mode))
         ]
-    return any(quantizer is not None and quantizer.state_tensors() for quantizer in made)
+    return any(quantizer is not None and quantizer.state_tensors() for quantizer in quantizers)
 
 
 def _rounds_at_random(recipe: Recipe | None) -> bool:
     params = () if recipe is None else vars(recipe).values()
-    return any(isinstance(each, QParams) and each.stochastic_rounding for each in params)
+    return any(isinstance(value, QParams) and value.stochastic_rounding for value in params)
 
 
 # -- the traced call -------------------------------------------------------------------------
@@ -478,18 +478,18 @@ def _traced_pipeline(
         joined = given[0][first_given : first_given + len(pipeline.parameters)]
         parameters = [tensors_of_joined(tensors) for tensors in joined]
         texts = [joined_text(tensors) for tensors in parameters]
-    each = [(x,), *parameters, *[(extra,) for extra in extras]]
+    tuples = [(x,), *parameters, *[(extra,) for extra in extras]]
     kinds = [
         text or type(tensors[0]).__name__
-        for text, tensors in zip(["", *texts, *[""] * len(extras)], each, strict=True)
+        for text, tensors in zip(["", *texts, *[""] * len(extras)], tuples, strict=True)
     ]
-    are_trained = [True in [t.requires_grad for t in tensors] for tensors in each]
-    dtypes = [tensors[0].dtype for tensors in each]
+    are_trained = [True in [t.requires_grad for t in tensors] for tensors in tuples]
+    dtypes = [tensors[0].dtype for tensors in tuples]
     facts = list(zip(kinds, dtypes, are_trained, strict=True))
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     first = tuple([min([j for j in range(i + 1) if extras[j] is e]) for i, e in enumerate(extras)])
-    own = getattr(container, "_memory_budget", None)
+    budget = getattr(container, "_memory_budget", None)
     recipe_key = trace.recipe_key
     if recipe_key is None or recipe_key == AROUND:
         recipe_key = (recipe_key or "") + recipe_key_here()
@@ -505,7 +505,7 @@ def _traced_pipeline(
         tuple(training),
         tuple(structures + fusions + composites),
         trace.is_checkpointed,
-        limit_here(own, x, pipeline.many_rows),
+        limit_here(budget, x, pipeline.many_rows),
         registered_count(),
     )
     reason = call.refusal

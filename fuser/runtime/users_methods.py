@@ -92,7 +92,7 @@ class UsersMethods:
         return dx, params, extras[0] if self.is_one else itertools.chain(*extras)
 
     def _checked(
-        self, given: Iterable[Iterable[Any] | None] | None, what: str, counts: list[int]
+        self, given: Iterable[Iterable[Any] | None] | None, noun: str, counts: list[int]
     ) -> list[tuple[Any, ...]]:
         """One row of tensors for each basic op; those of the last ops may be left out if empty."""
         if type(given) is list and len(given) == 1 == len(counts):  # as of most ops
@@ -100,16 +100,16 @@ class UsersMethods:
             is_right = type(row) is tuple and len(row) == counts[0]
             if is_right and PLAIN_OR_NONE.issuperset(map(type, row)):
                 return given
-        method = "fuser_forward" if what == "extra outputs" else "fuser_backward"
+        method = "fuser_forward" if noun == "extra outputs" else "fuser_backward"
         if isinstance(given, torch.Tensor):
             raise _of_other_form(self.op, method, given)
         name, first, last = type(self.op).__name__, self.indices[0], self.indices[-1]
         if given is None:
             raise StateError(
-                f"{name} returned None in the place of its rows of {what}; it returns "
-                f"{len(counts)}, for ops {first} to {last}, of {counts} {what}."
+                f"{name} returned None in the place of its rows of {noun}; it returns "
+                f"{len(counts)}, for ops {first} to {last}, of {counts} {noun}."
             )
-        part = f"{'' if what == 'extra outputs' else 'gradients of '}{what}"
+        part = f"{'' if noun == 'extra outputs' else 'gradients of '}{noun}"
         if not _is_row(given):
             raise _of_other_form(self.op, method, given, f" as its {part}")
         checked = []
@@ -125,7 +125,7 @@ class UsersMethods:
         checked += [()] * (len(counts) - len(checked))
         if [len(row) for row in checked] != counts:
             raise StateError(
-                f"{name} replaces ops {first} to {last}, which have {counts} {what}, and returned "
+                f"{name} replaces ops {first} to {last}, which have {counts} {noun}, and returned "
                 f"{[len(row) for row in checked]}."
             )
         return checked
