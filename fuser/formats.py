@@ -451,12 +451,12 @@ def fp8_blocks(block_dim: int) -> Layout:
     return layout
 
 
-def check_multiple(what: str, m: int, k: int, multiple: int) -> None:
+def check_multiple(format_name: str, m: int, k: int, multiple: int) -> None:
     """Raise if a matrix ``[m, k]`` does not consist of whole blocks; quantizers pad it first."""
     for name, where, size in (("M", "leading dimensions", m), ("K", "last dimension", k)):
         if size % multiple:
             raise InputError(
-                f"{what} needs {name} (the {where}) to be a multiple of {multiple}; "
+                f"{format_name} needs {name} (the {where}) to be a multiple of {multiple}; "
                 f"got {name} = {size} of a tensor [{m}, {k}]."
                 " Pad the tensor."
             )

@@ -221,9 +221,9 @@ class Sequential(Stateful, torch.nn.Sequential):
             there is any other keyword argument.
         """
         if is_compiling():
-            given = {} if op_kwargs is None else {"op_kwargs": op_kwargs}
+            of_ops = {} if op_kwargs is None else {"op_kwargs": op_kwargs}
             traced: CallResult = PASSES.guest.traced_call(
-                self, input, extra_inputs, given | unknown
+                self, input, extra_inputs, of_ops | unknown
             )
             return traced
         if unknown:

@@ -201,15 +201,13 @@ class InspectionReport:
             for key, sums in inspected.sums().items():
                 all_sums.setdefault(key, []).append(sums)
         known = {key: _added(parts) for key, parts in all_sums.items()}
-        rows: list[Row] = []
-        for op, place in self.places.items():
-            for role in ROLES:
-                copies = {c: known[op, role, c] for c in COPIES if (op, role, c) in known}
-                rows += [
-                    _row(place, role, copy, formats[op, role, copy], sums)
-                    for copy, sums in copies.items()
-                ]
-        return tuple(rows)
+        return tuple(
+            _row(place, role, copy, formats[op, role, copy], known[op, role, copy])
+            for op, place in self.places.items()
+            for role in ROLES
+            for copy in COPIES
+            if (op, role, copy) in known
+        )
 
     def ranked(self) -> tuple[LayerScore, ...]:
         """The layers with a product, that of the lowest ratio first: keep the first in 16 bits.
@@ -224,9 +222,8 @@ class InspectionReport:
             if not any(tensor == "weight" for tensor, _ in of_op):
                 continue
             products = [_score(layer, op, name, of_op) for name in PRODUCTS]
-            of_layer = [score for score in products if score is not None]
-            if of_layer:
-                scores.append(min(of_layer, key=_order))
+            if any(products):
+                scores.append(min(filter(None, products), key=_order))
         return tuple(sorted(scores, key=_order))
 
     @property

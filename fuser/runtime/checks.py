@@ -157,16 +157,16 @@ class Checks:
         return [(names[k], value) for k, value in enumerate(extra_inputs)]
 
 
-def check_keywords(name: str, op: BasicOperation, given: Any) -> None:
+def check_keywords(name: str, op: BasicOperation, keywords: Any) -> None:
     """Check the keyword arguments that a caller gives to an op; ``name`` names the op."""
-    if not isinstance(given, Mapping):
+    if not isinstance(keywords, Mapping):
         raise InputTypeError(
-            f"{name} takes its keyword arguments as a dict; got {type(given).__name__} "
-            f"({given!r:.60})."
+            f"{name} takes its keyword arguments as a dict; got {type(keywords).__name__} "
+            f"({keywords!r:.60})."
         )
     of_pipeline = pipeline_arguments(type(op))
     taken = None if "fuser_forward" in op.__dict__ else keyword_names(type(op))
-    for key in given:
+    for key in keywords:
         if key in of_pipeline:
             raise InputTypeError(
                 f"{name} gets {key!r} from its pipeline; a caller cannot give it. Leave it out."
@@ -177,8 +177,8 @@ def check_keywords(name: str, op: BasicOperation, given: Any) -> None:
             raise InputTypeError(f"{sentence} {hint_of('', key)}".rstrip())
 
 
-def wrong_extra_count(needed: int, takers: Sequence[str], given: int) -> str:
+def wrong_extra_count(needed: int, takers: Sequence[str], count: int) -> str:
     """The end of a sentence about a wrong number of extra inputs, with the ops that take them."""
     noun = "extra input" if needed == 1 else "extra inputs"
     who = f" ({'; '.join(takers)})" if takers else ""
-    return f"takes {needed} {noun}{who} and got {given}."
+    return f"takes {needed} {noun}{who} and got {count}."

@@ -104,13 +104,13 @@ def _gradients(backward: Any, ctx: Any, grads: Any) -> tuple[Any, ...]:
     held = list(ctx.saved_tensors)
     first = len(held) - buffers - host
     tensors = (held[:first], held[first : first + buffers], held[first + buffers :])
-    given = list(grads[: ctx.count])
-    if given[0] is None:
+    of_outputs = list(grads[: ctx.count])
+    if of_outputs[0] is None:
         shape, dtype, device = ctx.main
-        given[0] = torch.zeros(shape, dtype=dtype, device=device)
+        of_outputs[0] = torch.zeros(shape, dtype=dtype, device=device)
     inputs, outputs, _ = ctx.saved
     passes = _passes_of(ctx.call)
-    results = backward(ctx.call, ctx.sizes, inputs, outputs, given, *tensors)
+    results = backward(ctx.call, ctx.sizes, inputs, outputs, of_outputs, *tensors)
     gradients = iter(passes.gradients(results))
     of_tensors = [next(gradients) if is_wanted else None for is_wanted in passes.noted.wanted]
     end = 1 + len(passes.noted.facts.summed)

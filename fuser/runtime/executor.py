@@ -101,13 +101,12 @@ class CompiledPlan:
         # By op, what reads numbers on the host before a pass, and the places of the extra inputs.
         self.counters: dict[int, tuple[Counter, list[Any]]] = {}
         steps = [op for side in code.steps.values() for op, _ in side]
-        # What is not fuser's may read unused rows.
-        may_count = self.runs_kernels and not any(op.is_external for op in steps)
-        for i, op in enumerate(ops):
-            if not may_count or type(op).counter is BasicOperation.counter:
-                continue
+        counting = [i for i, op in enumerate(ops) if type(op).counter is not BasicOperation.counter]
+        if counting and not (self.runs_kernels and all(not op.is_external for op in steps)):
+            counting = []  # what is not fuser's may read unused rows
+        for i in counting:
             taken = [source.caller_index for source in sources[i]]
-            count = op.counter(ops[i + 1 :])
+            count = ops[i].counter(ops[i + 1 :])
             if count and None not in taken and all(place[0] != i for place in code.returned):
                 self.counters[i] = (count, taken)
         # A quantized tensor that arrives or leaves cannot be recorded.

@@ -119,14 +119,11 @@ def _placed(ops: Sequence[BasicOperation], places: CallKeyReader) -> Iterator[No
 def are_gathered(ops: Sequence[BasicOperation], places: CallKeyReader) -> bool:
     """Whether a parameter is sharded beyond its op's own placement, as ``fully_shard`` does."""
     return any(
-        is_distributed(held[name])
-        and _shardings(held[name]) > (op.placement_of(name)[0] is not None)
+        sum(not placement.is_replicate() for placement in held[name].placements)
+        > (op.placement_of(name)[0] is not None)
         for op, held, name in _owned(ops, places)
+        if is_distributed(held[name])
     )
-
-
-def _shardings(parameter: Any) -> int:
-    return sum(not placement.is_replicate() for placement in parameter.placements)
 
 
 def _owned(

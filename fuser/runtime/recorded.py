@@ -409,15 +409,15 @@ class _Given(NamedTuple):
     usage: str | None = None
 
     @classmethod
-    def at(cls, place: int, given: list[int], usage: str | None = None) -> _Given:
-        """For the parameter at a place, which is added to ``given`` if it is not there."""
-        if place not in given:
-            given.append(place)
-        return cls(given.index(place), usage)
+    def at(cls, place: int, places: list[int], usage: str | None = None) -> _Given:
+        """For the parameter at a place, which is added to ``places`` if it is not there."""
+        if place not in places:
+            places.append(place)
+        return cls(places.index(place), usage)
 
-    def of(self, given: Sequence[Any]) -> Any:
+    def of(self, parameters: Sequence[Any]) -> Any:
         """The parameter or its copy, of the parameters of a call."""
-        parameter = given[self.number]
+        parameter = parameters[self.number]
         return parameter if self.usage is None else parameter.with_usage(self.usage)
 
 
@@ -553,8 +553,8 @@ class RecordedForward:
         versions: dict[int, Versions] = {}
         for i, owner, picked in known.versioned:
             versions[i] = Versions(picked(tensors), owner)
-        given = self.given(tensors) if known.given else ()
-        return output, produced, (self, versions, given), saved, None, known.specs
+        parameters = self.given(tensors) if known.given else ()
+        return output, produced, (self, versions, parameters), saved, None, known.specs
 
     def described(self) -> list[tuple[str | None, str]]:
         """How its passes have run: for each a side and a text."""
@@ -736,7 +736,7 @@ class RecordedForward:
         backward: Backward,
         saved: list[torch.Tensor],
         versions: dict[int, Versions],
-        given: Sequence[Any],
+        parameters: Sequence[Any],
         dx: torch.Tensor,
         grad_extras: list[torch.Tensor | None] | None,
         owners: Owners,
@@ -747,7 +747,7 @@ class RecordedForward:
         """The gradients that ``backward`` computes from the saved tensors; empties ``saved``.
 
         ``backward`` is the plan's generated code, or one of two parts, ``is_part``, which are not
-        recorded. ``saved``, ``versions`` by op, and ``given``, quantized parameters, are of
+        recorded. ``saved``, ``versions`` by op, and ``parameters``, quantized parameters, are of
         :meth:`run`; ``owners`` are by op the weights whose ``main_grad`` it adds their gradients
         to. None for ``needed``: all are.
         """
@@ -765,9 +765,9 @@ class RecordedForward:
         buffers: list[Any] | None = []
         facts: Hashable = None
         if read.buffers_of is not None:  # None if one is quantized otherwise since the forward
-            buffers = read.buffers_of([*given, *saved])
+            buffers = read.buffers_of([*parameters, *saved])
         elif read.again:
-            buffers, facts = self._read_again([([*given, *saved])[n] for n in read.again])
+            buffers, facts = self._read_again([([*parameters, *saved])[n] for n in read.again])
         if launch.recording.listener is None and not is_part and buffers is not None:
             tensors = [*grads, *[saved[i] for i in read.inputs]]
             layout = _reader_of(len(tensors))(tensors)
@@ -795,7 +795,7 @@ class RecordedForward:
                     note_accumulation(weight)
             return result
         contexts = [
-            context_of(kind, {name: _with(value, given) for name, value in attributes.items()})
+            context_of(kind, {name: _with(value, parameters) for name, value in attributes.items()})
             for kind, attributes in recording.contexts
         ]
         for i, of_op in versions.items():
@@ -815,7 +815,7 @@ class RecordedForward:
                 for tensor, piece in zip(apart, recording.sequence.pieces, strict=True)
             ]
             del apart
-        held = [tuple([_saved(part, whole, given) for part in recording.saved])]
+        held = [tuple([_saved(part, whole, parameters) for part in recording.saved])]
         saved.clear()
         del whole
         args = (contexts, held, recording.ends, dx, grad_extras, recording.specs)
@@ -863,9 +863,9 @@ def _copy_of_gathered(
     tensor: torch.Tensor | None,
     tensors: Tensors,
     quantized: Mapping[int, tuple[int, QuantizedFacts]],
-    given: list[int],
+    places: list[int],
 ) -> _Given | None:
-    """A saved gathered parameter, or copy, whose place is added to ``given``; else None."""
+    """A saved gathered parameter, or copy, whose place is added to ``places``; else None."""
     gathering = getattr(tensor, "_gathering", None)
     if gathering is None:
         return None
@@ -878,13 +878,13 @@ def _copy_of_gathered(
         for usage in (None, *filter(parameter._has, USAGES)):
             is_whole = usage is None and parameter is tensor
             if is_whole or (usage and _buffer_ids(parameter.with_usage(usage)) == buffers):
-                return _Given.at(place, given, usage)
+                return _Given.at(place, places, usage)
     return None
 
 
-def _saved(part: Part | _Given, held: Sequence[torch.Tensor], given: Sequence[Any]) -> Any:
+def _saved(part: Part | _Given, held: Sequence[torch.Tensor], parameters: Sequence[Any]) -> Any:
     """A saved tensor, from those of a call and the parameters that it was given."""
-    return part.of(given) if isinstance(part, _Given) else tensor_of(part, held)
+    return part.of(parameters) if isinstance(part, _Given) else tensor_of(part, held)
 
 
 def _buffer_ids(tensor: QuantizedTensor) -> dict[str, int]:
@@ -914,25 +914,25 @@ def _noting_reads(
 
 
 def _without(
-    value: Any, quantized: Mapping[int, tuple[int, QuantizedFacts]], given: list[int]
+    value: Any, quantized: Mapping[int, tuple[int, QuantizedFacts]], places: list[int]
 ) -> Any:
-    """A value of a context without quantized parameters, whose places are added to ``given``."""
+    """A value of a context without quantized parameters, whose places are added to ``places``."""
     if isinstance(value, (tuple, list)):
-        parts = [_without(part, quantized, given) for part in value]
+        parts = [_without(part, quantized, places) for part in value]
         return value if all(map(operator.is_, parts, value)) else _like(value, parts)
     if id(value) not in quantized:
         return value
-    return _Given.at(quantized[id(value)][0], given)
+    return _Given.at(quantized[id(value)][0], places)
 
 
-def _with(value: Any, given: Sequence[Any]) -> Any:
+def _with(value: Any, parameters: Sequence[Any]) -> Any:
     """The inverse of :func:`_without`, with the parameters of a call."""
-    if not given:
+    if not parameters:
         return value
     if type(value) is _Given:
-        return value.of(given)
+        return value.of(parameters)
     if isinstance(value, (tuple, list)):
-        parts = [_with(part, given) for part in value]
+        parts = [_with(part, parameters) for part in value]
         return value if all(map(operator.is_, parts, value)) else _like(value, parts)
     return value
 

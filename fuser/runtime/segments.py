@@ -163,7 +163,7 @@ class NestedSegment(Segment):
     def call(self, x: Any, taken: Sequence[torch.Tensor], keywords: Keywords | None) -> Any:
         if keywords:
             ops = {op for _, op in self.segments.named_ops()}
-            keywords = {op: given for op, given in keywords.items() if op in ops}
+            keywords = {op: of_op for op, of_op in keywords.items() if op in ops}
         return self.module(x, *taken, **({"op_kwargs": keywords} if keywords else {}))
 
 

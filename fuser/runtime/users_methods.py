@@ -92,28 +92,28 @@ class UsersMethods:
         return dx, params, extras[0] if self.is_one else itertools.chain(*extras)
 
     def _checked(
-        self, given: Iterable[Iterable[Any] | None] | None, noun: str, counts: list[int]
+        self, returned: Iterable[Iterable[Any] | None] | None, noun: str, counts: list[int]
     ) -> list[tuple[Any, ...]]:
         """One row of tensors for each basic op; those of the last ops may be left out if empty."""
-        if type(given) is list and len(given) == 1 == len(counts):  # as of most ops
-            (row,) = given
+        if type(returned) is list and len(returned) == 1 == len(counts):  # as of most ops
+            (row,) = returned
             is_right = type(row) is tuple and len(row) == counts[0]
             if is_right and PLAIN_OR_NONE.issuperset(map(type, row)):
-                return given
+                return returned
         method = "fuser_forward" if noun == "extra outputs" else "fuser_backward"
-        if isinstance(given, torch.Tensor):
-            raise _of_other_form(self.op, method, given)
+        if isinstance(returned, torch.Tensor):
+            raise _of_other_form(self.op, method, returned)
         name, first, last = type(self.op).__name__, self.indices[0], self.indices[-1]
-        if given is None:
+        if returned is None:
             raise StateError(
                 f"{name} returned None in the place of its rows of {noun}; it returns "
                 f"{len(counts)}, for ops {first} to {last}, of {counts} {noun}."
             )
         part = f"{'' if noun == 'extra outputs' else 'gradients of '}{noun}"
-        if not _is_row(given):
-            raise _of_other_form(self.op, method, given, f" as its {part}")
+        if not _is_row(returned):
+            raise _of_other_form(self.op, method, returned, f" as its {part}")
         checked = []
-        for row in given:
+        for row in returned:
             if isinstance(row, torch.Tensor):
                 raise _of_other_form(self.op, method, row)
             if row is not None and not _is_row(row):

@@ -443,8 +443,8 @@ SEQUENCES = (
         "a weight that two ops read is that of the last in a repeated backward",
         "runtime/recorded.py",
         "_Given.at",
-        "return cls(given.index(place), usage)",
-        "return cls(len(given) - 1, usage)",
+        "return cls(places.index(place), usage)",
+        "return cls(len(places) - 1, usage)",
         QUANTIZED + "test_weights_of_two_ops_are_read_by_each",
     ),
     Mutant(

@@ -215,8 +215,8 @@ CHANNELS = (
         "a nested Sequential is given the keyword arguments of ops outside of it",
         "runtime/segments.py",
         "NestedSegment.call",
-        "for op, given in keywords.items() if op in ops}",
-        "for op, given in keywords.items()}",
+        "for op, of_op in keywords.items() if op in ops}",
+        "for op, of_op in keywords.items()}",
         "test_grouping.py::"
         "test_op_kwargs_of_ops_inside_and_outside_of_a_nested_sequential_go_each_to_its_op",
     ),
