@@ -24,9 +24,6 @@ class Agreement:
     def __init__(self) -> None:
         self._compared: set[Hashable] = set()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Agreement:
-        return Agreement()
-
     def __reduce__(self) -> tuple[object, ...]:
         return Agreement, ()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -38,18 +38,16 @@ Tensors = Sequence[torch.Tensor]
 # -- memory that graphs share ----------------------------------------------------
 
 
+@dataclass(eq=False, slots=True)
 class SavedForward:
     """A forward whose graph was replayed: what it has saved for its backward.
 
     It is in the graphs' memory, so that a later replay may overwrite it.
     """
 
-    __slots__ = ("backward", "forward", "overwritten_by")
-
-    def __init__(self, forward: int, backward: int) -> None:
-        self.forward = forward
-        self.backward = backward
-        self.overwritten_by: str | None = None
+    forward: int
+    backward: int
+    overwritten_by: str | None = None
 
 
 class GraphMemory:
@@ -495,9 +493,6 @@ class GraphedForward:
         if self._plain is not None:
             return self._plain(*args, **kwargs)
         return type(self._module).forward(self._module, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> GraphedForward:
-        return GraphedForward(copy.deepcopy(self._module, memo), copy.deepcopy(self._plain, memo))
 
     def __reduce__(self) -> tuple[object, ...]:
         return GraphedForward, (self._module, self._plain)

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -138,13 +138,12 @@ def plan(
     return _Observation(model, training, target).plan(inputs, keywords)
 
 
-class _Call:
+class _Call(NamedTuple):
     """A call of a module that lists its calls of torch; the frame tells it from another call."""
 
-    def __init__(self, frame: FrameType | None, module: int) -> None:
-        self.frame = frame
-        self.module = module
-        self.calls: list[TorchCall] = []
+    frame: FrameType | None
+    module: int
+    calls: list[TorchCall]
 
 
 class _Observation:
@@ -306,9 +305,7 @@ class _Observation:
             if isinstance(listed, _Call) and listed.frame is frame and listed.module == module:
                 listed.calls.append(call)
                 return
-        listed = _Call(frame, module)
-        listed.calls.append(call)
-        self.made.append(listed)
+        self.made.append(_Call(frame, module, [call]))
 
     def _sides(self, call: TorchCall) -> float:
         return 1 + _times(call) * self.training

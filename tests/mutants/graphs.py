@@ -167,10 +167,9 @@ GRAPHS = (
     Mutant(
         "a copy of a graphed module has its graph",
         "runtime/graphed.py",
-        "GraphedForward.__deepcopy__",
-        "return GraphedForward(copy.deepcopy(self._module, memo), copy.deepcopy(self._plain, "
-        "memo))",
-        "return self",
+        "GraphedForward.__reduce__",
+        "return GraphedForward, (self._module, self._plain)",
+        "return GraphedForward, (self._module, self._plain, self._graph)",
         REPLAYS + "test_a_copy_computes_with_its_own_parameters",
         select="deepcopy",
     ),
