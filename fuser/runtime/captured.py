@@ -52,8 +52,7 @@ class Captured:
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of the module, in the order of its ``parameters()``."""
-        present = [table[name] for table, name in self._slots]
-        return [parameter for parameter in present if parameter is not None]
+        return [p for table, name in self._slots if (p := table[name]) is not None]
 
     # -- in few calls ---------------------------------------------------------
 

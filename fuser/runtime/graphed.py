@@ -268,7 +268,7 @@ class Graph:
                     " Capture it with a sample that requires one."
                 )
             first = self._first_places[place]
-            if tensors[first] is not tensor and first != place:
+            if tensors[first] is not tensor:
                 raise InputError(
                     f"Arguments {first} and {place} of {self.name} are two tensors of shape "
                     f"{tuple(ours.shape)}, and were one tensor at its capture: its graph reads one."
