@@ -222,8 +222,8 @@ def _plan(options: argparse.Namespace) -> int:
         else:
             plan = plan_model(model, *inputs, **how)
             if isinstance(model, Decoder):
-                given = "" if recipe is None else f', recipe="{options.recipe}"'
-                name = f"{model.sizes.name} after fuser.convert(model{given})"
+                argument = "" if recipe is None else f', recipe="{options.recipe}"'
+                name = f"{model.sizes.name} after fuser.convert(model{argument})"
                 plan = replace(plan, name=name)
                 plan = plan.with_adamw(model.parameters()) if plan.training else plan
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)

@@ -149,10 +149,10 @@ def explains_arguments(
 
 
 def refuse_unknown(
-    name: str, function: Callable[..., object], given: Mapping[str, object]
+    name: str, function: Callable[..., object], unknown: Mapping[str, object]
 ) -> NoReturn:
     """Refuse the keyword arguments that ``function`` takes for this alone."""
-    raise InputTypeError(_unknown(name, _names(function), next(iter(given))))
+    raise InputTypeError(_unknown(name, _names(function), next(iter(unknown))))
 
 
 def _names(function: Callable[..., object]) -> tuple[list[str], list[str]]:

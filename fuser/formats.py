@@ -76,13 +76,7 @@ class DType(enum.Enum):
 
 
 def check_fp8_dtype(name: str, dtype: DType) -> None:
-    """Raise if ``dtype`` is not an element type of the quantizer ``name``.
-
-    Raises
-    ------
-    InputError
-        If ``dtype`` is neither E4M3 nor E5M2.
-    """
+    """Raise if ``dtype`` is not an element type of the quantizer ``name``."""
     if dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
         raise InputError(
             f"{name} got fp8_dtype {dtype}; it must be DType.kFloat8E4M3 or DType.kFloat8E5M2."
@@ -331,8 +325,8 @@ the formats (:func:`hybrid_layout`)."""
 
 def names_of_copy(layout: Layout, usage: str) -> tuple[str, ...]:
     """The buffers that the ``"rowwise"`` or the ``"columnwise"`` copy consists of, data first."""
-    own = layout.rowwise if usage == "rowwise" else layout.columnwise
-    return own + layout.shared
+    names = layout.rowwise if usage == "rowwise" else layout.columnwise
+    return names + layout.shared
 
 
 def unquantized_format(dtype: torch.dtype | None = None) -> NumberFormat:
@@ -450,31 +444,19 @@ def scale_shape(layout: Layout, m: int, k: int, columnwise: bool) -> tuple[int, 
 
 
 def fp8_blocks(block_dim: int) -> Layout:
-    """The layout of FP8 in blocks of 1x128 (``block_dim`` 1) or 128x128 (2).
-
-    Raises
-    ------
-    InputError
-        If ``block_dim`` is neither 1 nor 2.
-    """
+    """The layout of FP8 in blocks of 1x128 (``block_dim`` 1) or 128x128 (2)."""
     layout = FP8_BLOCKS.get(block_dim)
     if layout is None:
         raise InputError(f"FP8 block scaling got block_dim {block_dim}; it must be 1 or 2.")
     return layout
 
 
-def check_multiple(what: str, m: int, k: int, multiple: int) -> None:
-    """Raise if a matrix ``[m, k]`` does not consist of whole blocks; quantizers pad it first.
-
-    Raises
-    ------
-    InputError
-        If M or K is not a multiple of ``multiple``; ``what`` names the format.
-    """
+def check_multiple(format_name: str, m: int, k: int, multiple: int) -> None:
+    """Raise if a matrix ``[m, k]`` does not consist of whole blocks; quantizers pad it first."""
     for name, where, size in (("M", "leading dimensions", m), ("K", "last dimension", k)):
         if size % multiple:
             raise InputError(
-                f"{what} needs {name} (the {where}) to be a multiple of {multiple}; "
+                f"{format_name} needs {name} (the {where}) to be a multiple of {multiple}; "
                 f"got {name} = {size} of a tensor [{m}, {k}]."
                 " Pad the tensor."
             )

@@ -21,8 +21,7 @@ from fuser.plan.saved_inputs import MemoryBudget, budget
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.runtime.checks import check_keywords
 from fuser.runtime.pipeline import checked_fusions
-from fuser.runtime.segment import Keywords
-from fuser.runtime.segments import Segments
+from fuser.runtime.segments import Keywords, Segments
 from fuser.torch_private import (
     global_backward_hooks,
     global_backward_pre_hooks,
@@ -74,14 +73,14 @@ class Sequential(Stateful, torch.nn.Sequential):
         fusions: Sequence[type[FusedOperation]] = FUSIONS,
         memory_budget: float | MemoryBudget | None = None,
     ) -> None:
-        own = _as_budget(memory_budget)
+        budget_of_calls = _as_budget(memory_budget)
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             super().__init__(OrderedDict(modules[0]))
         else:
             for module in modules:
                 _check_module(module)
             super().__init__(*modules)  # type: ignore[arg-type]
-        self._fusions, self._memory_budget = checked_fusions(fusions), own
+        self._fusions, self._memory_budget = checked_fusions(fusions), budget_of_calls
         self._segments = _NO_SEGMENTS
         self._segments_lock = threading.Lock()
 
@@ -169,8 +168,8 @@ class Sequential(Stateful, torch.nn.Sequential):
 
     def __getstate__(self) -> dict[str, Any]:
         # Pipelines refer to ops; a copy builds its own pipelines.
-        own = self.__dict__.items()
-        return {k: v for k, v in own if k not in ("_segments", "_segments_lock")}
+        attributes = self.__dict__.items()
+        return {k: v for k, v in attributes if k not in ("_segments", "_segments_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -222,16 +221,16 @@ class Sequential(Stateful, torch.nn.Sequential):
             there is any other keyword argument.
         """
         if is_compiling():
-            given = {} if op_kwargs is None else {"op_kwargs": op_kwargs}
+            of_ops = {} if op_kwargs is None else {"op_kwargs": op_kwargs}
             traced: CallResult = PASSES.guest.traced_call(
-                self, input, extra_inputs, given | unknown
+                self, input, extra_inputs, of_ops | unknown
             )
             return traced
         if unknown:
             refuse_unknown(f"The call of a {type(self).__name__}", Sequential.forward, unknown)
-        own = self._memory_budget
-        if own is not None and own.limit is not budget.limit:
-            with own:
+        budget_of_calls = self._memory_budget
+        if budget_of_calls is not None and budget_of_calls.limit is not budget.limit:
+            with budget_of_calls:
                 return Sequential.forward(self, input, *extra_inputs, op_kwargs=op_kwargs)
         if budget.limit.memory_budget == 0 and torch.is_grad_enabled() and not is_in_checkpoint():
             inputs = (input, *extra_inputs)
@@ -260,13 +259,7 @@ class Sequential(Stateful, torch.nn.Sequential):
         return type(self).forward is Sequential.forward
 
     def _current_segments(self) -> Segments:
-        """The current modules, divided into pipelines and modules between them.
-
-        Raises
-        ------
-        InputError
-            If a channel has two producers, none, or one after its reader.
-        """
+        """The current modules, divided into pipelines and modules between them."""
         modules = tuple(self._modules.values())
         # Modules are compared by identity, so this detects every kind of edit.
         segments: Segments
@@ -296,7 +289,7 @@ class Sequential(Stateful, torch.nn.Sequential):
         modules = list(self)
         names = {op: name for name, op in reversed(list(segments.named_ops()))}
         result: dict[torch.nn.Module, Mapping[str, Any]] = {}
-        for target, given in op_kwargs.items():
+        for target, keywords in op_kwargs.items():
             op = target
             is_index = isinstance(target, int) and not isinstance(target, bool)
             if is_index and -len(modules) <= target < len(modules):
@@ -314,8 +307,8 @@ class Sequential(Stateful, torch.nn.Sequential):
                 )
             if op in result:
                 raise InputError(f"op_kwargs has two entries for one op: {names[op]}. Merge them.")
-            check_keywords(names[op], op, given)
-            result[op] = given
+            check_keywords(names[op], op, keywords)
+            result[op] = keywords
         return result
 
     # -- planning -------------------------------------------------------------
@@ -361,16 +354,16 @@ class Sequential(Stateful, torch.nn.Sequential):
 def _as_budget(budget: float | MemoryBudget | None) -> MemoryBudget | None:
     if budget is None or isinstance(budget, MemoryBudget):
         return budget
-    own: MemoryBudget = PASSES.guest.budget(budget)
-    return own
+    new_budget: MemoryBudget = PASSES.guest.budget(budget)
+    return new_budget
 
 
-def _one_of(method: str, **given: Any) -> Any:
+def _one_of(method: str, **names: Any) -> Any:
     """The value of an argument that has two names, of which one is given."""
-    values = [value for value in given.values() if value is not None]
+    values = [value for value in names.values() if value is not None]
     if len(values) != 1:
         raise InputTypeError(
-            f"Sequential.{method} got {len(values)} values for {' and '.join(given)}, two names of "
+            f"Sequential.{method} got {len(values)} values for {' and '.join(names)}, two names of "
             "one argument: give one."
         )
     return values[0]

@@ -65,11 +65,11 @@ def compiled(source: str, stem: str, globals_: dict[str, Any]) -> dict[str, Call
     """
     code = _code(source, stem)
     filename = code.co_filename
-    given = set(globals_)
+    known = set(globals_)
     exec(code, globals_)
     # Popped, because a function in its own globals is a reference cycle.
     functions = {
-        name: globals_.pop(name) for name in set(globals_) - given if name != "__builtins__"
+        name: globals_.pop(name) for name in set(globals_) - known if name != "__builtins__"
     }
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     for function in functions.values():

@@ -105,11 +105,11 @@ class Collective:
 
         Of an all-to-all: if every rank sends and receives as many rows.
         """
-        own = spec.nbytes if self.quantization is None else self.quantization.nbytes(spec)
+        size = spec.nbytes if self.quantization is None else self.quantization.nbytes(spec)
         others = self.ranks - 1
         if self.kind == "all-to-all":
-            return others * own // self.ranks
-        return 2 * others * own // self.ranks if self.kind == "all-reduce" else others * own
+            return others * size // self.ranks
+        return 2 * others * size // self.ranks if self.kind == "all-reduce" else others * size
 
 
 @dataclass(frozen=True)

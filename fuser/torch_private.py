@@ -150,8 +150,8 @@ cuda_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 
 def _getter(name: str) -> Callable[..., Any]:
     """A getter of a setting; one that returns None where torch does not have it."""
-    found: Callable[..., Any] = getattr(torch._C, name, lambda *_: None)
-    return found
+    getter: Callable[..., Any] = getattr(torch._C, name, lambda *_: None)
+    return getter
 
 
 _fp16_reduction = _getter("_get_cublas_allow_fp16_reduced_precision_reduction")
@@ -471,8 +471,8 @@ def in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     size, stride = tensor.size(), tensor.stride()
     if is_fake(tensor) or tensor.is_meta:
         return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
-    made = torch.utils.dlpack.from_dlpack(tensor.detach())
-    return made.as_strided(size, stride, made.storage_offset())
+    alias = torch.utils.dlpack.from_dlpack(tensor.detach())
+    return alias.as_strided(size, stride, alias.storage_offset())
 
 
 # -- the Python stack --------------------------------------------------------------------
@@ -577,10 +577,8 @@ def is_called_by_stager() -> bool:
 class CheckpointCode:
     """The code of torch's checkpoints, which is searched for on the stack.
 
-    Raises
-    ------
-    AttributeError, StopIteration, ValueError
-        If the checkpoints of this torch are written in another way.
+    Making it is an AttributeError, StopIteration or ValueError if the checkpoints of this torch are
+    written in another way.
     """
 
     def __init__(self) -> None:
@@ -699,15 +697,11 @@ def gathered_tensor(param: Any) -> torch.Tensor | None:
     return tensor
 
 
-def local_shard(param: Any) -> Any:
-    """This rank's part, as the user's tensor."""
-    return param._sharded_local_tensor
+local_shard = operator.attrgetter("_sharded_local_tensor")
+"""This rank's part of a parameter, as the user's tensor."""
 
-
-def whole_size(param: Any) -> torch.Size:
-    """The shape of the parameter before it was sharded."""
-    size: torch.Size = param._orig_size
-    return size
+whole_size: Callable[[Any], torch.Size] = operator.attrgetter("_orig_size")
+"""The shape of a parameter before it was sharded."""
 
 
 def free_with(param: Any, tensor: torch.Tensor) -> None:
@@ -715,13 +709,10 @@ def free_with(param: Any, tensor: torch.Tensor) -> None:
     param._unsharded_inner_tensors.append(tensor)
 
 
-def training_state(group: Any) -> str:
-    """FORWARD, PRE_BACKWARD, POST_BACKWARD or IDLE."""
-    return str(group._training_state.name)
+training_state: Callable[[Any], str] = operator.attrgetter("_training_state.name")
+"""Of a group: FORWARD, PRE_BACKWARD, POST_BACKWARD or IDLE."""
 
-
-def reshards_after_forward(group: Any) -> bool:
-    return bool(group._reshard_after_forward)
+reshards_after_forward: Callable[[Any], bool] = operator.attrgetter("_reshard_after_forward")
 
 
 def forwards_without_backward(group: Any) -> int:
@@ -729,9 +720,8 @@ def forwards_without_backward(group: Any) -> int:
     return len(group._post_forward_indices)
 
 
-def is_last_backward(state: Any) -> bool:
-    """What ``set_is_last_backward`` said last; ``state`` is an FSDPState."""
-    return bool(state._state_ctx.is_last_backward)
+is_last_backward: Callable[[Any], bool] = operator.attrgetter("_state_ctx.is_last_backward")
+"""Of an FSDPState: what ``set_is_last_backward`` said last."""
 
 
 # -- other libraries of torch.distributed ------------------------------------------------
@@ -743,9 +733,8 @@ def is_unfinished(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
 
 
-def spec_of(dtensor: Any) -> Any:
-    """Mesh, placements, shape and strides of a ``DTensor``."""
-    return dtensor._spec
+spec_of = operator.attrgetter("_spec")
+"""Mesh, placements, shape and strides of a ``DTensor``."""
 
 
 def running_data_parallel() -> Any:
@@ -778,11 +767,7 @@ def _storage_of(data: bytes) -> Any:
 def unpickled(data: bytes, classes: Mapping[str, type]) -> Any:
     """What ``pickle.dumps`` wrote: containers, numbers, texts, plain tensors, and ``classes``.
 
-    Raises
-    ------
-    KeyError
-        If it names anything else, which is not imported.
-    pickle.UnpicklingError
-        Or another error of ``pickle``, if the bytes are something else.
+    A KeyError if it names anything else, which is not imported; an error of ``pickle``, such as
+    UnpicklingError, if the bytes are something else.
     """
     return _TensorsOnly(data, classes).load()

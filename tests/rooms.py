@@ -76,7 +76,6 @@ ROOMS = (
         (
             *_in("runtime", "compiled", "compiled_passes", "compiled_runner", "compiled_values"),
             *_in("runtime", "exported", "graph_parameters", "joined_weights", "traced"),
-            "runtime/traced_passes",
             *("moe/graph_operations", "op/graph_operations", "precision/numbered_calls"),
         ),
     ),
@@ -90,11 +89,11 @@ ROOMS = (
         "wing",
         (
             *_in("plan", "model", "plain_torch", "torch_calls", "transformers"),
-            *_in("runtime", "model_plan", "observed"),
+            "runtime/model_plan",
             "modules/decoder",
         ),
     ),
-    Room("capture", "wing", _in("runtime", "captured", "graph_memory", "graphed", "graphs")),
+    Room("capture", "wing", _in("runtime", "captured", "graphed", "graphs")),
     Room("layers", "wing", ("modules/",)),
     Room("checks", "wing", ("testing/",)),
     Room("LoRA", "wing", _in("basic_ops", "lora_adapters", "lora_linear")),

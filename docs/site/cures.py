@@ -230,13 +230,13 @@ CURES_OF_PLACES: tuple[tuple[str, str, str], ...] = (
         "its parameters, and give a clone() in place of a view.",
     ),
     (
-        "runtime/segment.py",
+        "runtime/segments.py",
         "refusal",
         "The ops run without one pipeline over both sides of the hook, with the same values. "
         "Remove the hook, or put it on the Sequential.",
     ),
     (
-        "runtime/segment.py",
+        "runtime/segments.py",
         "StateError",
         "Return a tuple of that length from the hook or the forward.",
     ),

@@ -24,9 +24,6 @@ class Agreement:
     def __init__(self) -> None:
         self._compared: set[Hashable] = set()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Agreement:
-        return Agreement()
-
     def __reduce__(self) -> tuple[object, ...]:
         return Agreement, ()
 
@@ -79,11 +76,11 @@ def _compare(op: str, mine: tuple[str, ...], group: dist.ProcessGroup, device: A
 def _is_same(mine: tuple[str, ...], group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks have the same; each of them gets the same answer."""
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=7).digest()
-    own = int.from_bytes(digest, "big")
+    number = int.from_bytes(digest, "big")
     # The largest and the smallest, of which a rank cannot have both if ranks differ.
-    ends = torch.tensor([own, -own], dtype=torch.int64, device=device)
+    ends = torch.tensor([number, -number], dtype=torch.int64, device=device)
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-    return ends.tolist() == [own, -own]
+    return ends.tolist() == [number, -number]
 
 
 def _differences(descriptions: list[tuple[str, ...]]) -> str:

@@ -235,8 +235,8 @@ def may_cross_hosts(op: str, group: GroupArgument) -> bool:
     of_host = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     if isinstance(group, PlannedGroup) or not all(map(str.isdecimal, of_host)):
         return True
-    own, count = map(int, of_host)
-    first = dist.get_rank() - own
+    local_rank, count = map(int, of_host)
+    first = dist.get_rank() - local_rank
     return not {*ranks_of(op, group)} <= {*range(first, first + count)}
 
 

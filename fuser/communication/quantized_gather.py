@@ -73,9 +73,9 @@ def start_quantized_gather(
         for name, gathering in pending.items():
             buffers[name] = _padded(gathering.wait(), layout[name])
         for name, gathering in shared.items():
-            own = buffers[name]
-            assert own is not None
-            buffers[name] = _checked(own, gathering.wait(), tensor)
+            scale = buffers[name]
+            assert scale is not None
+            buffers[name] = _checked(scale, gathering.wait(), tensor)
         shape = (ranks * tensor.shape[0], *tensor.shape[1:])
         return type(tensor)(buffers, shape, tensor.dtype, tensor.device, tensor._quantizer)
 
@@ -100,9 +100,9 @@ def _refuse_other_scales(are_equal: torch.Tensor, scales: torch.Tensor, name: st
         )
 
 
-def _checked(own: torch.Tensor, scales: torch.Tensor, tensor: QuantizedTensor) -> torch.Tensor:
-    """The scale ``own`` if the ``scales`` of all ranks equal it."""
-    are_equal = (scales == own).all()
-    if own.device.type == "cpu":
+def _checked(scale: torch.Tensor, scales: torch.Tensor, tensor: QuantizedTensor) -> torch.Tensor:
+    """The ``scale`` of this rank, if the ``scales`` of all ranks equal it."""
+    are_equal = (scales == scale).all()
+    if scale.device.type == "cpu":
         call_each_time(_refuse_other_scales, are_equal, scales, type(tensor).__name__)
-    return torch.where(are_equal, own, torch.full_like(own, float("nan")))
+    return torch.where(are_equal, scale, torch.full_like(scale, float("nan")))

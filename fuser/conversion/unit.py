@@ -42,7 +42,7 @@ from fuser.precision.contexts import autocast
 from fuser.precision.delayed_scaling import DelayedScales
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.runtime.joined_weights import joined
-from fuser.runtime.segment import basic_ops_of
+from fuser.runtime.segments import basic_ops_of
 from fuser.runtime.traced import traced_call
 from fuser.sequential import Sequential
 from fuser.tensors.joined_gathering import JoinedGathering

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 
 import torch
 
@@ -17,6 +16,7 @@ from fuser.op import HiddenOps, modules_and_ops
 from fuser.precision.contexts import ParameterInit, weight_quantizer
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
+from fuser.report.text import listed
 from fuser.tensors import QuantizedTensor, stack_quantizer
 from fuser.tensors.joined_gathering import can_join
 from fuser.tensors.master_weight import Joint, MasterWeight
@@ -123,9 +123,10 @@ def _converted(
         joint = None
         if len(linears) > 1:
             if not can_join(quantizer, [len(one) for one in weights]):
+                rows = listed([str(len(weight)) for weight in weights])
                 warnings.warn(
                     f"gather_quantized leaves {', '.join(paths)} unquantized: fuser.convert made "
-                    f"one product of them, and they have {_numbers(weights)} rows: their bytes are "
+                    f"one product of them, and they have {rows} rows: their bytes are "
                     f"those of one weight for multiples of {GROUP_TILE} rows. Leave their module "
                     "out with fuser.convert(..., filter=).",
                     FuserWarning,
@@ -137,11 +138,6 @@ def _converted(
             masters[id(weight)] = _master(weight, recipe, path, "weight", joint)
             taken.append(linear)
     return taken
-
-
-def _numbers(weights: Sequence[torch.Tensor]) -> str:
-    *numbers, last = [str(len(weight)) for weight in weights]
-    return f"{', '.join(numbers)} and {last}"
 
 
 def _master(

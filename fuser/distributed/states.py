@@ -59,11 +59,11 @@ def distribute_parameters(module: torch.nn.Module, device_mesh: Any) -> torch.nn
                     f"distribute_parameters got {kind}, which is a {type(parameter).__name__}; it "
                     "takes plain and quantized parameters, before gather_quantized and fully_shard."
                 )
-            own = ranks if dim is None else ranks_of(kind, group)
-            if own != ranks:
+            op_ranks = ranks if dim is None else ranks_of(kind, group)
+            if op_ranks != ranks:
                 raise InputError(
                     f"distribute_parameters got a mesh of the ranks {ranks}, and {kind} is a part "
-                    f"over the ranks {own}."
+                    f"over the ranks {op_ranks}."
                     " Give it the mesh that the model was sharded over."
                 )
             dims[id(parameter)] = parameter, dim

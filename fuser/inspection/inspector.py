@@ -88,9 +88,9 @@ def inspect(model: torch.nn.Module, *, every: int = 1) -> Iterator[InspectionRep
 def _check(model: Any, every: Any) -> None:
     is_op = isinstance(model, FusibleOperation)
     if is_op or not isinstance(model, torch.nn.Module):
-        given = f"the op {type(model).__name__}" if is_op else repr(model)
+        shown = f"the op {type(model).__name__}" if is_op else repr(model)
         raise InputTypeError(
-            f"fuser.inspect takes a model that contains ops, such as a Sequential; got {given:.60}."
+            f"fuser.inspect takes a model that contains ops, such as a Sequential; got {shown:.60}."
         )
     if not isinstance(every, int) or isinstance(every, bool):
         raise InputTypeError(f"fuser.inspect takes an integer as every; got {every!r}.")
@@ -104,14 +104,14 @@ def _places(model: torch.nn.Module) -> dict[int, Place]:
     places: dict[int, Place] = {}
     composites: dict[int, Place] = {}
     for path, op, is_spare in ops_of_conversions(model):
-        own = op.members if isinstance(op, FusedOperation) else [op]
+        members = op.members if isinstance(op, FusedOperation) else [op]
         place = Place(path, type(op).__name__, is_spare)
-        places.update((id(member.__dict__), place) for member in own if _quantizes(member))
+        places.update((id(member.__dict__), place) for member in members if _quantizes(member))
     for path, module in modules_and_ops(model):
         if isinstance(module, FusedOperation):
-            own = [op for op in module.members if _quantizes(op)]
-            if len(own) == 1:  # a Linear: its name says more than that of its member
-                composites[id(own[0].__dict__)] = Place(path, type(module).__name__)
+            members = [op for op in module.members if _quantizes(op)]
+            if len(members) == 1:  # a Linear: its name says more than that of its member
+                composites[id(members[0].__dict__)] = Place(path, type(module).__name__)
         elif isinstance(module, BasicOperation) and _quantizes(module):
             key = id(module.__dict__)
             places[key] = composites.get(key, Place(path, type(module).__name__))
@@ -145,8 +145,8 @@ class _Calls:
             with self._lock:
                 step = report.next_step()
             if step is not None:
-                own = dict.fromkeys(report.places, step)
-                observing.steps = {**(outer or {}), **own}
+                steps = dict.fromkeys(report.places, step)
+                observing.steps = {**(outer or {}), **steps}
                 if compiled_from(model) is not None:
                     stance = torch.compiler.set_stance("force_eager")
         stack.append((outer, stance))

@@ -138,11 +138,11 @@ class InspectedStep:
         is_repeated: bool,
     ) -> None:
         assert groups is None or isinstance(groups, PaddedGroups)
-        found: dict[str, list[torch.Tensor]] = {}
+        sums_of_copies: dict[str, list[torch.Tensor]] = {}
         for tensor in tensors:
             for copy, sums in _measured_once(tensor, groups).items():
-                found.setdefault(copy, []).append(sums)
-        for copy, of_copy in found.items():
+                sums_of_copies.setdefault(copy, []).append(sums)
+        for copy, of_copy in sums_of_copies.items():
             key = (op, role, copy)
             if is_repeated and key in self._sums:
                 continue
@@ -160,10 +160,10 @@ def _measured_once(tensor: QuantizedTensor, groups: PaddedGroups | None) -> dict
     if seen is not None and seen.source is None:
         known: dict[str, torch.Tensor] = seen.measured
         return known
-    found = {copy: measured(tensor, copy, groups) for copy in copies_of(tensor)}
+    sums = {copy: measured(tensor, copy, groups) for copy in copies_of(tensor)}
     if seen is not None:
-        seen.measured, seen.source = found, None
-    return found
+        seen.measured, seen.source = sums, None
+    return sums
 
 
 class InspectionReport:
@@ -193,23 +193,21 @@ class InspectionReport:
 
     def rows(self, step: int | None = None) -> tuple[Row, ...]:
         """The rows in the order of the model, over all inspected calls, or of one by its number."""
-        chosen = [each for each in self._steps if step in (None, each.number)]
-        found: dict[Key, list[Sums]] = {}
+        chosen = [inspected for inspected in self._steps if step in (None, inspected.number)]
+        all_sums: dict[Key, list[Sums]] = {}
         formats: dict[Key, str] = {}
-        for each in chosen:
-            formats |= each.formats
-            for key, sums in each.sums().items():
-                found.setdefault(key, []).append(sums)
-        known = {key: _added(parts) for key, parts in found.items()}
-        rows: list[Row] = []
-        for op, place in self.places.items():
-            for role in ROLES:
-                copies = {c: known[op, role, c] for c in COPIES if (op, role, c) in known}
-                rows += [
-                    _row(place, role, copy, formats[op, role, copy], sums)
-                    for copy, sums in copies.items()
-                ]
-        return tuple(rows)
+        for inspected in chosen:
+            formats |= inspected.formats
+            for key, sums in inspected.sums().items():
+                all_sums.setdefault(key, []).append(sums)
+        known = {key: _added(parts) for key, parts in all_sums.items()}
+        return tuple(
+            _row(place, role, copy, formats[op, role, copy], known[op, role, copy])
+            for op, place in self.places.items()
+            for role in ROLES
+            for copy in COPIES
+            if (op, role, copy) in known
+        )
 
     def ranked(self) -> tuple[LayerScore, ...]:
         """The layers with a product, that of the lowest ratio first: keep the first in 16 bits.
@@ -220,13 +218,12 @@ class InspectionReport:
         scores = []
         rows = self.rows()
         for layer, op in dict.fromkeys((place.layer, place.op) for place in self.places.values()):
-            own = {(r.tensor, r.copy): r for r in rows if (r.layer, r.op) == (layer, op)}
-            if not any(tensor == "weight" for tensor, _ in own):
+            of_op = {(r.tensor, r.copy): r for r in rows if (r.layer, r.op) == (layer, op)}
+            if not any(tensor == "weight" for tensor, _ in of_op):
                 continue
-            products = [_score(layer, op, name, own) for name in PRODUCTS]
-            of_layer = [score for score in products if score is not None]
-            if of_layer:
-                scores.append(min(of_layer, key=_order))
+            products = [_score(layer, op, name, of_op) for name in PRODUCTS]
+            if any(products):
+                scores.append(min(filter(None, products), key=_order))
         return tuple(sorted(scores, key=_order))
 
     @property
@@ -281,9 +278,9 @@ class InspectionReport:
             name = f"{row.layer or '(model)'} {row.op}"
             shares = _percent(row.underflow), _percent(row.saturation)
             ratios = _decibels(row.snr_db), _decibels(row.bf16_snr_db)
-            what = row.tensor, row.side, row.copy, row.format
+            kind = row.tensor, row.side, row.copy, row.format
             first = "" if name == layer else name
-            cells.append((first, *what, f"{row.amax:.3g}", *shares, *ratios))
+            cells.append((first, *kind, f"{row.amax:.3g}", *shares, *ratios))
             layer = name
         lines += columns(cells, left=5)
         if missing:
@@ -369,15 +366,15 @@ def _ratio(signal: float, noise: float, nonzeros: float) -> float | None:
 
 
 def _score(
-    layer: str, op: str, product: str, own: Mapping[tuple[str, str], Row]
+    layer: str, op: str, product: str, rows: Mapping[tuple[str, str], Row]
 ) -> LayerScore | None:
     """The score of one product of a layer; None if no operand of it was measured."""
     known: list[tuple[float, str]] = []
     for tensor, copy in PRODUCTS[product]:
         other = "columnwise" if copy == "rowwise" else "rowwise"
-        found = [own[tensor, c] for c in (copy, "both", other) if (tensor, c) in own]
-        if found and found[0].snr_db is not None:
-            known.append((found[0].snr_db, tensor))
+        copies = [rows[tensor, c] for c in (copy, "both", other) if (tensor, c) in rows]
+        if copies and copies[0].snr_db is not None:
+            known.append((copies[0].snr_db, tensor))
     if not known or (product != "forward" and all(t != "grad_output" for _, t in known)):
         return None
     if any(math.isnan(ratio) for ratio, _ in known):

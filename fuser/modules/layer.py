@@ -14,7 +14,7 @@ from fuser.basic_ops.collectives import CollectiveOperation
 from fuser.errors import InputError, StateError, refuse_unknown
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, HiddenOps
 from fuser.plan.plan import FusionPlan
-from fuser.runtime.observed import observer
+from fuser.runtime.model_plan import observer
 from fuser.sequential import OpKwargs, Sequential
 from fuser.tensors import QuantizedTensor
 

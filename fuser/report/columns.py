@@ -73,7 +73,7 @@ class Columns:
     def _column_widths(self) -> list[float]:
         """The width of each op: enough for its name and for the text of its steps."""
         widths = [
-            max(text_width(name, 8.5) + 18, text_width(self.shape(i), 6.5) + 10, 62.0)
+            max(text_width(name, 8.5) + 18, text_width(columns_of(self.plan, i), 6.5) + 10, 62.0)
             for i, name in enumerate(self.ops)
         ]
         for step in sorted(self.steps, key=lambda step: len(step["ops"])):
@@ -83,11 +83,6 @@ class Columns:
             needs.append(text_width(AS_MODULE, SMALL) if self.is_module(step) else 0.0)
             self._widen(widths, step["ops"], max(needs))
         return widths
-
-    def shape(self, op: int) -> str:
-        """The columns of the op's input and output, as text."""
-        ends = dict.fromkeys(self.plan["features"][op : op + 2])
-        return " \N{RIGHTWARDS ARROW} ".join(map(str, ends))
 
     def _widen(self, widths: list[float], ops: Sequence[int], need: float) -> None:
         have = sum(widths[i] for i in ops) + sum(self.gaps[i] for i in ops[1:])
@@ -153,6 +148,12 @@ class Columns:
     def is_module(self, step: Item) -> bool:
         """Whether the step belongs to an op that is called as a module."""
         return any(set(step["ops"]) <= set(call["ops"]) for call in self.plan["modules"])
+
+
+def columns_of(plan: Item, op: int) -> str:
+    """The columns of the input and output of an op of ``plan``, as text."""
+    ends = dict.fromkeys(plan["features"][op : op + 2])
+    return " \N{RIGHTWARDS ARROW} ".join(map(str, ends))
 
 
 def module_width(call: Item) -> float:

@@ -19,12 +19,7 @@ LAYOUTS = {"parts": lay_out_model, "rows_of_steps": lay_out_inspection}
 
 
 def drawable(path: str | os.PathLike[str]) -> Path:
-    """``path``, if its suffix is that of a picture.
-
-    Raises
-    ------
-    InputError
-    """
+    """``path``, if its suffix is that of a picture."""
     target = Path(path)
     if target.suffix.lower() not in SUFFIXES:
         raise InputError(f"A picture is drawn as {', '.join(SUFFIXES)}; got {target.name!r}.")
@@ -36,11 +31,6 @@ def draw(shown: dict[str, Any], text: str, path: str | os.PathLike[str]) -> Path
 
     Equal ones give equal SVG files. SVG has text as text, PNG 160 dots per inch. HTML is one
     self-contained page: the picture, with tooltips, and ``text``.
-
-    Raises
-    ------
-    InputError
-        If the path has another suffix.
     """
     target = drawable(path)
     layout = next((layout for key, layout in LAYOUTS.items() if key in shown), lay_out)

@@ -56,7 +56,7 @@ def lay_out_inspection(inspection: Item) -> Picture:
         for label, row in members:
             bars.append(Text(left - 8, y + 7.5, label, SMALL, "muted", align="right"))
             bars += _bar(row, left, y, top)
-            right = max(right, *(each.bounds[2] for each in bars[-2:] if isinstance(each, Text)))
+            right = max(right, *(item.bounds[2] for item in bars[-2:] if isinstance(item, Text)))
             y += ROW
         y += 5
     for tick in range(0, top + 1, TICK):
@@ -90,17 +90,17 @@ def _bar(row: Item, left: float, y: float, top: int) -> list[Text | Box | Line]:
         if row[key]
     ]
     tip = "\n".join(f"{name}: {value}" for name, value in row.items())
-    found: list[Text | Box | Line] = []
+    items: list[Text | Box | Line] = []
     if width:
-        found.append(Box(left, y + 1, width, BAR, color, f"{color} edge", 1.5, tip))
+        items.append(Box(left, y + 1, width, BAR, color, f"{color} edge", 1.5, tip))
     exact = row["bf16_snr_db"]
     end = left + width
     if isinstance(exact, float):
         x = left + SCALE * min(exact / top, 1.0)
-        found.append(Line(((x, y), (x, y + BAR + 2)), "refused"))
+        items.append(Line(((x, y), (x, y + BAR + 2)), "refused"))
         end = max(end, x) if x - end < 24 else end
     text = Text(end + 5, y + 7.5, ", ".join([said, *lost]), SMALL, tip=tip)
     x, _, until, _ = text.bounds
     # Over the lines of the axis, which would cross the text.
-    found.append(Box(x - 1, y + 1, until - x + 2, BAR, "paper", "paper", 1.0))
-    return [*found, text]
+    items.append(Box(x - 1, y + 1, until - x + 2, BAR, "paper", "paper", 1.0))
+    return [*items, text]

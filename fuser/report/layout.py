@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fuser.report.columns import (
     AS_MODULE,
@@ -15,6 +14,7 @@ from fuser.report.columns import (
     PAD,
     Columns,
     Item,
+    columns_of,
     cost,
     kernels_of,
     module_width,
@@ -23,11 +23,8 @@ from fuser.report.columns import (
 from fuser.report.picture import (
     COLORS,
     SMALL,
-    Box,
-    Line,
+    Drawing,
     Picture,
-    Point,
-    Text,
     matplotlib_or_error,
     printable,
     text_width,
@@ -74,12 +71,12 @@ class _Wire:
         return self.source is not None and self.target is not None
 
 
-class _Layout(Columns):
+class _Layout(Columns, Drawing):
     """The items of the picture; each row is drawn for forward, and below it for backward."""
 
     def __init__(self, plan: Item) -> None:
-        super().__init__(plan)
-        self.items: list[Text | Box | Line] = []
+        Columns.__init__(self, plan)
+        Drawing.__init__(self)
 
     def picture(self) -> Picture:
         y = self._title(MARGIN) + 6
@@ -93,18 +90,8 @@ class _Layout(Columns):
         for title, lines in ((heading, kept), ("notes", self.plan["sentences"]["notes"])):
             y = self._section(y + 22, title, lines) if lines else y
         y = self._legend(y + 28)
-        right = max(item.bounds[2] for item in self.items if not isinstance(item, Line))
-        return Picture(max(right, MARGIN + self.width) + MARGIN, y + MARGIN, tuple(self.items))
-
-    def _text(self, x: float, y: float, string: str, **style: Any) -> Text:
-        self.items.append(text := Text(x, y, printable(string), **style))
-        return text
-
-    def _box(self, x: float, y: float, width: float, height: float, *style: Any) -> None:
-        self.items.append(Box(x, y, width, height, *style))
-
-    def _line(self, *points: Point, **style: Any) -> None:
-        self.items.append(Line(points, **style))
+        right = max(self._right(), MARGIN + self.width)
+        return Picture(right + MARGIN, y + MARGIN, tuple(self.items))
 
     # title, totals, legend
 
@@ -236,19 +223,18 @@ class _Layout(Columns):
         for i in ops:
             self._draw_op(i, self.ops[i], y, tip, bool(step["kernel"]))
         bottom += 3
-        for line in wrap(kernels_of(step), right - left, SMALL, mono=True) if is_first else ():
+        if not is_first:
+            return bottom
+        color = "ink" if step["kernel"] else "muted"
+        for line in wrap(kernels_of(step), right - left, SMALL, mono=True):
             bottom += 9.5
-            color = "ink" if step["kernel"] else "muted"
             self._text(middle, bottom, line, mono=True, color=color, align="center")
-        if step["kernel"] and is_first:
+        below = [cost(step), *products(step)] if step["kernel"] else []
+        if side == "forward" and self.is_module(step):
+            below.append(AS_MODULE)
+        for line in below:
             bottom += 9.5
-            self._text(middle, bottom, cost(step), color="muted", align="center")
-            for line in products(step):
-                bottom += 9.5
-                self._text(middle, bottom, line, color="muted", align="center")
-        if is_first and side == "forward" and self.is_module(step):
-            bottom += 9.5
-            self._text(middle, bottom, AS_MODULE, color="muted", align="center")
+            self._text(middle, bottom, line, color="muted", align="center")
         return bottom
 
     def _draw_op(self, op: int, name: str, y: float, tip: str, has_kernel: bool) -> None:
@@ -261,7 +247,7 @@ class _Layout(Columns):
         if whole:
             self._text(x + width - 5, y + 8.5, whole, size=6.5, color="muted", align="right")
         self._text(x + width / 2, y + 19, name, size=8.5, color=ink, align="center", tip=tip)
-        shape = self.shape(op)
+        shape = columns_of(self.plan, op)
         self._text(x + width / 2, y + 28.5, shape, size=6.5, color="muted", align="center")
 
     def _main_line(self, side: str, ops: range, y: float) -> None:

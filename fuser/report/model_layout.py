@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import re
 from itertools import groupby
-from typing import Any
 
-from fuser.report.columns import MARGIN, Item
+from fuser.report.columns import MARGIN, Item, columns_of
 from fuser.report.layout import kind_of
-from fuser.report.picture import (
-    SMALL,
-    Box,
-    Line,
-    Picture,
-    Text,
-    matplotlib_or_error,
-    printable,
-    text_width,
-)
+from fuser.report.picture import SMALL, Drawing, Picture, matplotlib_or_error, text_width
 from fuser.report.text import format_flops, format_time
 
 ROW = 46.0
@@ -34,11 +24,11 @@ def lay_out_model(plan: Item) -> Picture:
     return _ModelLayout(plan).picture()
 
 
-class _ModelLayout:
+class _ModelLayout(Drawing):
     def __init__(self, plan: Item) -> None:
+        super().__init__()
         self.plan = plan
         self.parts: list[Item] = plan["parts"]
-        self.items: list[Text | Box | Line] = []
         self.sides = ["forward", "backward"] if plan["training"] else ["forward"]
         widest = max((self._width(part) for part in self.parts), default=0.0)
         names = [text_width(part["place"], 8.5) for part in self.parts]
@@ -56,15 +46,7 @@ class _ModelLayout:
             if prefix is not None:
                 self._bracket(prefix, top + 8, y - 12)
         y = self._legend(y + 14)
-        right = max(item.bounds[2] for item in self.items if not isinstance(item, Line))
-        return Picture(right + MARGIN, y + MARGIN, tuple(self.items))
-
-    def _text(self, x: float, y: float, string: str, **style: Any) -> Text:
-        self.items.append(text := Text(x, y, printable(string), **style))
-        return text
-
-    def _box(self, x: float, y: float, width: float, height: float, *style: Any) -> None:
-        self.items.append(Box(x, y, width, height, *style))
+        return Picture(self._right() + MARGIN, y + MARGIN, tuple(self.items))
 
     def _title(self) -> float:
         plan, y = self.plan, MARGIN + 12
@@ -76,12 +58,12 @@ class _ModelLayout:
             f"{', '.join(plan['inputs'])}, modelled on {plan['device']}"
         )
         self._text(MARGIN, y, line, size=9.0, color="muted")
-        own, compiled = plan["microseconds"], plan["compiled_microseconds"]
+        time_as_planned, compiled = plan["microseconds"], plan["compiled_microseconds"]
         plain = plan["baselines"]
-        longest = max(own, compiled, *plain.values()) or 1.0
+        longest = max(time_as_planned, compiled, *plain.values()) or 1.0
         y += 8
         # Each time of plain torch below that of the plan which it is compared with.
-        rows = [("as planned", own, None), (PLAIN, plain[PLAIN], own)]
+        rows = [("as planned", time_as_planned, None), (PLAIN, plain[PLAIN], time_as_planned)]
         rows += [("within torch.compile", compiled, None), (COMPILED, plain[COMPILED], compiled)]
         x = MARGIN + 106
         for name, time, planned in rows:
@@ -94,9 +76,9 @@ class _ModelLayout:
                 self._ratio(end, y, time, planned)
         return y + 20
 
-    def _ratio(self, x: float, y: float, time: float, own: float) -> None:
+    def _ratio(self, x: float, y: float, time: float, planned: float) -> None:
         """How many times as long plain torch takes; grey where nothing is gained."""
-        ratio = f"{time / own if own else 1.0:.2f}x"
+        ratio = f"{time / planned if planned else 1.0:.2f}x"
         gains = ratio != "1.00x"
         self._text(x, y, ratio, size=8.5, bold=gains, color="ink" if gains else "muted")
 
@@ -113,7 +95,7 @@ class _ModelLayout:
         else:
             for i, name in enumerate(_names(part["plan"])):
                 width, kind = _op_width(name), kind_of(part["plan"]["ops"][i])
-                shape = _shape(part["plan"]["features"], i)
+                shape = columns_of(part["plan"], i)
                 tip = f"{name} {shape}".strip()
                 self._box(x, top, width, BOX - 8, kind, f"{kind} edge", 4.0, tip)
                 self._text(x + width / 2, top + 9.5, name, size=SMALL, align="center", tip=tip)
@@ -121,8 +103,8 @@ class _ModelLayout:
                     x + width / 2, top + 18, shape, size=SMALL, color="muted", align="center"
                 )
                 x += width + OP_GAP
-        own, plain = self._time(part), part["baselines"][PLAIN]
-        for offset, time, color in ((0, own, "GEMM edge"), (9, plain, "faint")):
+        time_of_part, plain = self._time(part), part["baselines"][PLAIN]
+        for offset, time, color in ((0, time_of_part, "GEMM edge"), (9, plain, "faint")):
             length = max(BAR * time / self.longest, 1.0)
             self._box(self.bar_x, top + 2 + offset, length, 7, color, color, 1.0)
         x = self.bar_x + BAR + 8
@@ -130,13 +112,13 @@ class _ModelLayout:
         words = f"{times}, {format_flops(part['flops'])}FLOP" if part["flops"] else times
         self._text(x, top + 8.5, words, size=8.0)
         end = self._text(x, top + 18.5, f"eager {format_time(plain)}  ", size=8.0, color="muted")
-        self._ratio(end.bounds[2], top + 18.5, plain, own)
+        self._ratio(end.bounds[2], top + 18.5, plain, time_of_part)
         return y + ROW
 
     def _bracket(self, prefix: str, top: float, bottom: float) -> None:
         x = MARGIN + INDENT - 12
         points = ((x + 6, top), (x, top), (x, bottom), (x + 6, bottom))
-        self.items.append(Line(points, color="muted"))
+        self._line(*points, color="muted")
         count = max(part["count"] for part in self.parts if _repeated(part) == prefix)
         middle = (top + bottom) / 2 + 3
         self._text(x - 5, middle, f"{count} \N{MULTIPLICATION SIGN}", size=10.0, align="right")
@@ -171,12 +153,7 @@ def _op_width(name: str) -> float:
     return max(text_width(name, SMALL) + 10, 58.0)
 
 
-def _shape(features: list[int], op: int) -> str:
-    ends = [*dict.fromkeys(features[op : op + 2])]
-    return " \N{RIGHTWARDS ARROW} ".join(map(str, ends))
-
-
 def _repeated(part: Item) -> str | None:
     """The path of the layers that a part is of, if there are several: ``layers.0-31``."""
-    found = re.match(r"(.*?(?<![^.])\d+[-,][\d,-]*)(?![^.])", part["place"])
-    return found.group(1) if found and part["count"] > 1 else None
+    match = re.match(r"(.*?(?<![^.])\d+[-,][\d,-]*)(?![^.])", part["place"])
+    return match.group(1) if match and part["count"] > 1 else None

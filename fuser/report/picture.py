@@ -103,6 +103,27 @@ class Picture:
     items: tuple[Text | Box | Line, ...]
 
 
+class Drawing:
+    """The items of a picture that is being drawn."""
+
+    def __init__(self) -> None:
+        self.items: list[Text | Box | Line] = []
+
+    def _text(self, x: float, y: float, string: str, **style: Any) -> Text:
+        self.items.append(text := Text(x, y, printable(string), **style))
+        return text
+
+    def _box(self, x: float, y: float, width: float, height: float, *style: Any) -> None:
+        self.items.append(Box(x, y, width, height, *style))
+
+    def _line(self, *points: Point, **style: Any) -> None:
+        self.items.append(Line(points, **style))
+
+    def _right(self) -> float:
+        """The right end of all items but lines."""
+        return max(item.bounds[2] for item in self.items if not isinstance(item, Line))
+
+
 # -- text ---------------------------------------------------------------------
 
 
@@ -154,13 +175,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def matplotlib_or_error() -> Iterator[None]:
-    """matplotlib with its default settings instead of the user's; text stays text in SVG.
-
-    Raises
-    ------
-    StateError
-        If matplotlib cannot be imported.
-    """
+    """matplotlib with its default settings instead of the user's; text stays text in SVG."""
     try:
         import matplotlib
     except ImportError as error:

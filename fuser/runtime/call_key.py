@@ -22,13 +22,7 @@ Reading = tuple[tuple[torch.Tensor, ...], tuple[Any, ...], LayoutOfCall]
 
 
 class CallKeyReader:
-    """Finds the parameters of a pipeline's ops, each by its name at every call.
-
-    Raises
-    ------
-    StateError
-        If :func:`find_slots` cannot tell where a parameter is.
-    """
+    """Finds the parameters of a pipeline's ops, each by its name at every call."""
 
     def __init__(self, ops: Sequence[BasicOperation], num_extra_inputs: int) -> None:
         self._ops = ops

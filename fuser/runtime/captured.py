@@ -30,8 +30,8 @@ class Captured:
         self._module = module
         walked = list(modules_and_ops(module))
         self._paths = [path for path, _ in walked]
-        self._modules = [each for _, each in walked]
-        self._training = [each.training for each in self._modules]
+        self._modules = [submodule for _, submodule in walked]
+        self._training = [submodule.training for submodule in self._modules]
         ops = [(path, op) for path, op in walked if isinstance(op, FusibleOperation)]
         self._attributes = [(path, op, _attributes_of(op)) for path, op in ops]
         self._accumulating = list(_accumulating(walked))
@@ -39,11 +39,11 @@ class Captured:
         self._overwrites = self._overwriting()
         # What is_unchanged reads.
         self._tables = [t for m in self._modules for t in (m._modules, m._parameters, m._buffers)]
-        self._hooks = [hooks for each in self._modules[1:] for hooks in hooks_of(each)]
-        self._parents = [each._modules for each in self._modules if each._modules]
+        self._hooks = [hooks for submodule in self._modules[1:] for hooks in hooks_of(submodule)]
+        self._parents = [submodule._modules for submodule in self._modules if submodule._modules]
         self._modes = [m.__dict__ for m in self._modules if not isinstance(m, FusibleOperation)]
         self._ops = [op.__dict__ for _, op in ops]
-        tables = [each._parameters for each in module.modules()]
+        tables = [submodule._parameters for submodule in module.modules()]
         slots = {id(tensor): (table, name) for table in tables for name, tensor in table.items()}
         self._slots = [slots[id(parameter)] for parameter in module.parameters()]
         holders = [table for m in module.modules() for table in (m._parameters, m._buffers)]
@@ -52,8 +52,7 @@ class Captured:
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of the module, in the order of its ``parameters()``."""
-        present = [table[name] for table, name in self._slots]
-        return [parameter for parameter in present if parameter is not None]
+        return [p for table, name in self._slots if (p := table[name]) is not None]
 
     # -- in few calls ---------------------------------------------------------
 
@@ -143,8 +142,8 @@ class Captured:
         return None
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for path, each in self._module.named_modules():
-            for table in (each._parameters, each._buffers):
+        for path, module in self._module.named_modules():
+            for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
                     if tensor is not None:
                         yield f"{path}.{name}".strip("."), tensor

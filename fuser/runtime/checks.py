@@ -56,12 +56,7 @@ class Checks:
     def kinds(
         self, input_: Any, params: Sequence[torch.Tensor], extra_inputs: Sequence[Any]
     ) -> None:
-        """Check the number of tensors, and that each is floating-point and not empty in features.
-
-        Raises
-        ------
-        InputError, InputTypeError
-        """
+        """Check the number and dtypes of tensors, and that the input is not empty in features."""
         if len(extra_inputs) != self.num_extra_inputs:
             raise InputError(
                 "The pipeline "
@@ -74,11 +69,11 @@ class Checks:
                 raise InputTypeError(
                     f"The {noun} must be a tensor; got {type(value).__name__} ({value!r:.60})."
                 )
-            given: Any = value
-            if is_distributed(given):
+            dtensor: Any = value
+            if is_distributed(dtensor):
                 raise InputTypeError(
-                    f"The {noun} is a DTensor of shape {tuple(given.shape)} with the placements "
-                    f"{tuple(given.placements)}; a pipeline takes the tensor of this rank. Use "
+                    f"The {noun} is a DTensor of shape {tuple(dtensor.shape)} with the placements "
+                    f"{tuple(dtensor.placements)}; a pipeline takes the tensor of this rank. Use "
                     "to_local(); a linear with sequence_parallel=True gathers rows itself."
                 )
         if input_.dim() == 0:
@@ -105,13 +100,7 @@ class Checks:
         *,
         only_planning: bool = False,
     ) -> torch.device:
-        """The device of all tensors; while planning, meta tensors count as on any device.
-
-        Raises
-        ------
-        InputError
-            If the tensors are on two devices.
-        """
+        """The device of all tensors; while planning, meta tensors count as on any device."""
         named = [
             ("input", input_),
             *((f"parameter of shape {tuple(p.shape)}", p) for p in params),
@@ -136,12 +125,7 @@ class Checks:
         return first.device
 
     def recipes(self, params: Sequence[torch.Tensor]) -> None:
-        """Check that weights of ``gather_quantized`` are read under its recipe, or under none.
-
-        Raises
-        ------
-        InputError
-        """
+        """Check that weights of ``gather_quantized`` are read under its recipe, or under none."""
         recipe = current_recipe()
         for param in params:
             other = recipe_of_gathering(param)
@@ -153,19 +137,14 @@ class Checks:
                 )
 
     def keywords(self, kwargs: Sequence[Mapping[str, Any]]) -> None:
-        """Check that there is a dict for each op, and that the op takes each keyword argument.
-
-        Raises
-        ------
-        InputTypeError
-        """
+        """Check that there is a dict for each op, and that the op takes each keyword argument."""
         if not isinstance(kwargs, (list, tuple)) or len(kwargs) != len(self.ops):
             raise InputTypeError(
                 f"basic_op_kwargs is a list of {len(self.ops)} dicts, one for each basic op; got "
                 f"{kwargs!r:.60}."
             )
-        for index, (op, given) in enumerate(zip(self.ops, kwargs, strict=True)):
-            check_keywords(f"Op {index} ({type(op).__name__})", op, given)
+        for index, (op, of_op) in enumerate(zip(self.ops, kwargs, strict=True)):
+            check_keywords(f"Op {index} ({type(op).__name__})", op, of_op)
 
     def _extra_names(self, extra_inputs: Sequence[Any]) -> list[tuple[str, Any]]:
         """Each extra input from the caller, with a name that contains the op that takes it."""
@@ -178,22 +157,17 @@ class Checks:
         return [(names[k], value) for k, value in enumerate(extra_inputs)]
 
 
-def check_keywords(name: str, op: BasicOperation, given: Any) -> None:
-    """Check the keyword arguments that a caller gives to an op; ``name`` names the op.
-
-    Raises
-    ------
-    InputTypeError
-    """
-    if not isinstance(given, Mapping):
+def check_keywords(name: str, op: BasicOperation, keywords: Any) -> None:
+    """Check the keyword arguments that a caller gives to an op; ``name`` names the op."""
+    if not isinstance(keywords, Mapping):
         raise InputTypeError(
-            f"{name} takes its keyword arguments as a dict; got {type(given).__name__} "
-            f"({given!r:.60})."
+            f"{name} takes its keyword arguments as a dict; got {type(keywords).__name__} "
+            f"({keywords!r:.60})."
         )
-    own = pipeline_arguments(type(op))
+    of_pipeline = pipeline_arguments(type(op))
     taken = None if "fuser_forward" in op.__dict__ else keyword_names(type(op))
-    for key in given:
-        if key in own:
+    for key in keywords:
+        if key in of_pipeline:
             raise InputTypeError(
                 f"{name} gets {key!r} from its pipeline; a caller cannot give it. Leave it out."
             )
@@ -203,8 +177,8 @@ def check_keywords(name: str, op: BasicOperation, given: Any) -> None:
             raise InputTypeError(f"{sentence} {hint_of('', key)}".rstrip())
 
 
-def wrong_extra_count(needed: int, takers: Sequence[str], given: int) -> str:
+def wrong_extra_count(needed: int, takers: Sequence[str], count: int) -> str:
     """The end of a sentence about a wrong number of extra inputs, with the ops that take them."""
     noun = "extra input" if needed == 1 else "extra inputs"
     who = f" ({'; '.join(takers)})" if takers else ""
-    return f"takes {needed} {noun}{who} and got {given}."
+    return f"takes {needed} {noun}{who} and got {count}."

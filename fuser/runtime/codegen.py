@@ -78,6 +78,10 @@ WHOLE = Neighbours()
 class PlanCodegen:
     """Generates the Python source of a plan: ``forward``, and ``backward`` if there is one.
 
+    The plan was made for ``key``. ``returned`` are the extra outputs that the pipeline returns, and
+    ``forward`` and ``backward`` the operations in the order in which they run, with their basic-op
+    indices. ``neighbours`` are the ops beside ``ops``, if these are a part of the pipeline.
+
     ``forward`` returns the main output and the extra outputs, None for those that
     went to an op and not to the caller. In training it also returns the contexts, all
     tensors to save, the end of each op's tensors among them, and shape and dtype of
@@ -97,13 +101,14 @@ class PlanCodegen:
         sources: Sequence[tuple[Source, ...]],
         returned: Sequence[tuple[int, int]],
         param_counts: Sequence[int],
-        places: Sequence[tuple[int, int]],
         forward: PlannedOps,
         backward: PlannedOps,
-        neighbours: Neighbours,
+        neighbours: Neighbours = WHOLE,
     ) -> None:
         self.key, self.ops, self.sources, self.neighbours = key, ops, sources, neighbours
-        self.returned, self.param_counts, self.places = returned, param_counts, places
+        self.returned, self.param_counts = returned, param_counts
+        # Every extra output.
+        self.places = [(i, k) for i, op in enumerate(ops) for k in range(op.num_extra_outputs)]
         self.steps = {"forward": forward, "backward": backward}
         self.saving = [i for i, op_key in enumerate(key.ops) if op_key.requires_grad]
         self.covered = {i for _, indices in backward for i in indices}
@@ -152,9 +157,9 @@ class PlanCodegen:
                 name: self.src.bind(f"{name}{i}", value)
                 for name, value in op.context_values(key.window(i, i + 1)).items()
             }
-            wanted = self._wanted(i - 1, "backward") if op_key.input_requires_grad else "None"
-            if wanted != "None":
-                values["grad_input_quantizer"] = wanted
+            quantizer = self._wanted(i - 1, "backward") if op_key.input_requires_grad else "None"
+            if quantizer != "None":
+                values["grad_input_quantizer"] = quantizer
             self.context_values[i] = values
             constants = {} if recipe is None else {"split_accumulators": recipe.split_accumulators}
             self.names[f"Context{i}"] = _context_class(
@@ -203,14 +208,14 @@ class PlanCodegen:
             if self.returned:  # the main output may then have no gradient
                 specs += "(x.shape, x.dtype), "
             results = (produced, self._each("c{i}, "), saved, ends, specs)
-            src.add(f"return x, {', '.join(f'({each})' for each in results)}")
+            src.add(f"return x, {', '.join(f'({result})' for result in results)}")
 
-    def _add_explanation(self, explain: Any, given: str) -> None:
+    def _add_explanation(self, explain: Any, arguments: str) -> None:
         """The end of a side: an error that the result of an op may have caused names the op."""
         function = functools.partial(explain, self.ops, self.steps, self.key.autocast_dtype)
         name = self.src.bind(explain.__name__, function)
         with self.src.block(f"except {_CHECKED_ERRORS} as error:"):
-            self.src.add(f"{name}(error, {given})", "raise")
+            self.src.add(f"{name}(error, {arguments})", "raise")
 
     def _add_contexts(self) -> None:
         """Make the ops' contexts, and set the attributes that differ between calls."""
@@ -243,11 +248,11 @@ class PlanCodegen:
             before = f"c{first}.grad_input_quantizer" if is_wanted else "None"
             # An op without keyword arguments is not given an empty dict, which would cost 0.2 us.
             takes_any = keyword_names(type(op)) != ()
-            own = f", **(kwargs[{first}] if kwargs else {{}})" if takes_any else ""
-            given = f"prev_op_grad_output_quantizer={self._viewed(op, before)}"
+            keywords = f", **(kwargs[{first}] if kwargs else {{}})" if takes_any else ""
+            inputs = f"prev_op_grad_output_quantizer={self._viewed(op, before)}"
             self.src.add(
-                f"x = {forward}(c{first}, {main}, {given},",
-                f"    next_op_input_quantizer={after}{own})",
+                f"x = {forward}(c{first}, {main}, {inputs},",
+                f"    next_op_input_quantizer={after}{keywords})",
             )
         else:
             extras = _tuple(extra for i in indices for extra in self._extra_inputs(op, i, indices))
@@ -257,13 +262,13 @@ class PlanCodegen:
             if (extras, after) == ("()", "None"):  # the same at every call without arguments
                 same = StepInputs((), None, (_EMPTY,) * len(indices))
                 same_inputs = self.src.bind(f"inputs{number}", same)
-                given = f"inputs(((), None, {rows})) if kwargs else {same_inputs}"
+                inputs = f"inputs(((), None, {rows})) if kwargs else {same_inputs}"
             else:
-                given = f"inputs(({extras}, {after}, {rows} if kwargs else {none}))"
+                inputs = f"inputs(({extras}, {after}, {rows} if kwargs else {none}))"
             self.src.add(
                 f"x, {outputs if outputs != '()' else '_'} = "
                 f"{forward}(({self._each('c{i}, ', indices)}), {main},",
-                f"    {given})",
+                f"    {inputs})",
             )
             self._add_output_specs(indices)
         if op.is_external:
@@ -465,9 +470,9 @@ class PlanCodegen:
         results = ["None", dx if wants_dx else "None"]
         counts: dict[int, int] = {}  # by op, the number of gradients under its name
         for op, indices in steps:
-            own = {i: self.param_counts[i] for i in indices}
+            counts_of_ops = {i: self.param_counts[i] for i in indices}
             is_one = method_of(op, "backward") == "step_backward"
-            counts |= {indices[0]: sum(own.values())} if is_one else own
+            counts |= {indices[0]: sum(counts_of_ops.values())} if is_one else counts_of_ops
         for i, count in enumerate(self.param_counts):
             row = f"map(plain, p{i} or ())" if i in external else f"(p{i} or ())"
             results += [f"*{row}"] if i in counts else ["None"] * count * (i not in self.covered)
@@ -481,9 +486,9 @@ class PlanCodegen:
             grad.format(f"din{i}_{k}") if i in self.covered else "None" for _, i, k in taken
         ]
         rows = "".join(f"p{i}, " if i in counts else "(), " for i in range(len(self.ops)))
-        wanted = [counts.get(i, 0) for i in range(len(self.ops))]
-        refuse = functools.partial(refuse_param_grads, self.ops, wanted)
-        total = len(results) - len(counts) + sum(wanted)
+        param_grads = [counts.get(i, 0) for i in range(len(self.ops))]
+        refuse = functools.partial(refuse_param_grads, self.ops, param_grads)
+        total = len(results) - len(counts) + sum(param_grads)
         src.add(
             f"grads = ({', '.join(results)})",
             f"if len(grads) != {total}: {src.bind('refuse_param_grads', refuse)}(({rows}))",
@@ -513,12 +518,12 @@ class PlanCodegen:
             for source, tensor in zip(self.sources[i], self.key.ops[i].extra_inputs, strict=True)
         ]
 
-    def _marked(self, op: FusibleOperation, name: str, wanted: bool) -> str:
+    def _marked(self, op: FusibleOperation, name: str, requires_grad: bool) -> str:
         """A tensor that the pipeline makes, with the ``requires_grad`` that a user's ops may read.
 
         The library's own ops read it from their contexts.
         """
-        return name if not (op.is_external and self.saving) else f"marked({name}, {wanted})"
+        return name if not (op.is_external and self.saving) else f"marked({name}, {requires_grad})"
 
     def _needed_outputs(self, indices: tuple[int, ...]) -> list[tuple[int, int, str]]:
         """Extra outputs of a step of these ops that something outside of it reads.
@@ -561,12 +566,12 @@ class PlanCodegen:
         quantizer = f"{op_name}.{f'{getter}()' if is_others else f'quantizer_value({side!r}, 0)'}"
         if not op.num_quantizers(side):
             return quantizer if is_others else "None"
-        wanted: QuantSpec | None = getattr(op, f"{name}_quantization")(key)
-        if wanted is None:
+        spec: QuantSpec | None = getattr(op, f"{name}_quantization")(key)
+        if spec is None:
             return "None"
         if (constant := op.constant_quantizer(recipe, side, 0)) is not None:
-            return self._constant(constant.with_usage(**wanted.usage))
-        arguments = ", ".join(f"{usage}={is_needed}" for usage, is_needed in wanted.usage.items())
+            return self._constant(constant.with_usage(**spec.usage))
+        arguments = ", ".join(f"{usage}={is_needed}" for usage, is_needed in spec.usage.items())
         return f"{quantizer}.with_usage({arguments})"
 
     def _constant(self, quantizer: Quantizer) -> str:

@@ -72,12 +72,12 @@ def _forward(
             "Python. Run the exported program by its module(), or compile the model by "
             "torch.compile."
         )
-    given = Given(x, tuple(params), tuple(extras), tuple(seeds), host)
-    return _passes_of(call).forward(given, is_fake=is_fake)
+    tensors = Given(x, tuple(params), tuple(extras), tuple(seeds), host)
+    return _passes_of(call).forward(tensors, is_fake=is_fake)
 
 
-def _backward(is_fake: bool, call: str, *given: Any) -> list[torch.Tensor]:
-    return _passes_of(call).backward(GivenBack(*given), is_fake=is_fake)
+def _backward(is_fake: bool, call: str, *arguments: Any) -> list[torch.Tensor]:
+    return _passes_of(call).backward(GivenBack(*arguments), is_fake=is_fake)
 
 
 def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
@@ -104,17 +104,18 @@ def _gradients(backward: Any, ctx: Any, grads: Any) -> tuple[Any, ...]:
     held = list(ctx.saved_tensors)
     first = len(held) - buffers - host
     tensors = (held[:first], held[first : first + buffers], held[first + buffers :])
-    given = list(grads[: ctx.count])
-    if given[0] is None:
+    of_outputs = list(grads[: ctx.count])
+    if of_outputs[0] is None:
         shape, dtype, device = ctx.main
-        given[0] = torch.zeros(shape, dtype=dtype, device=device)
+        of_outputs[0] = torch.zeros(shape, dtype=dtype, device=device)
     inputs, outputs, _ = ctx.saved
     passes = _passes_of(ctx.call)
-    found = iter(passes.gradients(backward(ctx.call, ctx.sizes, inputs, outputs, given, *tensors)))
-    each = [next(found) if is_wanted else None for is_wanted in passes.noted.wanted]
+    results = backward(ctx.call, ctx.sizes, inputs, outputs, of_outputs, *tensors)
+    gradients = iter(passes.gradients(results))
+    of_tensors = [next(gradients) if is_wanted else None for is_wanted in passes.noted.wanted]
     end = 1 + len(passes.noted.facts.summed)
-    of_params = passes.noted.gradients_of(each[1:end], tensors[1])
-    return None, each[0], of_params, each[end:], [None] * seeds, [None] * host
+    of_params = passes.noted.parameters.gradients_of(of_tensors[1:end], tensors[1])
+    return None, of_tensors[0], of_params, of_tensors[end:], [None] * seeds, [None] * host
 
 
 def _define_passes(prefix: str, *tags: torch.Tag) -> Any:

@@ -10,7 +10,7 @@ import copy
 import functools
 import operator
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -128,9 +128,9 @@ class Runner:
     def use_states_of(self, ops: Sequence[BasicOperation]) -> None:
         """Use delayed scaling's states of ``ops``, those of the pipeline that have quantizers."""
         tables: dict[int, Mapping[str, torch.Tensor | None]] = {}
-        for own, op in zip(self._quantizing, ops, strict=True):
-            own.__dict__["_delayed"] = op._delayed
-            tables[id(own._parameters)] = op._parameters
+        for twin, op in zip(self._quantizing, ops, strict=True):
+            twin.__dict__["_delayed"] = op._delayed
+            tables[id(twin._parameters)] = op._parameters
         if self._noted.has_quantized:
             slots = self._pipeline._slots.slots
             of_ops = [tables.get(id(held), {}).get(name) for held, name in slots]
@@ -149,17 +149,17 @@ class Runner:
         if not self._recorded_passes:
             return None
         plan, (x, _, extras, seeds, _) = self.plan, given
-        params, buffers = self._noted.apart(given.params)
+        params, buffers = self._noted.parameters.apart(given.params)
         layout = self._layout(given.params, params)
         if plan.recorded is None or layout is None:
             return None
         tensors = (x, *params, *extras, *seeds)
         with_buffers = (*params, *buffers)
-        found = plan.recorded.find(tensors, len(extras) + len(seeds), layout, None, with_buffers)
-        known = None if found is None else self._recorded_passes.get(found[0])
-        if found is None or known is None:
+        entry = plan.recorded.find(tensors, len(extras) + len(seeds), layout, None, with_buffers)
+        known = None if entry is None else self._recorded_passes.get(entry[0])
+        if entry is None or known is None:
             return None
-        recorded, keywords, groups = found
+        recorded, keywords, groups = entry
         output, produced, _, saved, *_ = recorded.run(tensors, keywords, groups, _no_forward)
         returned = (output, *[produced[n] for n in plan.returned])
         outputs = [
@@ -171,23 +171,37 @@ class Runner:
     def forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
         if not is_fake:
             return self._forward(given, is_fake=False)
-        traced, key = self._traced_with(given.x), _layouts_of(given.inputs)
-        if key not in traced:
-            results = self._forward(given, is_fake=True)
-            traced.update(_traced_results(key, given.inputs, results, self._noted))
-            return results
-        self._noted.note_saved(traced[key].saved, is_fake=True)
-        return traced[key].again()
-
-    def _traced_with(self, tensor: torch.Tensor | None) -> dict[object, _Traced]:
-        """The results in the trace to which a fake tensor belongs."""
-        mode = getattr(tensor, "fake_mode", None)
-        if mode is None:
-            return {}
-        # The trace holds them: symbols refer to it, and so would not let go of it.
-        of_runners = mode.__dict__.setdefault(TRACED, weakref.WeakKeyDictionary())
-        results: dict[object, _Traced] = of_runners.setdefault(self, {})
+        run = functools.partial(self._forward, given, is_fake=True)
+        results, saved = self._traced(given.x, _layouts_of(given.inputs), given.inputs, run)
+        self._noted.note_saved(saved, is_fake=True)
         return results
+
+    def _traced(
+        self,
+        tensor: torch.Tensor | None,
+        key: object,
+        inputs: Sequence[torch.Tensor | None],
+        run: Callable[[], list[torch.Tensor]],
+    ) -> tuple[list[torch.Tensor], Saved]:
+        """The results of a pass over fake tensors, and what its forward saves.
+
+        The results are made anew if the trace of ``tensor`` has the results of an equal pass.
+        """
+        traced: dict[object, _Traced] = {}
+        mode = getattr(tensor, "fake_mode", None)
+        if mode is not None:
+            # The trace holds them: symbols refer to it, and so would not let go of it.
+            of_runners = mode.__dict__.setdefault(TRACED, weakref.WeakKeyDictionary())
+            traced = of_runners.setdefault(self, {})
+        if key in traced:
+            return traced[key].again(), traced[key].saved
+        results, saved = run(), self._noted.saved
+        known = {symbol for t in inputs if t is not None for symbol in symbols_of(t)}
+        # Not those with a size of their own, which each call makes.
+        if not any(t.storage_offset() or symbols_of(t) - known for t in results):
+            like = [(t.size(), t.stride(), t.dtype, t.device) for t in results]
+            traced[key] = _Traced(like, saved)
+        return results, saved
 
     def _forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
         x, _, extras, seeds, _ = given
@@ -203,9 +217,11 @@ class Runner:
                 others = (*extras, *seeds)
                 layout = self._layout(given.params, params)
                 results = plan.run(x, (*params, *others), others, None, (layout, None))
-                for own, of_op in zip(params, self._originals, strict=False):
-                    if of_op is not None and isinstance(own, QuantizedTensor):
-                        of_op._quantizer = own._quantizer  # an op may have given it a new state's
+                for parameter, of_op in zip(params, self._originals, strict=False):
+                    if of_op is not None and isinstance(parameter, QuantizedTensor):
+                        of_op._quantizer = (
+                            parameter._quantizer
+                        )  # an op may have given it a new state's
             output, produced, *rest = results
             if any(isinstance(t, QuantizedTensor) for t in (output, *produced)):
                 raise StateError(
@@ -223,8 +239,8 @@ class Runner:
             copied = tuple(map(operator.is_not, outputs, returned))
             known = {"input": dict(enumerate(given.inputs)), "output": dict(enumerate(outputs))}
             known["parameter"] = joined
-            made = self._keep(given, known, copied, *rest, is_fake=is_fake)
-        return [*outputs, *[_own(tensor, taken) for tensor in made]]
+            saved_alone = self._keep(given, known, copied, *rest, is_fake=is_fake)
+        return [*outputs, *[_own(tensor, taken) for tensor in saved_alone]]
 
     def _keep(
         self,
@@ -252,11 +268,11 @@ class Runner:
         # A fake view of an empty tensor may have another storage, so storages of empty tensors
         # decide nothing, unless a size was a symbol when the graph was traced.
         for are_empty_apart in (True, False):
-            places, made = _places(held, known_tensors, are_empty_apart=are_empty_apart)
+            places, saved_alone = _places(held, known_tensors, are_empty_apart=are_empty_apart)
             inputs, outs = (
                 tuple([p.number for p in places if p.kind == kind]) for kind in ("input", "output")
             )
-            where = Saved(inputs, outs, len(made))
+            where = Saved(inputs, outs, len(saved_alone))
             if is_fake or self._noted.has_traced(where):
                 break
         key = (*key, inputs, outs)
@@ -265,7 +281,9 @@ class Runner:
             del passes[key]  # the last one is the latest
         elif len(passes) >= MOST_SIZES:
             passes.pop(next(iter(passes)))
-        of_made = tuple(next(i for i, t in enumerate(held) if t is tensor) for tensor in made)
+        of_made = tuple(
+            next(i for i, t in enumerate(held) if t is tensor) for tensor in saved_alone
+        )
         reads_joined = bool(self._noted.joined) and "parameter" in [p.kind for p in places]
         facts = (contexts, parts, ends, specs, reads_joined)
         known = _Pass(key, places, of_made, recorded, copied, *facts, set())
@@ -274,29 +292,26 @@ class Runner:
             while len(self._recorded_passes) >= MOST_LAYOUTS:
                 self._recorded_passes.pop(next(iter(self._recorded_passes)))
             self._recorded_passes[recorded] = known
-        return made
+        return saved_alone
 
     # -- backward ------------------------------------------------------------------
 
     def backward(self, given: GivenBack, *, is_fake: bool) -> list[torch.Tensor]:
         if not is_fake:
             return self._backward(given, is_fake=False)
-        traced = self._traced_with(given.grads[0])
         tensors = (*given.grads, *given.params)
         key = (_key(given.sizes), *_layouts_of(tensors))
-        if key not in traced:
-            results = self._backward(given, is_fake=True)
-            every = (*tensors, *given.saved)
-            traced.update(_traced_results(key, every, results, self._noted))
-            return results
-        return traced[key].again()
+        run = functools.partial(self._backward, given, is_fake=True)
+        return self._traced(given.grads[0], key, (*tensors, *given.saved), run)[0]
 
     def _backward(self, given: GivenBack, *, is_fake: bool) -> list[torch.Tensor]:
         plan, (sizes, of_inputs, of_outputs, grads, saved, params, _) = self.plan, given
         key = (*_key(sizes), tuple(of_inputs), tuple(of_outputs))
         known = self._known_passes[is_fake].get(key)
         if known is None and not is_fake:
-            known = self._recorded_pass(key)
+            # That of a forward which is repeated, and so was noted many layouts ago.
+            recorded_passes = self._recorded_passes.values()
+            known = next((one for one in recorded_passes if one.key == key), None)
         if known is None:
             raise StateError(
                 f"A compiled {self._noted.title} runs the backward of a forward that is not "
@@ -330,7 +345,7 @@ class Runner:
             weights = known.recorded.given((None, *whole)) if holds_parameters else ()
             result = known.recorded.backward(backward, held, {}, weights, dy, extras, {})
         else:
-            contexts = [context_of(*each) for each in known.contexts]
+            contexts = [context_of(*kind_and_values) for kind_and_values in known.contexts]
             tensors = [put_together(known.parts, held)]
             run = plan._backward if is_fake else plan.backward
             state = AutocastState(self._noted.recipe)
@@ -338,9 +353,9 @@ class Runner:
             whole = whole or self._parameters(params)
             with self._conditions(whole), recomputing_under(state), dry:
                 result = run(contexts, tensors, known.ends, dy, extras, known.specs)
-        found: Sequence[Any] = result[1:] if is_fake else self._summed(result[1:])
+        all_gradients: Sequence[Any] = result[1:] if is_fake else self._summed(result[1:])
         places = self._noted.wanted_places
-        gradients = [found[place] for place in places if found[place] is not None]
+        gradients = [all_gradients[place] for place in places if all_gradients[place] is not None]
         if len(gradients) != len(places):
             raise StateError(
                 f"The backward of a compiled {self._noted.title} returned no gradient for an "
@@ -371,21 +386,17 @@ class Runner:
             known.separate.add(layout)
         return results
 
-    def _recorded_pass(self, key: tuple[object, ...]) -> _Pass | None:
-        """That of a forward which is repeated, and so was noted many layouts ago."""
-        return next((known for known in self._recorded_passes.values() if known.key == key), None)
-
     def _summed(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """The gradients of a backward, those of parameters of some rows added over ranks."""
         summed = self._noted.facts.summed
         if summed.count(None) == len(summed):
             return gradients
-        found = list(gradients)
+        sums = list(gradients)
         for place, number in enumerate(summed, start=1):
-            if number is not None and found[place] is not None:
+            if number is not None and sums[place] is not None:
                 group = group_with_number(number)
-                found[place] = start_all_reduce(found[place], group).wait()
-        return found
+                sums[place] = start_all_reduce(sums[place], group).wait()
+        return sums
 
     def _recorded_backward(self, params: Tensors, whole: Tensors, *args: Any) -> Any:
         """The plan's own code, which a backward that is not recorded yet runs."""
@@ -419,10 +430,10 @@ class Runner:
 
     def _parameters(self, given: Tensors) -> Tensors:
         """The parameters that are, or have, these tensors; with the quantizers of the originals."""
-        params = self._noted.parameters(given)
-        for own, of_op in zip(params, self._originals, strict=False):
-            if of_op is not None and isinstance(own, QuantizedTensor):
-                own._quantizer = of_op._quantizer
+        params = self._noted.parameters.made_from(given)
+        for parameter, of_op in zip(params, self._originals, strict=False):
+            if of_op is not None and isinstance(parameter, QuantizedTensor):
+                parameter._quantizer = of_op._quantizer
         return params
 
     def _planned(self, inputs: Tensors) -> CompiledPlan:
@@ -477,21 +488,10 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 def _layouts_of(tensors: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
     """Everything but the values of tensors, and which are in one storage."""
     storages = [None if t is None else storage_of(t) for t in tensors]
-    found = [
+    layouts = [
         (_key(t.size()), _key(t.stride()), t.dtype, t.device) for t in tensors if t is not None
     ]
-    return (tuple(map(storages.index, storages)), *found)
-
-
-def _traced_results(
-    key: object, given: Sequence[torch.Tensor | None], results: Tensors, noted: Noted
-) -> dict[object, _Traced]:
-    """To keep for ``key``: nothing if a result has a size of its own, which each call makes."""
-    known = {symbol for tensor in given if tensor is not None for symbol in symbols_of(tensor)}
-    if any(tensor.storage_offset() or symbols_of(tensor) - known for tensor in results):
-        return {}
-    like = [(t.size(), t.stride(), t.dtype, t.device) for t in results]
-    return {key: _Traced(like, noted.saved)}
+    return (tuple(map(storages.index, storages)), *layouts)
 
 
 def _no_forward(*_: object) -> NoReturn:
@@ -585,21 +585,21 @@ def _places(
         for number, tensor in of_kind.items():
             note(tensor, Place(kind, number))
     places: list[Place] = []
-    made: list[torch.Tensor] = []
+    saved_alone: list[torch.Tensor] = []
     for tensor in held:
         place = known.get(id(tensor))
         if place is None:
             is_apart = are_empty_apart and any(type(n) is int and n == 0 for n in tensor.shape)
             base = None if is_apart else bases.get(storage_of(tensor))
             if base is None:
-                place = note(tensor, Place("saved", len(made)))
-                made.append(tensor)
+                place = note(tensor, Place("saved", len(saved_alone)))
+                saved_alone.append(tensor)
             else:
                 other, place = base
                 offset = tensor.storage_offset() - other.storage_offset()
                 place = place._replace(view=(tensor.size(), tensor.stride(), offset))
         places.append(place)
-    return places, made
+    return places, saved_alone
 
 
 def _key(sizes: Sizes) -> tuple[int | str, ...]:

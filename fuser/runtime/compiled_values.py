@@ -73,13 +73,13 @@ class Given(NamedTuple):
         if is_distinct and len(set(first)) == len(first):
             return self
         seen: set[int] = set()
-        each: list[torch.Tensor] = []
+        distinct: list[torch.Tensor] = []
         for tensor in tensors:
-            each.append(tensor.detach() if id(tensor) in seen else tensor)
+            distinct.append(tensor.detach() if id(tensor) in seen else tensor)
             seen.add(id(tensor))
         count = 1 + len(self.params)
-        extras = [each[count + i] for i in first]
-        return self._replace(x=each[0], params=each[1:count], extras=extras)
+        extras = [distinct[count + i] for i in first]
+        return self._replace(x=distinct[0], params=distinct[1:count], extras=extras)
 
     def in_own_storages(self) -> Given:
         """The same tensors, but the input and extra inputs share no storage with other ones.
@@ -191,9 +191,9 @@ class Noted:
         noted when the first one is traced."""
         self._traced: set[Saved] = set()
         texts = [text for text, _, _ in facts.tensors[1 : 1 + len(facts.summed)]]
-        self.graph_parameters = GraphParameters.of(texts)
-        """How to make the parameters; None if a graph gives each itself."""
-        self.joined = [] if self.graph_parameters is None else self.graph_parameters.joined
+        self.parameters = GraphParameters.of(texts)
+        """How to make the parameters."""
+        self.joined = self.parameters.joined
         """The numbers of the parameters that join several tensors."""
         self.has_quantized = any(text.startswith(QUANTIZED) for text in texts)
         """Whether a parameter is quantized."""
@@ -202,19 +202,6 @@ class Noted:
     def is_sliced(self) -> bool:
         """Whether gradients of parameters share memory with others."""
         return any(self.slices)
-
-    def parameters(self, given: Tensors) -> Tensors:
-        """The parameters, from what a graph gives of them."""
-        return given if self.graph_parameters is None else self.graph_parameters.made_from(given)
-
-    def apart(self, given: Tensors) -> tuple[Sequence[Any], Tensors]:
-        """The parameters, with None for quantized ones, and the buffers of these."""
-        return (given, ()) if self.graph_parameters is None else self.graph_parameters.apart(given)
-
-    def gradients_of(self, gradients: list[Any], given: Tensors) -> list[Any]:
-        """The gradients of what a graph gives of the parameters, from those of the parameters."""
-        known = self.graph_parameters
-        return gradients if known is None else known.gradients_of(gradients, given)
 
     def has_traced(self, saved: Saved) -> bool:
         """Whether a graph that was traced here saves this, or none was."""

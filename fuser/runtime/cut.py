@@ -55,12 +55,8 @@ class CuttingPasses(PassRunner):
 class CuttablePlan(SplittablePlan):
     """A plan that runs as one autograd node, or as several if gradients are needed earlier.
 
-    Parameters
-    ----------
-    cuts
-        The places where the plan can be cut; there is one.
-    contents
-        The arguments of :class:`CompiledPlan`.
+    ``cuts`` has the places where it can be cut, one or more; ``contents`` are the arguments of
+    :class:`CompiledPlan`.
     """
 
     can_be_cut = True
@@ -180,14 +176,14 @@ class CuttablePlan(SplittablePlan):
         inputs: list[Source] = []
         sources: dict[int, tuple[Source, ...]] = {}
         for i in dict.fromkeys((*reading, *ops)):
-            own = []
+            sources_of_op = []
             for source in code.sources[i]:
                 if source.producer is not None and source.producer in ops:
-                    own.append(replace(source, producer=source.producer - start))
+                    sources_of_op.append(replace(source, producer=source.producer - start))
                 else:
-                    own.append(Source(len(inputs), source.channel))
+                    sources_of_op.append(Source(len(inputs), source.channel))
                     inputs.append(source)
-            sources[i] = tuple(own)
+            sources[i] = tuple(sources_of_op)
         later = {s.place for row in code.sources[stop:] for s in row if s.producer is not None}
         outputs = [p for p in self.places if p[0] in ops and (p in later or p in code.returned)]
         counts = code.param_counts[start:stop]
@@ -215,13 +211,13 @@ class CuttablePlan(SplittablePlan):
     def _key(self, start: int, stop: int) -> PlanKey:
         """The key of the ops of a node, which keeps inputs that other nodes would compute again."""
         key = self.key.window(start, stop)
-        own = [
+        op_keys = [
             replace(
                 op, keeps_input=op.keeps_input or rebuilding(self.ops, self.key, i).start < start
             )
             for i, op in enumerate(key.ops, start)
         ]
-        return replace(key, ops=tuple(own))
+        return replace(key, ops=tuple(op_keys))
 
 
 class _Node(NamedTuple):

@@ -126,7 +126,7 @@ def explain_backward(
             _check_shape(f"Op {_origin(ops, window[-1] + 1)}", dx, "its input", spec.shape)
     is_missing = "to unpack" in str(error) or "Saved.__new__() " in str(error)
     for i in window if is_missing else ():
-        ran, of = next(each for each in steps["forward"] if i in each[1])
+        ran, of = next(run for run in steps["forward"] if i in run[1])
         saved = contexts[i].saved_tensors
         if len(of) > 1 and of != window and saved is not None:
             raise StateError(
@@ -207,11 +207,6 @@ def refuse_second_derivative() -> NoReturn:
     """Refuse a backward with ``create_graph=True`` before it runs.
 
     A gradient that it returned would look like a constant to a second derivative.
-
-    Raises
-    ------
-    StateError
-        Always.
     """
     raise StateError(
         "A fuser pipeline cannot be differentiated twice, and this backward was asked for with "
@@ -223,13 +218,7 @@ def refuse_second_derivative() -> NoReturn:
 
 
 def refuse_batched_gradients(error: BaseException) -> NoReturn:
-    """Refuse a backward that ``error`` has ended because it got many gradients at once.
-
-    Raises
-    ------
-    StateError
-        Always.
-    """
+    """Refuse a backward that ``error`` has ended because it got many gradients at once."""
     raise StateError(
         "A fuser pipeline that quantizes or runs kernels takes one gradient at a time, and this "
         "backward got a batch of them, from torch.autograd.grad(is_grads_batched=True) or "

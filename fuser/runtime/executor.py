@@ -19,7 +19,7 @@ from fuser.cuda.arguments import PLAIN_OR_NONE
 from fuser.doors import PASSES
 from fuser.errors import FuserError
 from fuser.op import BasicOperation, Counter, autocast_dtype
-from fuser.plan.graph import OpGraph, Source
+from fuser.plan.graph import OpGraph
 from fuser.plan.parameter_slots import find_slots
 from fuser.plan.plan import FusionPlan
 from fuser.precision import contexts
@@ -31,7 +31,7 @@ from fuser.precision.delayed_scaling import (
 )
 from fuser.precision.recomputation import is_checkpointed_forward, is_in_checkpoint
 from fuser.recipe import DelayedScaling
-from fuser.runtime.codegen import WHOLE, Neighbours, PlanCodegen, PlannedOps
+from fuser.runtime.codegen import PlanCodegen
 from fuser.runtime.diagnose import (
     check_grad_shapes,
     refuse_batched_gradients,
@@ -50,7 +50,7 @@ from fuser.runtime.gradient_paths import (
 )
 from fuser.runtime.known_parameters import LayoutOfCall
 from fuser.runtime.saved_tensors import put_together, taken_apart
-from fuser.specs import OpKey, PlanKey
+from fuser.specs import OpKey
 from fuser.tensors import QuantizedTensor
 from fuser.tensors.observation import note_run, observed, observing
 from fuser.torch_private import (
@@ -66,51 +66,28 @@ from fuser.torch_private import (
 
 
 class CompiledPlan:
-    """A plan ready to be called.
-
-    Parameters
-    ----------
-    plan, key
-        The plan, and the key that it was made for.
-    ops, sources, returned, param_counts
-        The pipeline's basic ops, the sources of their extra inputs, which of their
-        extra outputs the pipeline returns, and the number of parameters of each.
-    forward, backward
-        The operations in the order in which they run, with their basic-op indices.
-    neighbours
-        The ops beside ``ops``, if these are a part of the pipeline that was planned.
-    """
+    """A plan ready to be called; ``contents`` are the arguments of :class:`PlanCodegen`."""
 
     can_be_cut = False
     """Whether a call may have several autograd nodes."""
 
-    def __init__(
-        self,
-        plan: FusionPlan,
-        key: PlanKey,
-        ops: Sequence[BasicOperation],
-        sources: Sequence[tuple[Source, ...]],
-        returned: Sequence[tuple[int, int]],
-        param_counts: Sequence[int],
-        forward: PlannedOps,
-        backward: PlannedOps,
-        neighbours: Neighbours = WHOLE,
-    ) -> None:
+    def __init__(self, plan: FusionPlan, *contents: Any) -> None:
         self.plan = plan
+        self.code = code = PlanCodegen(*contents)
+        self.key, self.ops = key, ops = code.key, code.ops
+        self.places, self.source, self.saving = code.places, code.source, code.saving
+        sources, param_counts, neighbours = code.sources, code.param_counts, code.neighbours
         self.requires_grad = [op.requires_grad for op in key.ops]
         self.needs_backward = key.requires_grad
         self.runs_kernels = key.no_kernels is None
         self.is_delayed = isinstance(key.recipe, DelayedScaling)
-        self.key = key
-        self.ops = ops
         # The ops that read a gradient which this backward makes: also the one before a cut.
         before = () if neighbours.before is None else neighbours.before[:1]
         self.grad_readers = [*before, *ops]
         self.readers = readers(sources, param_counts)
         self.extra_count = sum(source.producer is None for row in sources for source in row)
-        # Every extra output; which of them go to the caller, and which need no gradient.
-        self.places = [(i, k) for i, op in enumerate(ops) for k in range(op.num_extra_outputs)]
-        self.returned = [n for n, place in enumerate(self.places) if place in returned]
+        # The extra outputs that go to the caller.
+        self.returned = [n for n, place in enumerate(code.places) if place in code.returned]
         # The ops that add to a main_grad, and the positions of these parameters in the inputs; None
         # for one without a gradient.
         self.accumulating = [
@@ -119,23 +96,19 @@ class CompiledPlan:
             if op.accumulates_into_main_grad
             and any(positions := _main_grad_positions(op, key.ops[i], 1 + sum(param_counts[:i])))
         ]
-        self.code = PlanCodegen(
-            key, ops, sources, returned, param_counts, self.places, forward, backward, neighbours
-        )
-        self.source, self.saving = self.code.source, self.code.saving
-        self._forward, self._backward = self.code.functions()
-        self._last_forward = forward[-1][0]
+        self._forward, self._backward = code.functions()
+        self._last_forward, _ = code.steps["forward"][-1]
         # By op, what reads numbers on the host before a pass, and the places of the extra inputs.
         self.counters: dict[int, tuple[Counter, list[Any]]] = {}
-        steps = [op for op, _ in (*forward, *backward)]
+        steps = [op for side in code.steps.values() for op, _ in side]
         counting = [i for i, op in enumerate(ops) if type(op).counter is not BasicOperation.counter]
         if counting and not (self.runs_kernels and all(not op.is_external for op in steps)):
             counting = []  # what is not fuser's may read unused rows
         for i in counting:
-            given = [source.caller_index for source in sources[i]]
+            taken = [source.caller_index for source in sources[i]]
             count = ops[i].counter(ops[i + 1 :])
-            if count and None not in given and all(place[0] != i for place in returned):
-                self.counters[i] = (count, given)
+            if count and None not in taken and all(place[0] != i for place in code.returned):
+                self.counters[i] = (count, taken)
         # A quantized tensor that arrives or leaves cannot be recorded.
         is_whole = neighbours.before is None and neighbours.after is None
         # The input, and the first parameter that needs a gradient. Only if a backward does not need
@@ -152,7 +125,7 @@ class CompiledPlan:
         self.recipe_states = [
             op.__dict__
             for i, op in enumerate(ops)
-            if i in self.code.constant_ops or any(map(op.num_quantizers, modes))
+            if i in code.constant_ops or any(map(op.num_quantizers, modes))
         ]
 
     def recording_apart(self) -> CompiledPlan:
@@ -235,9 +208,11 @@ class CompiledPlan:
         of_parameters, with_buffers = layout
         if self.recorded is not None and of_parameters is not None and steps is None:
             tensors, extra_count = (input_, *others), len(extra_inputs)
-            found = self.recorded.find(tensors, extra_count, of_parameters, kwargs, with_buffers)
-            if found is not None:
-                recorded, keywords, groups = found
+            recording = self.recorded.find(
+                tensors, extra_count, of_parameters, kwargs, with_buffers
+            )
+            if recording is not None:
+                recorded, keywords, groups = recording
                 for state in self.recipe_states:
                     state["_last_recipe"] = self.key.recipe
                 forward = self.in_ranges[0]
@@ -252,8 +227,8 @@ class CompiledPlan:
     def _counted(self, input_: Any, extra_inputs: Any, kwargs: Any) -> list[dict[str, Any]]:
         """The keyword arguments of each op, with what is read before a pass."""
         rows: list[dict[str, Any]] = [{**row} for row in kwargs or [{}] * len(self.ops)]
-        for i, (count, given) in self.counters.items():
-            rows[i] |= count(input_, [extra_inputs[place] for place in given])
+        for i, (count, taken) in self.counters.items():
+            rows[i] |= count(input_, [extra_inputs[place] for place in taken])
         return rows
 
     @functools.cached_property
@@ -325,7 +300,7 @@ class CompiledPlan:
         if not self.returned:
             return output if output._base is None else _for_caller(output, input_)
         outputs = (output, *[produced[n] for n in self.returned])
-        return tuple([_for_caller(each, input_) for each in outputs])
+        return tuple([_for_caller(tensor, input_) for tensor in outputs])
 
 
 def _in_range(title: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -339,8 +314,8 @@ def _in_range(title: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _main_grad_positions(op: BasicOperation, key: OpKey, first: int) -> tuple[int | None, ...]:
     """The positions in the inputs of an op's parameters with a ``main_grad``, from ``first``."""
-    wanted = [param.requires_grad for param in key.params[: op.main_grad_count]]
-    return tuple(first + i if is_wanted else None for i, is_wanted in enumerate(wanted))
+    needing = [param.requires_grad for param in key.params[: op.main_grad_count]]
+    return tuple(first + i if is_wanted else None for i, is_wanted in enumerate(needing))
 
 
 def _for_caller(output: torch.Tensor, input_: torch.Tensor) -> torch.Tensor:
@@ -432,12 +407,20 @@ class _PipelineFunction(torch.autograd.Function):
         if not _PLAIN.issuperset(map(type, grad_outputs)):
             grad_outputs = tuple(map(finished, grad_outputs))
             if grad_outputs[0] is None:
-                return _without_main_gradient(ctx, run, specs, grad_outputs[1:])
-        grad_extras: list[torch.Tensor | None] | None = None
+                # Extra outputs alone have a gradient.
+                grad_extras = grad_outputs[1:]
+                return of_reached(
+                    lambda dy: _PipelineFunction.backward(ctx, dy, *grad_extras),
+                    grad_extras,
+                    [run.places[n][0] for n in run.returned],
+                    specs,
+                    run.readers,
+                )
+        grads_of_extras: list[torch.Tensor | None] | None = None
         if specs:
-            grad_extras = [None] * len(run.places)
+            grads_of_extras = [None] * len(run.places)
             for n, grad in zip(run.returned, grad_outputs[1:], strict=True):
-                grad_extras[n] = grad
+                grads_of_extras[n] = grad
         saved = ctx.saved_tensors
         if parts is not None:
             saved = put_together(parts, saved)
@@ -466,14 +449,14 @@ class _PipelineFunction(torch.autograd.Function):
             # The gradient of a sum is one number with zero strides, which every GEMM
             # that reads it would copy; it is copied once here.
             if ends is None:
-                recorded, versions, given = op_ctxs
+                recorded, versions, parameters = op_ctxs
                 result = recorded.backward(
                     part or run.in_ranges[1],
                     held,
                     versions,
-                    given,
+                    parameters,
                     grad_outputs[0].contiguous(),
-                    grad_extras,
+                    grads_of_extras,
                     owners,
                     needed,
                     is_part=part is not None,
@@ -488,7 +471,7 @@ class _PipelineFunction(torch.autograd.Function):
                 if conditions.inspected is not None:
                     backward = observed(backward, conditions.inspected)
                 result = backward(
-                    op_ctxs, held, ends, grad_outputs[0].contiguous(), grad_extras, specs
+                    op_ctxs, held, ends, grad_outputs[0].contiguous(), grads_of_extras, specs
                 )
             group = conditions.group
             if group is not None:
@@ -506,19 +489,6 @@ class _PipelineFunction(torch.autograd.Function):
             if is_of_torch and any(map(is_of_batched_gradients, grads)):
                 refuse_batched_gradients(error)
             raise
-
-
-def _without_main_gradient(
-    ctx: Any, run: CompiledPlan, specs: Any, grad_extras: Any
-) -> tuple[torch.Tensor | None, ...]:
-    """The gradients if extra outputs alone have one."""
-    return of_reached(
-        lambda dy: _PipelineFunction.backward(ctx, dy, *grad_extras),
-        grad_extras,
-        [run.places[n][0] for n in run.returned],
-        specs,
-        run.readers,
-    )
 
 
 _PLAIN = frozenset([torch.Tensor])

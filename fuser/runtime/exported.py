@@ -11,7 +11,7 @@ import base64
 import io
 import pickle
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,30 +34,16 @@ _OTHERS = {
 }
 
 
-class _Content(NamedTuple):
-    version: str
-    ops: list[Any]
-    fusions: tuple[type[Any], ...]
-    open_channels: Any
-    facts: Facts
-    recipe: Recipe | None
-
-
 def exported_name(pipeline: OperationFuser, facts: Facts, recipe: Recipe | None) -> str:
     """The name of passes that :func:`passes_of_export` makes again in any process.
 
-    Raises
-    ------
-    StateError
-        If an op cannot be stored, such as one with a process group.
+    Refuses ops that cannot be stored, such as one with a process group.
     """
     ops = copied(pipeline).basic_ops
     for op in ops:
         op.__dict__.pop("_next_call", None)
-    content = _Content(
-        __version__, list(ops), pipeline.fusions, pipeline.open_channels, facts, recipe
-    )
-    data = zlib.compress(pickle.dumps(tuple(content)), 9)
+    content = (__version__, list(ops), pipeline.fusions, pipeline.open_channels, facts, recipe)
+    data = zlib.compress(pickle.dumps(content), 9)
     name = _PREFIX + base64.b85encode(data).decode()
     passes_of_export(name)  # which refuses what another process may not have
     return name
@@ -69,13 +55,7 @@ def is_exported(name: str) -> bool:
 
 
 def passes_of_export(name: str) -> Passes:
-    """The passes with a name of :func:`exported_name`.
-
-    Raises
-    ------
-    StateError
-        If another version of fuser has exported them.
-    """
+    """The passes with a name of :func:`exported_name`."""
     data = zlib.decompress(base64.b85decode(name.removeprefix(_PREFIX)))
     version, *rest = _Unpickler(io.BytesIO(data)).load()
     if version != __version__:
@@ -96,10 +76,10 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _OTHERS:
             return super().find_class(module, name)
         if module.partition(".")[0] == "fuser":
-            found = super().find_class(module, name)
+            named = super().find_class(module, name)
             # A name with dots reaches what a module of fuser imports.
-            if isinstance(found, type) and (found.__module__, found.__qualname__) == (module, name):
-                return found
+            if isinstance(named, type) and (named.__module__, named.__qualname__) == (module, name):
+                return named
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise StateError(

@@ -18,11 +18,11 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 def readers(sources: Sequence[tuple[Source, ...]], param_counts: Sequence[int]) -> list[int]:
     """The op that reads each tensor of a call: the input, the parameters, and the extra inputs."""
-    given = {s.caller_index: i for i, row in enumerate(sources) for s in row}
+    takers = {s.caller_index: i for i, row in enumerate(sources) for s in row}
     return [
         0,
         *(i for i, count in enumerate(param_counts) for _ in range(count)),
-        *(i for n, i in sorted((n, i) for n, i in given.items() if n is not None)),
+        *(i for n, i in sorted((n, i) for n, i in takers.items() if n is not None)),
     ]
 
 

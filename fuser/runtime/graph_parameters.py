@@ -29,10 +29,7 @@ def buffers_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def text_of(parameter: torch.Tensor) -> str:
     """Of a quantized parameter :data:`QUANTIZED` and everything but its values; of others empty.
 
-    Raises
-    ------
-    StateError
-        If it refers to another tensor, which a graph would not get.
+    Refuses one that refers to another tensor, which a graph would not get.
     """
     if not isinstance(parameter, QuantizedTensor):
         return ""
@@ -45,8 +42,8 @@ def text_of(parameter: torch.Tensor) -> str:
     text = f"{QUANTIZED}{parameter._stable_hash_for_caching()}"
     present = [name for name, buffer in parameter.buffers().items() if buffer is not None]
     buffers = {name: place for place, name in enumerate(present)}
-    what = (parameter.shape, parameter.dtype, parameter.device, parameter._quantizer)
-    part = QuantizedPart(type(parameter), buffers, *what, parameter._is_read_only)
+    rest = (parameter.shape, parameter.dtype, parameter.device, parameter._quantizer)
+    part = QuantizedPart(type(parameter), buffers, *rest, parameter._is_read_only)
     _quantized.setdefault(text, part)
     return text
 
@@ -96,7 +93,10 @@ def _part_of(text: str) -> QuantizedPart | JoinedPart | None:
 
 
 class GraphParameters(NamedTuple):
-    """How to make the parameters of a pipeline from the tensors that a graph gives of them."""
+    """How to make the parameters of a pipeline from the tensors that a graph gives of them.
+
+    If a graph gives each parameter itself, methods return what they get.
+    """
 
     parts: tuple[QuantizedPart | JoinedPart | None, ...]
     """Of each parameter how to make it; None if it is the tensor itself."""
@@ -104,48 +104,51 @@ class GraphParameters(NamedTuple):
     """The places of its tensors."""
 
     @classmethod
-    def of(cls, texts: Sequence[str]) -> GraphParameters | None:
-        """Those with texts of :func:`text_of` or :func:`joined_text`; None if each is a tensor."""
+    def of(cls, texts: Sequence[str]) -> GraphParameters:
+        """Those with texts of :func:`text_of` or :func:`joined_text`."""
         parts = tuple(map(_part_of, texts))
-        if not any(parts):
-            return None
         counts = list(map(_count_of, parts))
         ends = itertools.accumulate(counts)
         places = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         return cls(parts, tuple(places))
 
-    def made_from(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def made_from(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The parameters, from the tensors of a graph."""
+        if not any(self.parts):
+            return flat
         return [
-            given[at.start] if part is None else part.tensor(given[at])
+            flat[at.start] if part is None else part.tensor(flat[at])
             for part, at in zip(self.parts, self.places, strict=True)
         ]
 
-    def apart(self, given: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
+    def apart(self, flat: Sequence[torch.Tensor]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
         """The parameters, with None for quantized ones, and the buffers of these."""
+        if not any(self.parts):
+            return flat, ()
         plain: list[Any] = []
         buffers: list[torch.Tensor] = []
         for part, at in zip(self.parts, self.places, strict=True):
             if part is None:
-                plain.append(given[at.start])
+                plain.append(flat[at.start])
             elif isinstance(part, JoinedPart):
-                plain.append(part.tensor(given[at]))
+                plain.append(part.tensor(flat[at]))
             else:
                 plain.append(None)
-                buffers += given[at]
+                buffers += flat[at]
         return plain, buffers
 
     def gradients_of(
-        self, gradients: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
+        self, gradients: Sequence[torch.Tensor | None], flat: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
         """Those of the tensors, quantized ones whole, from the gradients of the parameters."""
-        each: list[torch.Tensor | None] = []
+        if not any(self.parts):
+            return gradients
+        of_tensors: list[torch.Tensor | None] = []
         for gradient, part, at in zip(gradients, self.parts, self.places, strict=True):
-            if isinstance(part, JoinedPart):
-                each += part.gradients(gradient, given[at])
-            else:
-                each.append(gradient)
-        return each
+            of_tensors += (
+                part.gradients(gradient, flat[at]) if isinstance(part, JoinedPart) else [gradient]
+            )
+        return of_tensors
 
     @property
     def joined(self) -> list[int]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from fuser.basic_ops.main_grad import stand_in_gradient
 from fuser.basic_ops.shared_memory import Versions
@@ -26,7 +28,6 @@ from fuser.precision.delayed_scaling import (
 )
 from fuser.runtime.captured import Captured, CapturedStates, accumulating_weights
 from fuser.runtime.gradient_paths import accumulating_leaf
-from fuser.runtime.graph_memory import GraphMemory, SavedForward
 from fuser.tensors.observation import observing
 from fuser.torch_private import pytree
 
@@ -34,19 +35,87 @@ Module = torch.nn.Module
 Tensors = Sequence[torch.Tensor]
 
 
+# -- memory that graphs share ----------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class SavedForward:
+    """A forward whose graph was replayed: what it has saved for its backward.
+
+    It is in the graphs' memory, so that a later replay may overwrite it.
+    """
+
+    forward: int
+    backward: int
+    overwritten_by: str | None = None
+
+
+class GraphMemory:
+    """The memory of the graphs of one pool, each known by its place in the order of captures.
+
+    What a forward saves was in use from its own capture to the capture of its backward: the graphs
+    captured between these two do not write there, and all others may.
+
+    torch gives a leaf without a gradient the memory in which a backward has its result. The next
+    forward of any graph of the pool may write there too, so before that, gradients that are still
+    in use get memory of their own.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._saved: list[SavedForward] = []
+        self._lent: list[tuple[Callable[[], torch.Tensor | None], int]] = []
+
+    def next_place(self) -> int:
+        """The place of the graph that is captured now."""
+        self._count += 1
+        return self._count
+
+    def replays(self, place: int, name: str) -> None:
+        """Note that a graph is replayed, which overwrites what some forwards have saved."""
+        saved = self._saved  # each one's places are between the places of the one before it
+        while saved and not saved[-1].forward < place < saved[-1].backward:
+            saved.pop().overwritten_by = name
+
+    def saves(self, forward: int, backward: int) -> SavedForward:
+        """Note that the forward at a place is replayed and saves something for a backward."""
+        saved = SavedForward(forward, backward)
+        self._saved.append(saved)
+        return saved
+
+    def lend(self, leaves: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Note the leaves to which a backward may give its memory, each with that memory."""
+        self._lent += [
+            (TensorWeakRef(leaf), memory.data_ptr()) for leaf, memory in leaves if leaf.grad is None
+        ]
+
+    def take_back(self) -> None:
+        """Move the gradients that are in this memory, of leaves that are still in use."""
+        lent, self._lent = self._lent, []
+        for leaf_of, address in lent:
+            leaf = leaf_of()
+            grad = None if leaf is None else leaf.grad
+            if leaf is not None and grad is not None and grad.data_ptr() == address:
+                leaf.grad = grad.clone()
+
+
+# By the pools that callers share between captures.
+_of_pool: WeakValueDictionary[Any, GraphMemory] = WeakValueDictionary()
+
+
+def memory_of(pool: Any) -> GraphMemory:
+    """The memory of a pool: the same as long as a graph of it is in use."""
+    return _of_pool.setdefault(pool, GraphMemory())
+
+
+# -- graphs -----------------------------------------------------------------------
+
+
 class Graph:
     """The graphs of a module's forward and backward, and the memory that they read and write.
 
-    Parameters
-    ----------
-    name
-        That of the module, for messages.
-    module, args
-        The module, and the tensors of the capture, which become the memory of later arguments.
-    context
-        The autocast of the capture.
-    memory, pool
-        Where the graphs have their memory.
+    ``args`` are the tensors of the capture, which become the memory of later arguments, and
+    ``context`` is its autocast. The graphs have their memory in ``memory``, of ``pool``.
     """
 
     def __init__(
@@ -70,7 +139,7 @@ class Graph:
         self._device_type = tensors[0].device.type if tensors else "cuda"
         places = list(map(id, self._inputs))
         self._first_places = list(map(places.index, places))
-        self._is_flat = all(isinstance(each, torch.Tensor) for each in args)
+        self._is_flat = all(isinstance(arg, torch.Tensor) for arg in args)
         self._mode = _mode(module, self._device_type)
         self._forward_graph = torch.cuda.CUDAGraph()
         self._backward_graph: torch.cuda.CUDAGraph | None = None
@@ -78,13 +147,7 @@ class Graph:
     # -- capture --------------------------------------------------------------
 
     def step(self, *, allow_unused_input: bool) -> None:
-        """Run the module's forward and backward once, as they will be captured.
-
-        Raises
-        ------
-        InputError, InputTypeError
-            If an output is no tensor, or if a tensor gets no gradient and must get one.
-        """
+        """Run the module's forward and backward once, as they will be captured."""
         outputs = pytree.tree_leaves(self._module(*self._args))
         for place, output in enumerate(outputs):
             if not isinstance(output, torch.Tensor):
@@ -180,20 +243,14 @@ class Graph:
         return None if self._captured.is_unchanged() else self._captured.change()
 
     def check(self, args: tuple[object, ...]) -> Tensors:
-        """The tensors of a call.
-
-        Raises
-        ------
-        InputError, InputTypeError
-            If they are unlike those of the capture.
-        """
-        given: Sequence[object] = args if self._is_flat else pytree.tree_leaves(args)
-        if len(given) != len(self._inputs):
+        """The tensors of a call, if they are like those of the capture."""
+        tensors: Sequence[object] = args if self._is_flat else pytree.tree_leaves(args)
+        if len(tensors) != len(self._inputs):
             raise InputError(
-                f"{self.name} was captured with {len(self._inputs)} tensors, and got {len(given)}."
-                " Capture it again with such a sample."
+                f"{self.name} was captured with {len(self._inputs)} tensors, and got "
+                f"{len(tensors)}. Capture it again with such a sample."
             )
-        for place, (tensor, ours) in enumerate(zip(given, self._inputs, strict=True)):
+        for place, (tensor, ours) in enumerate(zip(tensors, self._inputs, strict=True)):
             if not isinstance(tensor, torch.Tensor):
                 raise InputTypeError(
                     f"Argument {place} of {self.name} is a {type(tensor).__name__}; a graph takes "
@@ -211,13 +268,13 @@ class Graph:
                     " Capture it with a sample that requires one."
                 )
             first = self._first_places[place]
-            if given[first] is not tensor and first != place:
+            if tensors[first] is not tensor:
                 raise InputError(
                     f"Arguments {first} and {place} of {self.name} are two tensors of shape "
                     f"{tuple(ours.shape)}, and were one tensor at its capture: its graph reads one."
                     " Pass one, or capture it with two."
                 )
-        return cast("Tensors", given)
+        return cast("Tensors", tensors)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """The autocast of the capture, unless the call is already under such a one."""
@@ -259,10 +316,10 @@ class Graph:
     def replay_forward(self, inputs: Tensors) -> tuple[torch.Tensor, ...]:
         """The outputs, in the memory of the graph."""
         self._memory.take_back()
-        for ours, given in zip(self._inputs, inputs, strict=True):
-            if ours.data_ptr() != given.data_ptr() or ours.stride() != given.stride():
-                shares = ours.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
-                ours.copy_(given.clone() if shares else given)
+        for ours, theirs in zip(self._inputs, inputs, strict=True):
+            if ours.data_ptr() != theirs.data_ptr() or ours.stride() != theirs.stride():
+                shares = ours.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
+                ours.copy_(theirs.clone() if shares else theirs)
         self._memory.replays(self._forward_place, self.name)
         self._forward_graph.replay()
         return tuple(output.detach() for output in self._outputs)
@@ -276,12 +333,7 @@ class Graph:
         return list(itertools.compress(outputs, map(operator.not_, self._is_differentiable)))
 
     def check_backward(self, saved: SavedForward) -> None:
-        """Refuse a backward without what its forward saved, or with other parameters.
-
-        Raises
-        ------
-        StateError
-        """
+        """Refuse a backward without what its forward saved, or with other parameters."""
         if saved.overwritten_by is not None:
             raise StateError(
                 f"The backward of {self.name} comes too late: a replay of {saved.overwritten_by} "
@@ -301,10 +353,7 @@ class Graph:
     ) -> list[torch.Tensor | None]:
         """The gradients of arguments and parameters, which autograd sends to ``edges``.
 
-        Raises
-        ------
-        StateError
-            If a gradient is asked for that the graph adds to a ``main_grad``.
+        Refuses a backward that asks for a gradient that the graph adds to a ``main_grad``.
         """
         leaves = {place: accumulating_leaf(edges[place]) for place in self._added}
         if any(leaf is None for leaf in leaves.values()):
@@ -314,9 +363,9 @@ class Graph:
                 "backward() without inputs."
             )
         pairs = zip(self._grad_outputs, grad_outputs, strict=True)
-        for ours, given in itertools.compress(pairs, self._is_differentiable):
-            if ours.data_ptr() != given.data_ptr() or ours.stride() != given.stride():
-                ours.copy_(given)
+        for ours, theirs in itertools.compress(pairs, self._is_differentiable):
+            if ours.data_ptr() != theirs.data_ptr() or ours.stride() != theirs.stride():
+                ours.copy_(theirs)
         assert self._backward_graph is not None
         self._memory.replays(self._backward_place, self.name)
         self._backward_graph.replay()
@@ -392,14 +441,7 @@ class GraphedForward:
 
     A copy of the module, or one that was pickled, has no graph.
 
-    Parameters
-    ----------
-    module
-        The module that has this ``forward``.
-    plain
-        The ``forward`` that was set on the module before; None if it is that of its class.
-    graph
-        The graph; None for a copy.
+    ``plain`` is the ``forward`` that was set on the module before, None if it is that of its class.
     """
 
     def __init__(
@@ -451,9 +493,6 @@ class GraphedForward:
         if self._plain is not None:
             return self._plain(*args, **kwargs)
         return type(self._module).forward(self._module, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> GraphedForward:
-        return GraphedForward(copy.deepcopy(self._module, memo), copy.deepcopy(self._plain, memo))
 
     def __reduce__(self) -> tuple[object, ...]:
         return GraphedForward, (self._module, self._plain)

@@ -18,8 +18,7 @@ from fuser.precision.contexts import autocast, current_recipe
 from fuser.precision.delayed_scaling import holding_steps
 from fuser.recipe import Recipe
 from fuser.runtime.captured import accumulating_weights
-from fuser.runtime.graph_memory import memory_of
-from fuser.runtime.graphed import Graph, GraphedForward
+from fuser.runtime.graphed import Graph, GraphedForward, memory_of
 from fuser.torch_private import pytree, set_sync_debug_mode
 
 Module = torch.nn.Module
@@ -106,21 +105,21 @@ def make_graphed_callables(
         raise StateError(
             "A CUDA graph needs a GPU, and torch sees no CUDA device. Call the module itself."
         )
-    for number, (module, given) in enumerate(zip(chosen, args, strict=True)):
-        _check_module(number, module, given)
+    for number, (module, sample) in enumerate(zip(chosen, args, strict=True)):
+        _check_module(number, module, sample)
 
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     memory = memory_of(pool)
     context = autocast(enabled, recipe=recipe, amax_reduction_group=amax_reduction_group)
     graphs = []
-    for number, (module, given) in enumerate(zip(chosen, args, strict=True)):
+    for number, (module, sample) in enumerate(zip(chosen, args, strict=True)):
         name = f"Graphed module {number} ({type(module).__name__})"
-        graphs.append(Graph(name, module, given, context, memory, pool))
+        graphs.append(Graph(name, module, sample, context, memory, pool))
     # An older graph that garbage collection frees inside a capture breaks that capture.
     gc.collect()
     with _leaving_no_trace(chosen, args), holding_steps() as steps, context:
         for graph, module in zip(graphs, chosen, strict=True):
-            with _other_main_grads([module]):
+            with _other_main_grads(module):
                 _warm_up(graph, num_warmup_iters, allow_unused_input)
         for graph in graphs:
             graph.capture_forward()
@@ -149,15 +148,15 @@ def _checked_args(modules: tuple[Any, ...], sample_args: Any) -> tuple[tuple[Any
             "arguments; it takes one for each."
         )
     args = []
-    for number, given in enumerate(sample_args):
-        given = (given,) if isinstance(given, torch.Tensor) else given
-        if not isinstance(given, (tuple, list)):
+    for number, sample in enumerate(sample_args):
+        sample = (sample,) if isinstance(sample, torch.Tensor) else sample
+        if not isinstance(sample, (tuple, list)):
             raise InputTypeError(
                 f"The sample arguments of module {number} are a tuple of tensors; got a "
-                f"{type(given).__name__}."
+                f"{type(sample).__name__}."
             )
         places: dict[int, int] = {}
-        for place, tensor in enumerate(pytree.tree_leaves(tuple(given))):
+        for place, tensor in enumerate(pytree.tree_leaves(tuple(sample))):
             if not isinstance(tensor, torch.Tensor):
                 raise InputTypeError(
                     f"Sample argument {place} of module {number} is a {type(tensor).__name__}; a "
@@ -170,7 +169,7 @@ def _checked_args(modules: tuple[Any, ...], sample_args: Any) -> tuple[tuple[Any
                     f"shape {tuple(tensor.shape)} that requires a gradient, which a graph would "
                     "give twice: pass two tensors. Later calls may pass one for both."
                 )
-        args.append(tuple(given))
+        args.append(tuple(sample))
     return tuple(args)
 
 
@@ -319,11 +318,10 @@ def _leaving_no_trace(
 
 
 @contextlib.contextmanager
-def _other_main_grads(modules: Sequence[Module]) -> Iterator[None]:
+def _other_main_grads(module: Module) -> Iterator[None]:
     """Context in which gradients are added to other buffers than each weight's ``main_grad``."""
     weights = {
         weight: weight.main_grad
-        for module in modules
         for weight in accumulating_weights(module)
         if hasattr(weight, "main_grad")
     }

@@ -52,7 +52,7 @@ class QuantizedFacts(NamedTuple):
             return None
         if _getter(_REFERENCES)(parameter) != _IS_NONE:
             return None
-        names = tuple(name for name, each in parameter.buffers().items() if each is not None)
+        names = tuple(name for name, buffer in parameter.buffers().items() if buffer is not None)
         missing = (name for name in kind.buffer_names if name not in names)
         others = ("_quantizer", "_is_read_only", *_REFERENCES, "_gathering", *missing)
         if parameter._gathering is not None:
@@ -81,7 +81,7 @@ def buffers_reader(quantized: Quantized) -> BuffersOf:
     runs = []
     for (names, others), run in groupby(quantized, lambda pair: (pair[1].names, pair[1].others)):
         places, facts = zip(*run, strict=True)
-        kinds, values = [each.kind for each in facts], [each.values for each in facts]
+        kinds, values = [about.kind for about in facts], [about.values for about in facts]
         runs.append((places, kinds, _getter(others), values, _getter(names)))
 
     def buffers_of(params: Sequence[Any]) -> list[torch.Tensor] | None:
@@ -106,15 +106,9 @@ def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
 class ParameterLayout:
     """Everything that a recording depends on in parameters. Equal layouts are one object.
 
-    Parameters
-    ----------
-    runs
-        Parameters that follow one another in one memory without gaps: the place of the first, and
-        their number.
-    are_parameters
-        Whether each is a plain ``Parameter``; hooks compute plain tensors.
-    quantized
-        The quantized ones.
+    ``runs`` are parameters that follow one another in one memory without gaps: the place of the
+    first, and their number. ``are_parameters``: each is a plain ``Parameter``, and none a tensor of
+    a hook.
     """
 
     __slots__ = ("_parts", "are_parameters", "buffers_of", "is_gathered", "quantized", "runs")
@@ -169,10 +163,7 @@ class KnownParameters:
     negation), or an address. It takes 0.1 us a parameter; reading all facts takes 1.5. Of quantized
     parameters the buffers are compared too, and the attributes that are not buffers.
 
-    Parameters
-    ----------
-    ops
-        The ops that have the parameters, and may move them when one has changed.
+    ``ops`` have the parameters, and may move them when one has changed.
     """
 
     def __init__(self, ops: Sequence[BasicOperation]) -> None:
@@ -289,13 +280,13 @@ def _runs(follows: Sequence[bool]) -> tuple[tuple[int, int], ...]:
 
     ``follows`` says of each but the first whether it follows the one before it.
     """
-    found, first = [], 0
+    runs, first = [], 0
     for place, is_next in enumerate([*follows, False], 1):
         if not is_next:
             if place - first > 1:
-                found.append((first, place - first))
+                runs.append((first, place - first))
             first = place
-    return tuple(found)
+    return tuple(runs)
 
 
 @functools.cache
@@ -311,6 +302,6 @@ def _is_own(kind: type) -> bool:
 def _has_own_parts(quantizer: Any) -> bool:
     """Whether a quantizer, and those in its fields, are this library's."""
     kind: Any = type(quantizer)
-    own = [getattr(quantizer, name) for name in _field_names(kind)]
-    parts = [value for value in own if isinstance(value, Quantizer)]
+    values = [getattr(quantizer, name) for name in _field_names(kind)]
+    parts = [value for value in values if isinstance(value, Quantizer)]
     return _is_own(type(quantizer)) and all(map(_has_own_parts, parts))

@@ -1,19 +1,27 @@
-"""DTensor parameters: during a forward a pipeline replaces them by their local tensors."""
+"""Parameters over several ranks: who answers what the core asks of them.
+
+During a forward a pipeline replaces DTensor parameters by their local tensors.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fuser.basic_ops import BasicLinear, Bias
+from fuser.basic_ops.linear_parallel import Parallelism
 from fuser.communication import WeakGroup, is_distributed, ranks_of, start_all_reduce
+from fuser.doors import PARAMETERS, ParameterSource
 from fuser.errors import InputError, StateError
 from fuser.op import BasicOperation
+from fuser.precision.amax_reduction import amaxes_over_ranks
 from fuser.runtime.call_key import CallKeyReader
-from fuser.tensors import QuantizedTensor
+from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.tensors.sharding import initialise_shard, memory_of, shard_of_values
 from fuser.torch_private import spec_of
 from fuser.wrapper_tensor import WrapperTensor
 
@@ -82,10 +90,7 @@ def local_parts(
 def _placed(ops: Sequence[BasicOperation], places: CallKeyReader) -> Iterator[None]:
     """Put the local tensors of DTensors into the ``places`` of the parameters of ``ops``.
 
-    Raises
-    ------
-    InputError
-        If a ``DTensor`` is not placed as its op is sharded; nothing has changed then.
+    Refuses a ``DTensor`` that is not placed as its op is sharded; nothing has changed then.
     """
     distributed = [
         (held, name, held[name], op, check_placement(op, name, held[name]))
@@ -114,14 +119,11 @@ def _placed(ops: Sequence[BasicOperation], places: CallKeyReader) -> Iterator[No
 def are_gathered(ops: Sequence[BasicOperation], places: CallKeyReader) -> bool:
     """Whether a parameter is sharded beyond its op's own placement, as ``fully_shard`` does."""
     return any(
-        is_distributed(held[name])
-        and _shardings(held[name]) > (op.placement_of(name)[0] is not None)
+        sum(not placement.is_replicate() for placement in held[name].placements)
+        > (op.placement_of(name)[0] is not None)
         for op, held, name in _owned(ops, places)
+        if is_distributed(held[name])
     )
-
-
-def _shardings(parameter: Any) -> int:
-    return sum(not placement.is_replicate() for placement in parameter.placements)
 
 
 def _owned(
@@ -137,11 +139,6 @@ def check_placement(op: BasicOperation, name: str, parameter: Any) -> Any:
     """Check a ``DTensor`` that is parameter ``name`` of ``op``.
 
     Returns the process group over which its gradient is added; None if it is not.
-
-    Raises
-    ------
-    InputError
-        If its placements are not those of the op, or its part of this rank has another shape.
     """
     kind = type(op).__name__
     if op.accumulates_into_main_grad:
@@ -198,10 +195,6 @@ def check_gates(ops: Sequence[BasicOperation]) -> None:
     Without interleaving an activation takes the first half of its features as gates. If the weight
     before it is a ``DTensor``, each rank has consecutive outputs of the whole linear, and all gates
     are on the first half of the ranks.
-
-    Raises
-    ------
-    InputError
     """
     linear: BasicLinear | None = None
     for op in ops:
@@ -221,3 +214,31 @@ def check_gates(ops: Sequence[BasicOperation]) -> None:
                 "of that many outputs."
             )
         linear = None
+
+
+class ShardedParameters(ParameterSource):
+    """Ranks have parts of parameters, and reduce amaxes."""
+
+    parallelism = staticmethod(Parallelism)
+    amaxes = staticmethod(amaxes_over_ranks)
+    local_parts = staticmethod(local_parts)
+    are_gathered = staticmethod(are_gathered)
+    memory_of = staticmethod(memory_of)
+
+    def initialise(
+        self,
+        op: Any,
+        name: str,
+        fill: Callable[[torch.Tensor], Any],
+        quantizer: Quantizer | None,
+    ) -> None:
+        make = None
+        if quantizer is not None:
+            is_kept = op._init.preserve_high_precision_init_val
+            make = functools.partial(shard_of_values, quantizer=quantizer, is_kept=is_kept)
+        dim, group = op.placement_of(name)
+        part = None if dim is None else (dim, ranks_of(type(op).__name__, group))
+        initialise_shard(getattr(op, name), fill, make, part)
+
+
+PARAMETERS.open(ShardedParameters())

@@ -8,19 +8,22 @@ for the innermost module on the Python stack.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from fuser.doors import OBSERVER, Observer
 from fuser.errors import FuserError, InputError, InputTypeError
 from fuser.op.structure import REFUSED, structure_of
 from fuser.plan.devices import Device, device_named, device_of
+from fuser.plan.graph import OpGraph
 from fuser.plan.model import Box, ModelPlan, Part, StepMemory, grouped
-from fuser.plan.plain_torch import COMPILED, EAGER
+from fuser.plan.plain_torch import COMPILED, EAGER, baselines_of
 from fuser.plan.plan import PIPELINE_INPUT, Baseline, FusionPlan
 from fuser.plan.saved_inputs import budget
 from fuser.plan.torch_calls import (
@@ -31,7 +34,6 @@ from fuser.plan.torch_calls import (
     compiled_seconds,
 )
 from fuser.precision.contexts import current_recipe
-from fuser.runtime.observed import observing
 from fuser.runtime.pipeline import OperationFuser
 from fuser.torch_private import (
     FakeTensorMode,
@@ -42,6 +44,65 @@ from fuser.torch_private import (
     storage_of,
     without_logs_of_fake_tensors,
 )
+
+Observe = Callable[[Any, Any, tuple[Any, ...]], Any]
+"""``observe(pipeline, input, extra_inputs)`` returns what the call returns."""
+
+_lock = threading.Lock()
+
+
+class _Observer(threading.local):
+    observe: Observe | None = None
+
+
+_observer = _Observer()
+
+
+def observer() -> Observe | None:
+    """What every call of a pipeline on this thread is given to, in place of running; or None."""
+    return _observer.observe
+
+
+class ModelObserver(Observer):
+    """Calls are observed while a context of this process is open; plans have baselines."""
+
+    calls = None
+    count = 0
+    """The open contexts."""
+
+    @classmethod
+    def add(cls, contexts: int) -> None:
+        """Count more contexts, or fewer."""
+        with _lock:
+            cls.count += contexts
+            cls.calls = staticmethod(observer) if cls.count else None
+
+    def costs(
+        self,
+        graph: OpGraph,
+        plan: FusionPlan,
+        key_under: Any,
+        registered: Any,
+        target: Device | None = None,
+        **others: Any,
+    ) -> dict[str, Any]:
+        fields = super().costs(graph, plan, key_under, registered, target, **others)
+        return fields if target is None else {**fields, "baselines": baselines_of(graph, target)}
+
+
+OBSERVER.open(ModelObserver())
+
+
+@contextlib.contextmanager
+def observing(observe: Observe) -> Iterator[None]:
+    """Context in which pipelines do not run on this thread: ``observe`` answers their calls."""
+    ModelObserver.add(1)
+    outer, _observer.observe = _observer.observe, observe
+    try:
+        yield
+    finally:
+        _observer.observe = outer
+        ModelObserver.add(-1)
 
 
 def plan(
@@ -77,13 +138,12 @@ def plan(
     return _Observation(model, training, target).plan(inputs, keywords)
 
 
-class _Call:
+class _Call(NamedTuple):
     """A call of a module that lists its calls of torch; the frame tells it from another call."""
 
-    def __init__(self, frame: FrameType | None, module: int) -> None:
-        self.frame = frame
-        self.module = module
-        self.calls: list[TorchCall] = []
+    frame: FrameType | None
+    module: int
+    calls: list[TorchCall]
 
 
 class _Observation:
@@ -122,7 +182,7 @@ class _Observation:
             inputs, keywords = pytree.tree_map_only(
                 torch.Tensor, lambda tensor: _empty(tensor, self.place), (inputs, dict(keywords))
             )
-            own = [fakes.from_tensor(tensor) for tensor in self.tensors]
+            fake_tensors = [fakes.from_tensor(tensor) for tensor in self.tensors]
             hooks = saved_tensors_hooks(self._holds, _same)
             try:
                 with self.calls, hooks, without_logs_of_fake_tensors():
@@ -146,11 +206,11 @@ class _Observation:
             self.training,
             self.target,
             grouped(
-                made if isinstance(made, Part) else self._box(made)
-                for made in self.made
-                if isinstance(made, Part) or made.calls
+                part if isinstance(part, Part) else self._box(part)
+                for part in self.made
+                if isinstance(part, Part) or part.calls
             ),
-            self._memory(own) if self.training else StepMemory(),
+            self._memory(fake_tensors) if self.training else StepMemory(),
         )
 
     # -- memory -----------------------------------------------------------------
@@ -172,8 +232,8 @@ class _Observation:
 
     def _memory(self, fakes: Sequence[torch.Tensor]) -> StepMemory:
         """The memory of a step; ``fakes`` are like the parameters and buffers."""
-        own = {storage_of(tensor) for tensor in (*self.tensors, *fakes)}
-        kept = sum(memory.nbytes() for key, memory in self.held.items() if key not in own)
+        of_model = {storage_of(tensor) for tensor in (*self.tensors, *fakes)}
+        kept = sum(memory.nbytes() for key, memory in self.held.items() if key not in of_model)
         parameters = list(self.model.parameters())
         return StepMemory(
             sum(p.nbytes for p in parameters),
@@ -227,12 +287,12 @@ class _Observation:
             ),
         )
         is_known = not any(structure.startswith(REFUSED) for structure in structures)
-        found = self.known.get(key) if is_known else None
-        if found is None:
-            found = pipeline.plan_on(self.elsewhere, *inputs, training=torch.is_grad_enabled())
+        plan = self.known.get(key) if is_known else None
+        if plan is None:
+            plan = pipeline.plan_on(self.elsewhere, *inputs, training=torch.is_grad_enabled())
             if is_known:
-                self.known[key] = found
-        return found
+                self.known[key] = plan
+        return plan
 
     # -- other modules ----------------------------------------------------------
 
@@ -241,20 +301,18 @@ class _Observation:
             for number, _ in (*call.reads, *call.writes):
                 self.held[number] = self.calls.storages[number]
         frame, module = calling_module(self.paths)
-        for made in reversed(self.made):
-            if isinstance(made, _Call) and made.frame is frame and made.module == module:
-                made.calls.append(call)
+        for listed in reversed(self.made):
+            if isinstance(listed, _Call) and listed.frame is frame and listed.module == module:
+                listed.calls.append(call)
                 return
-        made = _Call(frame, module)
-        made.calls.append(call)
-        self.made.append(made)
+        self.made.append(_Call(frame, module, [call]))
 
     def _sides(self, call: TorchCall) -> float:
         return 1 + _times(call) * self.training
 
-    def _box(self, made: _Call) -> Part:
+    def _box(self, caller: _Call) -> Part:
         """The box of a module's own calls. Backward is twice forward, of attention 2.5 times."""
-        calls, device = made.calls, self.target
+        calls, device = caller.calls, self.target
         forward = sum(call.seconds(device, "forward") for call in calls)
         backward, compiled_backward = 0.0, 0.0
         fused, _ = compiled_seconds(calls, (), _last(calls), device)
@@ -266,7 +324,8 @@ class _Observation:
             alone = sum(call.seconds(device, "forward") for call in products)
             again, _ = compiled_seconds(recorded, (), _last(recorded), device)
             compiled_backward = of_products + 2 * (again - alone)
-        path, module = self.paths.get(made.module, ""), self.modules.get(made.module, self.model)
+        path = self.paths.get(caller.module, "")
+        module = self.modules.get(caller.module, self.model)
         box = Box(
             sum(call.flops * self._sides(call) for call in calls),
             sum(call.nbytes * self._sides(call) for call in calls),

@@ -259,23 +259,23 @@ def _reading(graph: OpGraph, side: str, step: Step, i: int, is_main: bool) -> _R
     """How a step reads the tensor at its op ``i``, a main or an extra input; None for torch."""
     first, last = step.ops[0], step.ops[-1]
     result = _quantizes(graph, last + 1 if side == "forward" else first, side)
-    own, of_last = (_reading_of(graph, side, k, result) for k in (i, last))
+    reading, of_last = (_reading_of(graph, side, k, result) for k in (i, last))
     is_scale = not is_main and isinstance(graph.ops[i], ScaledActivation)
     if _is_chain(step):
         output = graph.main_specs[last + 1]
-        own = _Reading(output.shape[-1], output.dtype, _run(output.dtype, result))
-    elif own is None and (i == last or not is_main):
+        reading = _Reading(output.shape[-1], output.dtype, _run(output.dtype, result))
+    elif reading is None and (i == last or not is_main):
         return None
-    elif (own is None or not own.is_norms) and not is_scale:
+    elif (reading is None or not reading.is_norms) and not is_scale:
         if of_last is None or of_last.is_norms:
             return of_last  # a norm's, which adds
         if any(isinstance(graph.ops[k], BasicLinear) for k in step.ops):
             return None
-    if own is None or own.is_norms or is_main:
-        return own
-    run = 0 if is_scale else own.run
+    if reading is None or reading.is_norms or is_main:
+        return reading
+    run = 0 if is_scale else reading.run
     dtype = graph.extra_inputs[i][0].dtype
-    return own._replace(dtype=dtype, run=run, is_extra=True)
+    return reading._replace(dtype=dtype, run=run, is_extra=True)
 
 
 def _quantizes(graph: OpGraph, gap: int, side: str) -> bool:

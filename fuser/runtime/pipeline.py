@@ -53,6 +53,8 @@ _registered = RegisteredFusions()
 # A recipe with a new closure at every step would plan at every step: the oldest plans are
 # dropped if there are more.
 MAX_PLANS = 256
+# The fields of a plan's key that say where a call runs.
+_PLACE = ("autocast_dtype", "device", "arch", "no_kernels", "is_elsewhere")
 
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -181,18 +183,19 @@ class OperationFuser:
         try:
             params, call_key, layout = self._slots.read(input_, extra_inputs, _registered)
         except (AttributeError, IndexError, KeyError):  # not a tensor, no dimensions, no parameter
-            if self._takes_scalar(input_):
-                return self._run_scalar(input_, extra_inputs, kwargs)
+            if self._takes_scalar(input_):  # it gets one dimension inside
+                result = self.run(input_[None], tuple(map(_with_dimension, extra_inputs)), kwargs)
+                return tuple(t[0] for t in result) if isinstance(result, tuple) else result[0]
             self._find_parameters()  # a parameter may have been moved to another place
             self.checks.kinds(input_, self._slots.tensors(), extra_inputs)
             params, call_key, layout = self._slots.read(input_, extra_inputs, _registered)
         known, run = self._last
         if run is None or call_key != known:
-            found = self._find_run(call_key, input_, extra_inputs, (params, layout))
-            if not isinstance(found, tuple):
-                with found:
+            run_or_context = self._find_run(call_key, input_, extra_inputs, (params, layout))
+            if not isinstance(run_or_context, tuple):
+                with run_or_context:
                     return self.run(input_, extra_inputs, kwargs, is_placed=True)
-            run, params, layout = found
+            run, params, layout = run_or_context
         for one, other, check in self.equal_extras:
             first, second = extra_inputs[one], extra_inputs[other]
             if first is not second:
@@ -215,16 +218,6 @@ class OperationFuser:
         """Whether ``input_`` is a tensor without dimensions and all ops accept that."""
         is_scalar = isinstance(input_, torch.Tensor) and input_.dim() == 0
         return is_scalar and all(op.takes_scalars for op in self.basic_ops)
-
-    def _run_scalar(
-        self,
-        input_: torch.Tensor,
-        extra_inputs: tuple[torch.Tensor, ...],
-        kwargs: list[dict[str, Any]] | None,
-    ) -> Output:
-        """:meth:`run` for tensors without dimensions, which get one dimension inside."""
-        result = self.run(input_[None], tuple(map(_with_dimension, extra_inputs)), kwargs)
-        return tuple(t[0] for t in result) if isinstance(result, tuple) else result[0]
 
     def _find_run(
         self,
@@ -291,7 +284,8 @@ class OperationFuser:
         with torch.set_grad_enabled(training):
             run = self._plan_run(input, params, extra_inputs, only_planning=True)
             graph = self._graph(input, extra_inputs, run.key.autocast_dtype)
-            under = self._keys_under(graph, run.key, input, extra_inputs)
+            place = {name: getattr(run.key, name) for name in _PLACE}
+            under = self._keys_under(graph, input, extra_inputs, **place)
         notes = OBSERVER.guest.notes(graph, run.plan, (input, *extra_inputs))
         plan = run.plan
         if plan.features != features_of(graph):  # it was made for tensors of other columns
@@ -324,18 +318,16 @@ class OperationFuser:
         self._find_parameters()
         params = self._slots.tensors()
         self.checks.kinds(input, params, extra_inputs)
-        place = torch.device("cuda")
+        facts: dict[str, Any]
         if target is None:
             place = self.checks.device(input, params, extra_inputs, only_planning=True)
+            facts = {"arch": architecture(place), "no_kernels": kernel_refusal(place.type)}
+            kind, target = place.type, device_of(place.type)
+        else:
+            kind, facts = "cuda", {"arch": target.arch, "no_kernels": None, "is_elsewhere": True}
         with torch.set_grad_enabled(training):
-            facts: dict[str, Any] = {"is_elsewhere": target is not None}
-            if target is None:
-                facts |= {"arch": architecture(place), "no_kernels": kernel_refusal(place.type)}
-                target = device_of(place.type)
-            else:
-                facts |= {"arch": target.arch, "no_kernels": None}
-            graph, key = self._key_on(place.type, input, extra_inputs, **facts)
-            under = self._keys_under(graph, key, input, extra_inputs)
+            graph, under = self._keys_on(kind, input, extra_inputs, **facts)
+            key = under(self._limit(input))
         plan = make_plan(graph, key, _registered, target).plan
         return replace(plan, **OBSERVER.guest.costs(graph, plan, under, _registered, target))
 
@@ -360,47 +352,36 @@ class OperationFuser:
         self._find_parameters()
         with torch.enable_grad():
             facts = {"arch": arch, "no_kernels": None, "is_elsewhere": is_elsewhere}
-            graph, key = self._key_on("cuda", input, extra_inputs, **facts)
+            graph, under = self._keys_on("cuda", input, extra_inputs, **facts)
+            key = under(self._limit(input))
         return graph, make_plan(graph, key, _registered).plan
 
-    def _key_on(
+    def _keys_on(
         self,
         kind: str,
         input_: torch.Tensor,
         extra_inputs: Sequence[torch.Tensor],
         **facts: Any,
-    ) -> tuple[OpGraph, PlanKey]:
-        """The graph and the plan key of a call on a device that need not be here.
+    ) -> tuple[OpGraph, Callable[[Limit], PlanKey]]:
+        """The graph and the :meth:`_keys_under` of a call on a device that need not be here.
 
-        ``facts`` are fields of the key: what is known of that device.
+        ``facts`` are fields of the keys: what is known of that device.
         """
         autocast = autocast_dtype(kind)
         graph = self._graph(input_, extra_inputs, autocast)
-        ops = self._op_keys(graph, input_, self._slots.tensors(), extra_inputs)
         place = {"autocast_dtype": autocast, "device": kind, **facts}
-        return graph, self._plan_key(ops, self._limit(input_), **place)
+        return graph, self._keys_under(graph, input_, extra_inputs, **place)
 
     def _keys_under(
         self,
         graph: OpGraph,
-        key: PlanKey,
         input_: torch.Tensor,
         extra_inputs: Sequence[torch.Tensor],
+        **place: Any,
     ) -> Callable[[Limit], PlanKey]:
-        """The key of the same call as ``key`` under other limits of what is kept."""
+        """The key of a call under a limit of what is kept; ``place`` are its fields."""
         ops = self._op_keys(graph, input_, self._slots.tensors(), extra_inputs)
-
-        def under(limit: Limit) -> PlanKey:
-            return self._plan_key(
-                *(ops, limit),
-                autocast_dtype=key.autocast_dtype,
-                device=key.device,
-                arch=key.arch,
-                no_kernels=key.no_kernels,
-                is_elsewhere=key.is_elsewhere,
-            )
-
-        return under
+        return functools.partial(self._plan_key, ops, **place)
 
     def outputs_like(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor
@@ -428,7 +409,12 @@ class OperationFuser:
             if self._is_started:
                 return
             self._find_parameters()
-            self._check_before_start(input_, extra_inputs)
+            # A wrong call is refused while deferred parameters are still on the meta device.
+            params = self._slots.tensors()
+            self.checks.kinds(input_, params, extra_inputs)
+            allocated = params if input_.is_meta else [p for p in params if not p.is_meta]
+            device = self.checks.device(input_, allocated, extra_inputs)
+            self._graph(input_, extra_inputs, autocast_dtype(device.type))
             if input_.is_meta:
                 return  # a model on the meta device only computes shapes, and stays there
             # Deferred parameters are made on the input's device, for training too.
@@ -451,16 +437,6 @@ class OperationFuser:
                 )
         if slots.places != self._slots.places:
             self._slots = slots
-
-    def _check_before_start(
-        self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor]
-    ) -> None:
-        """Refuse a wrong first call while deferred parameters are still on the meta device."""
-        params = self._slots.tensors()
-        self.checks.kinds(input_, params, extra_inputs)
-        allocated = params if input_.is_meta else [p for p in params if not p.is_meta]
-        device = self.checks.device(input_, allocated, extra_inputs)
-        self._graph(input_, extra_inputs, autocast_dtype(device.type))
 
     # -- planning -------------------------------------------------------------
 
@@ -555,7 +531,7 @@ class OperationFuser:
         remaining = iter(params)
         keys: list[OpKey] = []
         for i, count in enumerate(self._slots.counts):
-            own = tuple(
+            of_params = tuple(
                 TensorKey(p.dtype, enabled and p.requires_grad, _format(p))
                 for p in (next(remaining) for _ in range(count))
             )
@@ -568,8 +544,9 @@ class OperationFuser:
                 )
                 for source, spec in zip(self.sources[i], graph.extra_inputs[i], strict=True)
             )
-            requires = main_requires or any(t.requires_grad for t in (*own, *extras))
-            keys.append(OpKey(graph.main_specs[i].dtype, requires, main_requires, own, extras))
+            requires = main_requires or any(t.requires_grad for t in (*of_params, *extras))
+            dtype = graph.main_specs[i].dtype
+            keys.append(OpKey(dtype, requires, main_requires, of_params, extras))
             main_requires = requires
         if isinstance(input_, QuantizedTensor):
             usage = input_._usage()
@@ -579,12 +556,7 @@ class OperationFuser:
 
 
 def checked_fusions(fusions: Iterable[type[FusedOperation]]) -> tuple[type[FusedOperation], ...]:
-    """``fusions`` as a tuple, after a check that the planner can use all of them.
-
-    Raises
-    ------
-    InputTypeError, InputError
-    """
+    """``fusions`` as a tuple, after a check that the planner can use all of them."""
     if not isinstance(fusions, Iterable) or isinstance(fusions, torch.nn.Module):
         raise InputTypeError(f"fusions is a sequence of FusedOperation classes; got {fusions!r}.")
     fusions = tuple(fusions)
@@ -614,9 +586,9 @@ def _equal_extras(
     """Pairs of the caller's extra inputs that must be equal, each with its check."""
     pairs = []
     for place, op in enumerate(ops):
-        found = op.equal_extra(ops, place) if op.index_extras else None
-        if found is not None:
-            before, check = found
+        equal = op.equal_extra(ops, place) if op.index_extras else None
+        if equal is not None:
+            before, check = equal
             first, second = sources[before][0].caller_index, sources[place][0].caller_index
             if first is not None and second is not None:
                 pairs.append((first, second, check))

@@ -14,7 +14,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn import Parameter
@@ -167,7 +167,7 @@ def keywords_of(
         return None
     key: list[Hashable] = [repr(rows)]
     kept: list[torch.Tensor] = []
-    found = []
+    kept_before = []
     for op, row in zip(ops, rows, strict=True):
         is_first = row.get("is_first_microbatch")
         if is_first is None or not isinstance(op, KeepsWeights):
@@ -177,25 +177,22 @@ def keywords_of(
             return None
         before = KeptBefore.of(op, weights, is_first)
         key.append(before is None)
-        if before is not None:
-            found.append(before)
-        if before is not None and before.kept is not None:
+        if before is None:
+            continue
+        kept_before.append(before)
+        if before.kept is not None:
             if before.kept.layout is None:
                 return None
             key.append(before.kept.layout)
             kept += before.kept.buffers
-    return Keywords(tuple(key), tuple(kept), tuple(found))
+    return Keywords(tuple(key), tuple(kept), tuple(kept_before))
 
 
 class RecordedPasses:
     """The recorded forwards of a compiled plan, by the layouts of their tensors.
 
-    Parameters
-    ----------
-    ops
-        The basic ops of the plan. A change of an attribute of one is a new layout.
-    recipe
-        The plan's recipe, if it is delayed scaling. New quantizers of a state are a new layout.
+    A change of an attribute of one of ``ops`` is a new layout. So are new quantizers of a state:
+    ``recipe`` is that of the plan, if it is delayed scaling.
     """
 
     def __init__(self, ops: Sequence[BasicOperation], recipe: DelayedScaling | None) -> None:
@@ -285,19 +282,19 @@ class RecordedPasses:
         layout = (layout, ties, parameters, group_key, is_hooked and parameters.is_gathered)
         layout = (*layout, keywords.key, is_evaluated, *map(id, quantizers))
         call = next(self._forwards.calls)
-        found = self._forwards.get(layout)
-        if found is None:
+        forward = self._forwards.get(layout)
+        if forward is None:
             if not self._forwards.has_room(layout, call, is_first=False):
                 return None
-            found = self._forwards[layout] = RecordedForward(quantizers, parameters, groups)
-            found.packs = self.packs
-        found.last_use = call
-        if found.refusal is not None:
+            forward = RecordedForward(quantizers, parameters, groups, packs=self.packs)
+            self._forwards[layout] = forward
+        forward.last_use = call
+        if forward.refusal is not None:
             return None
         if buffers or scales:
             kept = (*buffers, *keywords.kept, *(scales or ()))
             keywords = Keywords(keywords.key, kept, keywords.before)
-        return found, keywords, groups
+        return forward, keywords, groups
 
     def _groups_of(self, inputs: Tensors) -> tuple[Groups, Hashable] | None:
         """The process groups of a call, and what a recording depends on in them.
@@ -323,11 +320,7 @@ class RecordedPasses:
         return groups, (over and weakref.ref(over), *map(weakref.ref, groups))
 
 
-class _Used(Protocol):
-    last_use: int
-
-
-Used = TypeVar("Used", bound=_Used)
+Used = TypeVar("Used", bound="RecordedForward | LaunchSequence")
 
 
 class _Recordings(dict[Hashable, Used]):
@@ -392,23 +385,18 @@ def _reader(count: int, ops: Sequence[BasicOperation] = ()) -> Reader:
 _reader_of = functools.cache(_reader)
 
 
-def _are_distinct(tensors: Tensors) -> bool:
-    """Whether no tensor is there twice: a recording could not tell which one is read."""
-    return len(set(map(id, tensors))) == len(tensors)
-
-
 class _Keeps(NamedTuple):
     """Quantized weights that a forward keeps: of one of :attr:`Keywords.before`."""
 
     place: int
     how: tuple[Any, ...]
-    made: list[Part]
+    parts: list[Part]
     is_list: bool
 
     def keep(self, before: Sequence[KeptBefore], held: Sequence[torch.Tensor]) -> None:
         """Keep them, in other buffers."""
-        made = [tensor_of(each, held) for each in self.made]
-        before[self.place].keep(self.how, made if self.is_list else made[0])
+        weights = [tensor_of(part, held) for part in self.parts]
+        before[self.place].keep(self.how, weights if self.is_list else weights[0])
 
 
 class _Given(NamedTuple):
@@ -419,6 +407,18 @@ class _Given(NamedTuple):
 
     number: int
     usage: str | None = None
+
+    @classmethod
+    def at(cls, place: int, places: list[int], usage: str | None = None) -> _Given:
+        """For the parameter at a place, which is added to ``places`` if it is not there."""
+        if place not in places:
+            places.append(place)
+        return cls(places.index(place), usage)
+
+    def of(self, parameters: Sequence[Any]) -> Any:
+        """The parameter or its copy, of the parameters of a call."""
+        parameter = parameters[self.number]
+        return parameter if self.usage is None else parameter.with_usage(self.usage)
 
 
 class _Read(NamedTuple):
@@ -485,15 +485,19 @@ class RecordedForward:
     """
 
     def __init__(
-        self, quantizers: list[list[Float8Quantizer]], parameters: ParameterLayout, groups: Groups
+        self,
+        quantizers: list[list[Float8Quantizer]],
+        parameters: ParameterLayout,
+        groups: Groups,
+        *,
+        packs: bool = True,
     ) -> None:
         self.refusal: str | None = None
         """Why the forward cannot be repeated; None if it can."""
         self._parameters = parameters
         self._groups = [(WeakGroup(group), op) for group, op in groups.items()]
         self._quantizers = quantizers  # held, so that no other list has its id
-        self.packs = True
-        """As of :class:`RecordedPasses`."""
+        self._packs = packs
         self._constants = [
             tensor
             for quantizer in itertools.chain(*quantizers)
@@ -540,8 +544,8 @@ class RecordedForward:
         )
         results: tuple[Any, ...] = _played(known.sequence, inputs, is_packed)
         if known.keeps:
-            for each in known.keeps:
-                each.keep(keywords.before, results[-1])
+            for weights in known.keeps:
+                weights.keep(keywords.before, results[-1])
             results = results[:-1]
         if len(results) == 2:
             return results
@@ -549,8 +553,8 @@ class RecordedForward:
         versions: dict[int, Versions] = {}
         for i, owner, picked in known.versioned:
             versions[i] = Versions(picked(tensors), owner)
-        given = self.given(tensors) if known.given else ()
-        return output, produced, (self, versions, given), saved, None, known.specs
+        parameters = self.given(tensors) if known.given else ()
+        return output, produced, (self, versions, parameters), saved, None, known.specs
 
     def described(self) -> list[tuple[str | None, str]]:
         """How its passes have run: for each a side and a text."""
@@ -606,8 +610,8 @@ class RecordedForward:
             held: list[torch.Tensor] = []
             given: list[int] = []
             values = [
-                {name: _without(value, quantized, given) for name, value in each.items()}
-                for each in values
+                {name: _without(value, quantized, given) for name, value in attributes.items()}
+                for attributes in values
             ]
             recording = recording._replace(
                 contexts=list(zip(map(type, contexts), values, strict=True)),
@@ -620,19 +624,20 @@ class RecordedForward:
                 ends=ends,
                 specs=specs,
                 versioned=[
-                    (i, each.owner, _picked(each.tensors, tensors, sequence))
-                    for i, each in versions.items()
+                    (i, of_op.owner, _picked(of_op.tensors, tensors, sequence))
+                    for i, of_op in versions.items()
                 ],
             )
-            if any(_holds_tensors(list(each.values())) for each in values):
+            if any(_holds_tensors(list(attributes.values())) for attributes in values):
                 sequence.refusal = sequence.refusal or "a context holds a tensor"
             kept = (output, produced, tuple(held))
         buffers: list[torch.Tensor] = []
         for place, before in enumerate(keywords.before):
-            if (made := before.made()) is not None:
-                parts = [_recorded_as(tensor, buffers, sequence) for tensor in as_list(made.made)]
-                is_list = isinstance(made.made, list)
-                recording.keeps.append(_Keeps(place, made.how, parts, is_list))
+            if (kept_by_op := before.made()) is not None:
+                weights = kept_by_op.made
+                parts = [_recorded_as(weight, buffers, sequence) for weight in as_list(weights)]
+                is_list = isinstance(weights, list)
+                recording.keeps.append(_Keeps(place, kept_by_op.how, parts, is_list))
         sequence.returns(slotted((*kept, buffers) if recording.keeps else kept))
         self.refusal = sequence.refusal
         if self.refusal is not None:
@@ -661,7 +666,7 @@ class RecordedForward:
         """``recording`` with what a backward reads of the saved tensors ``held``."""
         sequence, first = recording.sequence, len(recording.given)
         slots = sequence.result[2]
-        packed = sequence.pack(slots) if self.packs else []
+        packed = sequence.pack(slots) if self._packs else []
         kept = tuple(i for i in range(len(held)) if i not in packed)
         inputs = tuple(
             i
@@ -717,8 +722,8 @@ class RecordedForward:
         buffers_of, facts = self._last_again
         buffers = None if buffers_of is None else buffers_of(parameters)
         if buffers is None:
-            found = [QuantizedFacts.of(parameter) for parameter in parameters]
-            known = [(place, about) for place, about in enumerate(found) if about is not None]
+            all_facts = [QuantizedFacts.of(parameter) for parameter in parameters]
+            known = [(place, about) for place, about in enumerate(all_facts) if about is not None]
             if len(known) < len(parameters):
                 return None, None
             buffers_of, facts = buffers_reader(known), tuple(known)
@@ -731,7 +736,7 @@ class RecordedForward:
         backward: Backward,
         saved: list[torch.Tensor],
         versions: dict[int, Versions],
-        given: Sequence[Any],
+        parameters: Sequence[Any],
         dx: torch.Tensor,
         grad_extras: list[torch.Tensor | None] | None,
         owners: Owners,
@@ -741,24 +746,10 @@ class RecordedForward:
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients that ``backward`` computes from the saved tensors; empties ``saved``.
 
-        Parameters
-        ----------
-        backward
-            The plan's generated code.
-        saved
-            The tensors that :meth:`run` returned for saving.
-        versions
-            By op, the versions that :meth:`run` returned.
-        given
-            The quantized parameters that :meth:`run` returned; the backward reads what they hold.
-        dx, grad_extras
-            The gradients of the output and of the extra outputs.
-        owners
-            By op, the weights whose ``main_grad`` it adds their gradients to.
-        needed
-            Which gradients are needed; None for all.
-        is_part
-            Whether ``backward`` is one of two parts, which are not recorded.
+        ``backward`` is the plan's generated code, or one of two parts, ``is_part``, which are not
+        recorded. ``saved``, ``versions`` by op, and ``parameters``, quantized parameters, are of
+        :meth:`run`; ``owners`` are by op the weights whose ``main_grad`` it adds their gradients
+        to. None for ``needed``: all are.
         """
         grads: list[Any] = [dx]
         others: tuple[Any, ...] = ()
@@ -770,13 +761,13 @@ class RecordedForward:
         groups = [group(op) for group, op in self._groups] if self._groups else []
         is_packed = len(saved) < recording.saved_count
         read = recording.read[is_packed]
-        found = layout = None
+        known = layout = None
         buffers: list[Any] | None = []
         facts: Hashable = None
         if read.buffers_of is not None:  # None if one is quantized otherwise since the forward
-            buffers = read.buffers_of([*given, *saved])
+            buffers = read.buffers_of([*parameters, *saved])
         elif read.again:
-            buffers, facts = self._read_again([([*given, *saved])[n] for n in read.again])
+            buffers, facts = self._read_again([([*parameters, *saved])[n] for n in read.again])
         if launch.recording.listener is None and not is_part and buffers is not None:
             tensors = [*grads, *[saved[i] for i in read.inputs]]
             layout = _reader_of(len(tensors))(tensors)
@@ -788,27 +779,27 @@ class RecordedForward:
             autocast = is_any_autocast_enabled() and autocast_dtype(dx.device.type)
             layout = (layout, autocast, others, needed, is_packed)
             call = next(self._backwards.calls)
-            found = self._backwards.get(layout)
-        if found is not None and found.refusal is None:
-            found.last_use = call
-            for each in versions.values():
-                each.check()
+            known = self._backwards.get(layout)
+        if known is not None and known.refusal is None:
+            known.last_use = call
+            for of_op in versions.values():
+                of_op.check()
             played: list[Any] = saved
             played += grads
             played += buffers or ()
             played += groups
             del grads, dx, grad_extras
-            result: tuple[torch.Tensor | None, ...] = _played(found, played)
+            result: tuple[torch.Tensor | None, ...] = _played(known, played)
             for weight in itertools.chain.from_iterable(owners.values()):
                 if weight is not None:
                     note_accumulation(weight)
             return result
         contexts = [
-            context_of(kind, {name: _with(value, given) for name, value in each.items()})
-            for kind, each in recording.contexts
+            context_of(kind, {name: _with(value, parameters) for name, value in attributes.items()})
+            for kind, attributes in recording.contexts
         ]
-        for i, each in versions.items():
-            contexts[i].versions = each
+        for i, of_op in versions.items():
+            contexts[i].versions = of_op
         for i, weights in owners.items():
             contexts[i].main_grad_owners = weights
         if needed is not None:
@@ -824,11 +815,13 @@ class RecordedForward:
                 for tensor, piece in zip(apart, recording.sequence.pieces, strict=True)
             ]
             del apart
-        held = [tuple([_saved(each, whole, given) for each in recording.saved])]
+        held = [tuple([_saved(part, whole, parameters) for part in recording.saved])]
         saved.clear()
         del whole
         args = (contexts, held, recording.ends, dx, grad_extras, recording.specs)
-        is_new = layout is not None and found is None and _are_distinct(inputs)
+        # With a tensor that is there twice, a recording could not tell which one is read.
+        are_distinct = len(set(map(id, inputs))) == len(inputs)
+        is_new = layout is not None and known is None and are_distinct
         if not is_new or not self._backwards.has_room(layout, call, is_first=True):
             del inputs, pieces
             return backward(*args)
@@ -870,43 +863,32 @@ def _copy_of_gathered(
     tensor: torch.Tensor | None,
     tensors: Tensors,
     quantized: Mapping[int, tuple[int, QuantizedFacts]],
-    given: list[int],
+    places: list[int],
 ) -> _Given | None:
-    """A saved gathered parameter, or copy, whose place is added to ``given``; else None."""
+    """A saved gathered parameter, or copy, whose place is added to ``places``; else None."""
     gathering = getattr(tensor, "_gathering", None)
     if gathering is None:
         return None
     assert isinstance(tensor, QuantizedTensor)
-    own = {name: buffer for name, buffer in tensor.buffers().items() if buffer is not None}
+    buffers = _buffer_ids(tensor)
     for place, _ in quantized.values():
         parameter: Any = tensors[place]
         if parameter._gathering is not gathering or tensor._view_of is not None:
             continue
         for usage in (None, *filter(parameter._has, USAGES)):
-            if usage is None:
-                is_it = parameter is tensor
-            else:
-                is_it = _are_same(parameter.with_usage(usage).buffers(), own)
-            if is_it:
-                if place not in given:
-                    given.append(place)
-                return _Given(given.index(place), usage)
+            is_whole = usage is None and parameter is tensor
+            if is_whole or (usage and _buffer_ids(parameter.with_usage(usage)) == buffers):
+                return _Given.at(place, places, usage)
     return None
 
 
-def _are_same(
-    buffers: Mapping[str, torch.Tensor | None], others: Mapping[str, torch.Tensor]
-) -> bool:
-    held = {name: id(buffer) for name, buffer in buffers.items() if buffer is not None}
-    return held == {name: id(buffer) for name, buffer in others.items()}
-
-
-def _saved(part: Part | _Given, held: Sequence[torch.Tensor], given: Sequence[Any]) -> Any:
+def _saved(part: Part | _Given, held: Sequence[torch.Tensor], parameters: Sequence[Any]) -> Any:
     """A saved tensor, from those of a call and the parameters that it was given."""
-    if isinstance(part, _Given):
-        parameter = given[part.number]
-        return parameter if part.usage is None else parameter.with_usage(part.usage)
-    return tensor_of(part, held)
+    return part.of(parameters) if isinstance(part, _Given) else tensor_of(part, held)
+
+
+def _buffer_ids(tensor: QuantizedTensor) -> dict[str, int]:
+    return {name: id(buffer) for name, buffer in tensor.buffers().items() if buffer is not None}
 
 
 @contextlib.contextmanager
@@ -932,28 +914,25 @@ def _noting_reads(
 
 
 def _without(
-    value: Any, quantized: Mapping[int, tuple[int, QuantizedFacts]], given: list[int]
+    value: Any, quantized: Mapping[int, tuple[int, QuantizedFacts]], places: list[int]
 ) -> Any:
-    """A value of a context without quantized parameters, whose places are added to ``given``."""
+    """A value of a context without quantized parameters, whose places are added to ``places``."""
     if isinstance(value, (tuple, list)):
-        parts = [_without(part, quantized, given) for part in value]
+        parts = [_without(part, quantized, places) for part in value]
         return value if all(map(operator.is_, parts, value)) else _like(value, parts)
     if id(value) not in quantized:
         return value
-    place, _ = quantized[id(value)]
-    if place not in given:
-        given.append(place)
-    return _Given(given.index(place))
+    return _Given.at(quantized[id(value)][0], places)
 
 
-def _with(value: Any, given: Sequence[Any]) -> Any:
+def _with(value: Any, parameters: Sequence[Any]) -> Any:
     """The inverse of :func:`_without`, with the parameters of a call."""
-    if not given:
+    if not parameters:
         return value
     if type(value) is _Given:
-        return given[value.number]
+        return value.of(parameters)
     if isinstance(value, (tuple, list)):
-        parts = [_with(part, given) for part in value]
+        parts = [_with(part, parameters) for part in value]
         return value if all(map(operator.is_, parts, value)) else _like(value, parts)
     return value
 
@@ -992,17 +971,17 @@ def _played(sequence: LaunchSequence, tensors: Tensors, is_packed: bool = False)
 
 
 def _picked(
-    wanted: Sequence[torch.Tensor], tensors: Tensors, sequence: LaunchSequence
+    some: Sequence[torch.Tensor], tensors: Tensors, sequence: LaunchSequence
 ) -> Callable[[Tensors], Any]:
-    """A function that picks some tensors from the inputs of ``sequence``."""
-    places = {id(tensor): place for place, tensor in enumerate(tensors)}
-    if not all(id(tensor) in places for tensor in wanted):
+    """A function that picks ``some`` of ``tensors``, from the inputs of ``sequence``."""
+    by_id = {id(tensor): place for place, tensor in enumerate(tensors)}
+    places: list[Any] = [by_id.get(id(tensor)) for tensor in some]
+    if None in places:
         sequence.refusal = sequence.refusal or "it reads the version of what is no input"
         return tuple
-    if len(wanted) == 1:  # of which ``itemgetter`` makes no tuple
-        place = places[id(wanted[0])]
-        return lambda inputs: (inputs[place],)
-    return operator.itemgetter(*[places[id(tensor)] for tensor in wanted])
+    if len(places) == 1:  # of which ``itemgetter`` makes no tuple
+        return lambda inputs: (inputs[places[0]],)
+    return operator.itemgetter(*places)
 
 
 def _holds_tensors(value: Any) -> bool:

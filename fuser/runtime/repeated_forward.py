@@ -30,16 +30,9 @@ def keeping_inputs(
 
     torch compares the versions of tensors that it is given; those of parameters are compared here,
     and what else the ops compute with.
-
-    Raises
-    ------
-    InputError
-        If ``op_kwargs`` has a buffer for an output.
-    StateError
-        In backward, if a parameter or an op has changed since.
     """
-    given = op_kwargs.values() if isinstance(op_kwargs, Mapping) else ()
-    if any(isinstance(of_op, Mapping) and "output" in of_op for of_op in given):
+    keywords = op_kwargs.values() if isinstance(op_kwargs, Mapping) else ()
+    if any(isinstance(of_op, Mapping) and "output" in of_op for of_op in keywords):
         raise InputError(
             "op_kwargs has a buffer output, and the activation memory budget is 0: forward would "
             "write to it again before backward. Leave it out, or use a budget of 1."
@@ -91,8 +84,8 @@ class MemoryObserver(Observer):
     ) -> dict[str, Any]:
         fields = super().costs(graph, plan, *given, is_known=is_known)
         cuts = plan.cuts if plan.waiting else ()
-        own = None if is_known else plan
-        return {**fields, "memory": memory_curve(graph, own, *given, cuts=cuts)}
+        new_plan = None if is_known else plan
+        return {**fields, "memory": memory_curve(graph, new_plan, *given, cuts=cuts)}
 
 
 PASSES.open(SavingPasses())

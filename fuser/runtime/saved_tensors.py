@@ -57,7 +57,7 @@ def put_together(
     saved: Iterable[Part], held: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
     """The tensors that were taken apart, over the buffers ``held``."""
-    return tuple([tensor_of(each, held) for each in saved])
+    return tuple([tensor_of(part, held) for part in saved])
 
 
 def saved_as(tensor: torch.Tensor | None, held: list[torch.Tensor]) -> Part:
@@ -69,8 +69,8 @@ def saved_as(tensor: torch.Tensor | None, held: list[torch.Tensor]) -> Part:
     if not isinstance(tensor, QuantizedTensor) or not _is_buffers_alone(tensor):
         return _index(tensor, held)
     buffers = {n: _index(b, held) for n, b in tensor.buffers().items() if b is not None}
-    what = (tensor.shape, tensor.dtype, tensor.device, tensor._quantizer)
-    return QuantizedPart(type(tensor), buffers, *what, tensor._is_read_only)
+    rest = (tensor.shape, tensor.dtype, tensor.device, tensor._quantizer)
+    return QuantizedPart(type(tensor), buffers, *rest, tensor._is_read_only)
 
 
 def _is_buffers_alone(tensor: QuantizedTensor) -> bool:

@@ -21,46 +21,201 @@ from fuser.plan.graph import Source, extra_input_sources, returned_outputs
 from fuser.plan.plan import Channel, FusionPlan, ModuleCall, merged
 from fuser.runtime.checks import Checks, wrong_extra_count
 from fuser.runtime.pipeline import OperationFuser, Output
-from fuser.runtime.segment import (
-    NO_OP,
-    Keywords,
-    NestedSegment,
-    OpSegment,
-    PipelineSegment,
-    Place,
-    Planned,
-    Segment,
-    basic_ops_of,
-    keyword_rows,
-    why_called,
-)
-from fuser.torch_private import has_global_hooks
+from fuser.torch_private import has_global_hooks, hooks_of
+
+Keywords = Mapping[torch.nn.Module, Mapping[str, Any]]
+"""The caller's keyword arguments, by op."""
+Place = tuple[int, int]
+"""An extra output: the index of its op, and its index among that op's extra outputs."""
+Planned = tuple[list[FusionPlan | ModuleCall], tuple[torch.Tensor, ...]]
+"""Plans, with the modules called between them; meta tensors like main and extra outputs."""
+
+NO_OP = "it is not an op of fuser"
+OWN_FORWARD = "it has its own forward"
+
+
+class Segment:
+    """A module that is not an op: it takes the main input and returns the main output.
+
+    ``reason`` is why it is called as a module. ``last_reads`` are the extra outputs of earlier
+    segments that no segment after this one reads.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        reason: str,
+        inputs: Sequence[Source] = (),
+        outputs: Sequence[Place] = (),
+    ) -> None:
+        self.module = module
+        self.reason = reason
+        self.last_reads: list[Place] = []
+        self._inputs = inputs
+        self._outputs = outputs
+
+    @property
+    def inputs(self) -> Sequence[Source]:
+        """The source of each extra input of a call."""
+        return self._inputs
+
+    @property
+    def outputs(self) -> Sequence[Place | None]:
+        """The extra outputs that a call returns; None for those that only the caller receives."""
+        return self._outputs
+
+    def call(self, x: Any, taken: Sequence[torch.Tensor], keywords: Keywords | None) -> Any:
+        """Run on the main input and the extra inputs."""
+        return self.module(x)
+
+    def taken_apart(self, result: Any, count: int) -> tuple[Any, ...]:
+        """The main output and the ``count`` extra outputs of a call.
+
+        Refuses a result whose form a hook, or the module's own ``forward``, has changed.
+        """
+        if isinstance(result, tuple) and len(result) == 1 + count:
+            return result
+        form = type(result).__name__
+        if isinstance(result, tuple):
+            form += f" of {len(result)}"
+        raise StateError(
+            f"A call of {type(self.module).__name__} returns a tuple of {1 + count}, the output "
+            f"and its extra outputs; its hooks, or its own forward, made it a {form}."
+        )
+
+    def pipelines(self) -> Iterator[OperationFuser]:
+        """The pipelines of this segment."""
+        yield from ()
+
+    def planned(self, x: torch.Tensor, taken: Sequence[torch.Tensor], **how: Any) -> Planned:
+        """The plans of this segment, and meta tensors like its outputs.
+
+        ``how`` are the keyword arguments of :meth:`OperationFuser.plan`.
+        """
+        call = ModuleCall(type(self.module).__name__, self.reason)
+        return [call], _outputs_like(self.module, x, taken)
+
+
+class PipelineSegment(Segment):
+    """A pipeline of consecutive ops."""
+
+    def __init__(
+        self, pipeline: OperationFuser, inputs: Sequence[Source], outputs: Sequence[Place]
+    ) -> None:
+        super().__init__(pipeline, "", inputs, outputs)
+        self.pipeline = pipeline
+
+    def call(self, x: Any, taken: Sequence[torch.Tensor], keywords: Keywords | None) -> Any:
+        return self.pipeline.run(x, tuple(taken), keyword_rows(self.pipeline, keywords))
+
+    def pipelines(self) -> Iterator[OperationFuser]:
+        yield self.pipeline
+
+    def planned(self, x: torch.Tensor, taken: Sequence[torch.Tensor], **how: Any) -> Planned:
+        return [self.pipeline.plan(x, *taken, **how)], self.pipeline.outputs_like(x, *taken)
+
+
+class OpSegment(Segment):
+    """An op that is called as a module."""
+
+    def call(self, x: Any, taken: Sequence[torch.Tensor], keywords: Keywords | None) -> Any:
+        rows = [keywords.get(op, {}) for op in basic_ops_of(self.module)] if keywords else []
+        if not any(rows):
+            return self.module(x, *taken)
+        if isinstance(self.module, FusedOperation):
+            return self.module(x, *taken, basic_op_kwargs=rows)
+        return self.module(x, *taken, **rows[0])
+
+    def pipelines(self) -> Iterator[OperationFuser]:
+        if isinstance(self.module, FusedOperation):
+            yield from self.module._own_segments().pipelines()
+        else:
+            yield self.module._own_pipeline()
+
+    def planned(self, x: torch.Tensor, taken: Sequence[torch.Tensor], **how: Any) -> Planned:
+        if isinstance(self.module, FusedOperation):
+            parts, outputs = self.module._own_segments().planned(x, taken, **how)
+        else:
+            pipeline = self.module._own_pipeline()
+            parts, outputs = [pipeline.plan(x, *taken, **how)], pipeline.outputs_like(x, *taken)
+        if self.reason == OWN_FORWARD:
+            outputs = _outputs_like(self.module, x, taken)
+        ops = tuple(range(len(basic_ops_of(self.module))))
+        return [ModuleCall(type(self.module).__name__, self.reason, ops), *parts], outputs
+
+
+class NestedSegment(Segment):
+    """A nested Sequential: its extra tensors are the caller's, its channels are its own."""
+
+    @property
+    def segments(self) -> Any:
+        """The current segments of the container, which may have been edited or have new hooks."""
+        return self.module._current_segments()
+
+    @property
+    def inputs(self) -> Sequence[Source]:
+        return [Source(k) for k in range(self.segments.num_extra_inputs)]
+
+    @property
+    def outputs(self) -> Sequence[Place | None]:
+        return [None] * self.segments.num_extra_outputs
+
+    def call(self, x: Any, taken: Sequence[torch.Tensor], keywords: Keywords | None) -> Any:
+        if keywords:
+            ops = {op for _, op in self.segments.named_ops()}
+            keywords = {op: of_op for op, of_op in keywords.items() if op in ops}
+        return self.module(x, *taken, **({"op_kwargs": keywords} if keywords else {}))
+
+
+def why_called(op: FusibleOperation) -> str | None:
+    """The reason why ``op`` must be called as a module, outside of pipelines; or None."""
+    if any(hooks_of(op)):
+        return "it has hooks"
+    if has_global_hooks():
+        return "torch has hooks for every module"
+    cls = type(op)
+    forward = op.__dict__.get("forward")
+    if (
+        cls.forward not in (BasicOperation.forward, FusedOperation.forward)
+        or cls.__call__ is not torch.nn.Module.__call__
+        or (forward is not None and getattr(forward, "__func__", None) is not cls.forward)
+    ):
+        return OWN_FORWARD
+    return None
+
+
+def basic_ops_of(unit: Any) -> tuple[BasicOperation, ...]:
+    """The basic ops that a module is, or that it replaces."""
+    if isinstance(unit, FusedOperation):
+        return unit.members
+    return (unit,) if isinstance(unit, BasicOperation) else ()
+
+
+def keyword_rows(pipeline: OperationFuser, keywords: Keywords | None) -> list[Any] | None:
+    """The keyword arguments of each basic op of ``pipeline``."""
+    return None if keywords is None else [keywords.get(op, {}) for op in pipeline.basic_ops]
+
+
+def _outputs_like(
+    module: torch.nn.Module, x: torch.Tensor, extra_inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Meta tensors like the outputs of ``module``, which runs on the meta device for this."""
+    state = {
+        name: tensor.to("meta")
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    inputs = tuple(tensor.to("meta") for tensor in (x, *extra_inputs))
+    outputs = torch.func.functional_call(module, state, inputs)
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 class Segments:
     """The segments of ``modules``, which it runs and plans.
 
-    Parameters
-    ----------
-    modules
-        Operations and any other modules, in the order in which they run.
-    fusions
-        The fusion classes that the planner may use.
-    name
-        The class of the module that owns them, for messages.
-    keys
-        The names of the modules in their container, for messages; those of a composite have none.
-    is_open
-        Whether a channel may have an end outside; such ends are extra inputs and
-        outputs of a call.
-    previous
-        Segments of the same modules; their pipelines are reused if their ops stay
-        together.
-
-    Raises
-    ------
-    InputError
-        If a channel has two producers, none, or one after its reader.
+    ``name`` is the class of the module that owns them, and ``keys`` are the names of the modules in
+    their container, for messages; those of a composite have none. ``is_open``: a channel may have
+    an end outside, which is an extra input or output of a call. Pipelines of ``previous``, segments
+    of the same modules, are reused if their ops stay together.
     """
 
     def __init__(
@@ -226,19 +381,13 @@ class Segments:
                 yield f"{name} of a nested {nested.segments.name}", op
 
     def keywords(self, rows: Sequence[Mapping[str, Any]]) -> Keywords:
-        """``rows``, the keyword arguments of each basic op, by op.
-
-        Raises
-        ------
-        InputTypeError
-            If they are not a list of one dict for each op, or an op does not take an argument.
-        """
+        """``rows``, the keyword arguments of each basic op, by op."""
         self._checks.keywords(rows)
         return dict(zip(self.ops, rows, strict=True))
 
-    def _check_extra_inputs(self, given: int) -> None:
-        if given != self.num_extra_inputs:
-            takers = wrong_extra_count(self.num_extra_inputs, self._takers(), given)
+    def _check_extra_inputs(self, count: int) -> None:
+        if count != self.num_extra_inputs:
+            takers = wrong_extra_count(self.num_extra_inputs, self._takers(), count)
             raise InputError(f"The {self.name} {takers}")
 
     def _takers(self) -> list[str]:
@@ -257,24 +406,17 @@ class Segments:
         """Run every segment, with keyword arguments that were checked.
 
         Returns the main output, or a tuple of it and the extra outputs in the order of the ops.
-
-        Raises
-        ------
-        InputError
-            If the number of extra inputs is wrong.
-        StateError
-            If a module wrote to a tensor that is on a channel.
         """
         self._check_extra_inputs(len(extra_inputs))
         if self.only is not None:
             return self.only.run(x, extra_inputs, keyword_rows(self.only, keywords))
-        given = iter(extra_inputs)
+        remaining = iter(extra_inputs)
         # The tensors on channels, with the version that each had at the start.
         carried: dict[Place | None, tuple[torch.Tensor, int | None]] = {}
         returned: list[torch.Tensor] = []
         for segment in self.parts:
             taken = [
-                next(given) if s.producer is None else self._read(s, *carried[s.place])
+                next(remaining) if s.producer is None else self._read(s, *carried[s.place])
                 for s in segment.inputs
             ]
             x = segment.call(x, taken, keywords)
@@ -313,13 +455,7 @@ class Segments:
         training: bool,
         device: str | None = None,
     ) -> FusionPlan:
-        """One plan for all segments.
-
-        Raises
-        ------
-        InputError
-            If the number of extra inputs is wrong, or there is no op.
-        """
+        """One plan for all segments."""
         if not self.ops:
             raise InputError(
                 f"This {self.name} holds no fusible op, so there is nothing to plan."
@@ -344,25 +480,18 @@ class Segments:
         plan = merged(parts, channels)
         return replace(plan, memory=plan.memory.with_inputs(t.nbytes for t in (x, *extra_inputs)))
 
-    def planned(
-        self,
-        x: torch.Tensor,
-        extra_inputs: Sequence[torch.Tensor],
-        *,
-        training: bool,
-        device: str | None = None,
-    ) -> Planned:
-        """The plan of each segment."""
-        given = iter(extra_inputs)
+    def planned(self, x: torch.Tensor, extra_inputs: Sequence[torch.Tensor], **how: Any) -> Planned:
+        """The plan of each segment, and meta tensors like the outputs."""
+        remaining = iter(extra_inputs)
         carried: dict[Place | None, torch.Tensor] = {}
         returned: list[torch.Tensor] = []
         parts: list[FusionPlan | ModuleCall] = []
         for segment in self.parts:
             taken = [
-                next(given) if source.producer is None else carried[source.place]
+                next(remaining) if source.producer is None else carried[source.place]
                 for source in segment.inputs
             ]
-            plans, (x, *extras) = segment.planned(x, taken, training, device)
+            plans, (x, *extras) = segment.planned(x, taken, **how)
             parts += plans
             for place, tensor in zip(segment.outputs, extras, strict=True):
                 carried[place] = tensor

@@ -98,9 +98,9 @@ class SplittablePlan(CompiledPlan):
         return second
 
 
-def _contexts(given: Any) -> Sequence[Any]:
+def _contexts(contexts: Any) -> Sequence[Any]:
     """The contexts of a step, which gets one or several."""
-    return (given,) if isinstance(given, OperationContext) else given
+    return (contexts,) if isinstance(contexts, OperationContext) else contexts
 
 
 def _keeping(backward: Function) -> Function:

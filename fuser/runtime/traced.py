@@ -8,39 +8,63 @@ pass is one operation (``runtime/compiled.py``) over these tensors.
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fuser.basic_ops import MoeCombine, MoeDispatch
+from fuser.basic_ops import GroupedLinear, MoeCombine, MoeDispatch
 from fuser.communication import group_number, is_distributed
+from fuser.cuda.launch import kernel_refusal
 from fuser.doors import PASSES, PassRunner
 from fuser.errors import InputError, StateError
 from fuser.functional.random_seeds import MOST_DROPOUT, MOST_ROUNDING
+from fuser.gemm.matmul import architecture
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.op.structure import REFUSED, structure_of
 from fuser.plan.saved_inputs import limit_here, many_rows
-from fuser.precision.contexts import AROUND, EnteredInGraph, entered_in, recipe_key_here
+from fuser.precision.contexts import (
+    AROUND,
+    INSIDE,
+    AutocastState,
+    EnteredInGraph,
+    current_recipe,
+    entered_in,
+    recipe_key_here,
+    recomputing_under,
+)
 from fuser.precision.numbered_calls import number_call
-from fuser.runtime.compiled import forward, forward_on_host
-from fuser.runtime.compiled_passes import lock
-from fuser.runtime.compiled_runner import quantizing
-from fuser.runtime.graph_parameters import joined_text, tensors_of_joined, text_of
+from fuser.recipe import DelayedScaling, QParams, Recipe, recipe_of_key
+from fuser.runtime.compiled import VERSION, add_passes, forward, forward_on_host
+from fuser.runtime.compiled_passes import Passes, lock
+from fuser.runtime.compiled_runner import copied, quantizing
+from fuser.runtime.compiled_values import Facts, TensorFacts
+from fuser.runtime.exported import exported_name
+from fuser.runtime.graph_parameters import (
+    JOINED,
+    PLAIN_CLASSES,
+    QUANTIZED,
+    joined_text,
+    tensors_of_joined,
+    text_of,
+)
 from fuser.runtime.local_parts import check_gates, check_placement
 from fuser.runtime.pipeline import OperationFuser, registered_count
-from fuser.runtime.segment import PipelineSegment, Segment
-from fuser.runtime.segments import Segments
-from fuser.runtime.traced_passes import describe, note_structure
+from fuser.runtime.segments import PipelineSegment, Segment, Segments
+from fuser.specs import PlanKey
 from fuser.torch_private import (
     breaks_graph,
     call_while_tracing,
     constant_in_graphs,
+    forward_ad_level,
     graph_break,
+    is_functorch_active,
     is_traced_in_checkpoint,
     outside_fake_mode,
     traced_subject,
 )
+from fuser.version import __version__
 
 Path: TypeAlias = tuple[str, ...]
 GivenParameters: TypeAlias = tuple[Sequence[tuple[torch.Tensor, ...]], Callable[..., Any]]
@@ -185,7 +209,7 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
         held: list[tuple[BasicOperation, str, Any]]
         held = [(ops[i], name, ops[i]._parameters[name]) for i, name in parameters]
         distributed = tuple(is_distributed(parameter) for _, _, parameter in held)
-        summed = tuple(_summed_over(*each) for each in held)
+        summed = tuple(_summed_over(*slot) for slot in held)
         check_gates(ops)
         quantized = tuple([text_of(parameter) for _, _, parameter in held])
     except (InputError, StateError) as error:
@@ -223,6 +247,156 @@ def _summed_over(op: BasicOperation, name: str, parameter: Any) -> int | None:
     return None if group is None else group_number(type(op).__name__, group)
 
 
+# -- the passes of a call, or why it cannot be in a graph -----------------------------------
+
+
+_process = uuid.uuid4().hex
+_pipelines: dict[str, OperationFuser] = {}
+"""A copy of a pipeline for each structure, with parameters on the meta device."""
+
+
+def note_structure(structure: str, pipeline: OperationFuser) -> None:
+    """Before a call of such a pipeline is described: keep a copy."""
+    if structure not in _pipelines:
+        _pipelines[structure] = copied(pipeline)
+
+
+class Call(NamedTuple):
+    """What the graph of a call contains."""
+
+    refusal: str
+    """Why the call cannot be in a graph; empty if it can."""
+    name: str = ""
+    """That of the passes."""
+    is_delayed: bool = False
+    is_inside: bool = False
+    """Whether the graph enters the autocast with delayed scaling."""
+    rounds: bool = False
+    """Whether the recipe rounds at random."""
+    reads_sizes: bool = False
+    """Whether the host waits for split sizes."""
+
+
+@constant_in_graphs
+def describe(
+    structure: str,
+    recipe_key: str,
+    is_grad_enabled: bool,
+    device: str,
+    autocast: torch.dtype | None,
+    summed: tuple[int | None, ...],
+    first: tuple[int, ...],
+    tensors: tuple[TensorFacts, ...],
+    training: tuple[bool, ...],
+    read: tuple[str, ...],
+    is_checkpointed: bool,
+    limit: tuple[float | None, bool, bool],
+    registered: int,
+) -> Call:
+    """The call with such facts; ``read`` is there for Dynamo to compare it at each call."""
+    recipe, key = None, recipe_key.removeprefix(INSIDE).removeprefix(AROUND)
+    pipeline = _pipelines[structure]
+    if key:
+        here = current_recipe()
+        try:
+            recipe = here if here is not None and here._key == key else recipe_of_key(key)
+        except KeyError:
+            return Call(
+                "a custom recipe is entered in the graph; enter it around the compiled function"
+            )
+        if recipe.custom() and _has_states(pipeline, recipe):
+            return Call("quantizers of its custom recipe have states")
+    if is_functorch_active() or forward_ad_level() >= 0:
+        return Call("it is transformed by torch.func, or differentiated forward")
+    for kind, _, _ in tensors:
+        if kind not in PLAIN_CLASSES and not kind.startswith((QUANTIZED, JOINED)):
+            return Call(f"a {kind} is among its inputs and parameters")
+    try:
+        with outside_fake_mode():
+            like = [torch.empty(1, 1, dtype=dtype, device="meta") for _, dtype, _ in tensors]
+        count = 1 + len(summed)
+        pipeline.checks.kinds(like[0], like[1:count], like[count:])
+    except InputError as error:
+        return Call(str(error).removesuffix("."))
+    dtypes = iter([dtype for _, dtype, _ in tensors[1:]])
+    reads_sizes = False
+    for op, parameters in zip(pipeline.basic_ops, pipeline._slots.counts, strict=True):
+        # Not those of the copy, which may be of a pipeline of the same structure in another dtype.
+        of_op = [next(dtypes) for _ in range(parameters)]
+        if not isinstance(op, GroupedLinear):
+            continue
+        arch = architecture(torch.device(device))
+        place = PlanKey((), recipe, autocast or of_op[0], device, arch, ())
+        reads_sizes |= not op.runs_at_once(place)
+    if reads_sizes and recipe is not None:
+        return Call(
+            "GroupedLinear quantizes each group alone, and split sizes decide what it keeps"
+        )
+    facts = Facts(
+        recipe_key,
+        is_grad_enabled,
+        device,
+        kernel_refusal(device),
+        autocast,
+        summed,
+        first,
+        tensors,
+        training,
+        _rounds_at_random(recipe),
+        is_checkpointed,
+        limit,
+        _others(pipeline, registered),
+    )
+    text = repr((__version__, VERSION, facts))
+    name = f"{structure} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    if torch.compiler.is_exporting():
+        if isinstance(recipe, DelayedScaling):
+            return Call("scales of delayed scaling are no part of an exported program")
+        if any(kind.startswith(QUANTIZED) for kind, _, _ in tensors):
+            return Call("its parameters are quantized, which a program does not contain")
+        if facts.registered:
+            return Call("code from outside of fuser plans it, which another process lacks")
+        # The program is under this recipe, wherever it runs.
+        facts = facts._replace(recipe_key=INSIDE + key)
+        with lock, outside_fake_mode():
+            try:
+                name = exported_name(pipeline, facts, recipe)
+            except StateError as error:
+                return Call(str(error).removesuffix("."))
+    add_passes(name, lambda: Passes(pipeline, facts, recipe))
+    is_delayed = isinstance(recipe, DelayedScaling) and bool(quantizing(pipeline.basic_ops))
+    is_inside = is_delayed and recipe_key.startswith(INSIDE)
+    return Call("", name, is_delayed, is_inside, facts.rounds, reads_sizes)
+
+
+def _others(pipeline: OperationFuser, registered: int) -> str:
+    """What names code of the user that plans or runs; empty if there is none.
+
+    Graphs that torch keeps on disk then belong to this process.
+    """
+    modules = [fusion.__module__ for fusion in pipeline.fusions]
+    if not registered and all(module.partition(".")[0] == "fuser" for module in modules):
+        return ""
+    return f"{_process} {registered}"
+
+
+def _has_states(pipeline: OperationFuser, recipe: Recipe) -> bool:
+    """Whether quantizers of a custom recipe read or write tensors, as those of delayed scaling."""
+    with lock, recomputing_under(AutocastState(recipe)):
+        quantizers = [
+            op.quantizer_value(mode, index)
+            for op in pipeline.basic_ops
+            for mode in ("forward", "backward")
+            for index in range(op.num_quantizers(mode))
+        ]
+    return any(quantizer is not None and quantizer.state_tensors() for quantizer in quantizers)
+
+
+def _rounds_at_random(recipe: Recipe | None) -> bool:
+    params = () if recipe is None else vars(recipe).values()
+    return any(isinstance(value, QParams) and value.stochastic_rounding for value in params)
+
+
 # -- the traced call -------------------------------------------------------------------------
 
 
@@ -249,11 +423,11 @@ def traced_call(
         refusals = [part.refusal for part in trace.parts if isinstance(part, Pipeline)]
         reason = max(refusals)
     if reason != "":
-        return _broken(container, None, x, extras, keywords, given, reason)
+        return _broken(reason, container, None, x, extras, keywords, given)
     if len(trace.parts) == 1 and isinstance(trace.parts[0], Pipeline):
         return _traced_pipeline(container, None, trace, x, extras, given, 0)
     if extras:
-        return _broken(container, None, x, extras, keywords, given, "it takes no extra inputs")
+        return _broken("it takes no extra inputs", container, None, x, extras, keywords, given)
     result: Any = x
     first = 0
     for number, part in enumerate(trace.parts):
@@ -287,7 +461,7 @@ def _traced_pipeline(
     if reason == "" and x.is_meta:
         reason = "its input is on the meta device"
     if reason != "":
-        return _broken(container, number, x, extras, {}, given, reason)
+        return _broken(reason, container, number, x, extras, {}, given)
     ops = [_at(container, path) for path in pipeline.ops]
     # Compared by each call of the graph, and so traced again after a change of an op.
     structures = [op._structure for op in ops]
@@ -304,18 +478,18 @@ def _traced_pipeline(
         joined = given[0][first_given : first_given + len(pipeline.parameters)]
         parameters = [tensors_of_joined(tensors) for tensors in joined]
         texts = [joined_text(tensors) for tensors in parameters]
-    each = [(x,), *parameters, *[(extra,) for extra in extras]]
+    tuples = [(x,), *parameters, *[(extra,) for extra in extras]]
     kinds = [
         text or type(tensors[0]).__name__
-        for text, tensors in zip(["", *texts, *[""] * len(extras)], each, strict=True)
+        for text, tensors in zip(["", *texts, *[""] * len(extras)], tuples, strict=True)
     ]
-    are_trained = [True in [t.requires_grad for t in tensors] for tensors in each]
-    dtypes = [tensors[0].dtype for tensors in each]
+    are_trained = [True in [t.requires_grad for t in tensors] for tensors in tuples]
+    dtypes = [tensors[0].dtype for tensors in tuples]
     facts = list(zip(kinds, dtypes, are_trained, strict=True))
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     first = tuple([min([j for j in range(i + 1) if extras[j] is e]) for i, e in enumerate(extras)])
-    own = getattr(container, "_memory_budget", None)
+    budget = getattr(container, "_memory_budget", None)
     recipe_key = trace.recipe_key
     if recipe_key is None or recipe_key == AROUND:
         recipe_key = (recipe_key or "") + recipe_key_here()
@@ -331,7 +505,7 @@ def _traced_pipeline(
         tuple(training),
         tuple(structures + fusions + composites),
         trace.is_checkpointed,
-        limit_here(own, x, pipeline.many_rows),
+        limit_here(budget, x, pipeline.many_rows),
         registered_count(),
     )
     reason = call.refusal
@@ -341,7 +515,7 @@ def _traced_pipeline(
             "enter it around the compiled function"
         )
     if reason != "":
-        return _broken(container, number, x, extras, {}, given, reason)
+        return _broken(reason, container, number, x, extras, {}, given)
     drawn = [i for i in pipeline.dropouts if training[i]]
     # Made in the graph: a recomputation gets the same ones, and a replay others.
     seeds = [torch.randint(MOST_DROPOUT, (2,), device=x.device) for _ in drawn]
@@ -354,16 +528,8 @@ def _traced_pipeline(
     return results[0] if pipeline.outputs == 1 else tuple(results[: pipeline.outputs])
 
 
-def _broken(
-    container: Any,
-    number: int | None,
-    x: torch.Tensor,
-    extras: tuple[torch.Tensor, ...],
-    keywords: Mapping[str, Any],
-    given: GivenParameters | None,
-    reason: str,
-) -> Any:
-    """The call of part ``number`` of a container, or of all of it, outside of the graph."""
+def _broken(reason: str, container: Any, *call: Any) -> Any:
+    """A call outside of the graph; the arguments are those of :func:`_called_outside`."""
     if not torch.compiler.is_dynamo_compiling():
         raise StateError(f"A {type(container).__name__} cannot be exported: {reason}.")
     if torch.compiler.is_exporting():
@@ -372,7 +538,7 @@ def _broken(
         f"a {type(container).__name__} is called outside of the graph: {reason}. Without "
         "fullgraph=True it runs between two graphs."
     )
-    return _called_outside(container, number, x, extras, keywords, given)
+    return _called_outside(container, *call)
 
 
 def _at(module: Any, path: Path) -> Any:
@@ -390,6 +556,8 @@ def _called_outside(
     keywords: Mapping[str, Any],
     given: GivenParameters | None,
 ) -> Any:
+    """The call of part ``number`` of a container, or of all of it."""
+
     def call() -> Any:
         if number is None:
             return container.forward(x, *extras, **keywords)

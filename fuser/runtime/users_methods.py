@@ -27,15 +27,9 @@ _RESULTS = {
 class UsersMethods:
     """``fuser_forward`` and ``fuser_backward``, with the arguments of ``step_`` methods.
 
-    Parameters
-    ----------
-    op
-        The op or the fusion.
-    ops
-        The index of each basic op whose work it does, the op, and the number of its parameters.
-    needed
-        The extra outputs that other ops or the caller read: the place of the op among these, the
-        index, and a description.
+    ``ops`` has the index of each basic op whose work ``op``, an op or a fusion, does, the basic op,
+    and the number of its parameters; ``needed`` the extra outputs that other ops or the caller
+    read: the place of the op among these, the index, and a description.
     """
 
     def __init__(
@@ -98,28 +92,28 @@ class UsersMethods:
         return dx, params, extras[0] if self.is_one else itertools.chain(*extras)
 
     def _checked(
-        self, given: Iterable[Iterable[Any] | None] | None, what: str, counts: list[int]
+        self, returned: Iterable[Iterable[Any] | None] | None, noun: str, counts: list[int]
     ) -> list[tuple[Any, ...]]:
         """One row of tensors for each basic op; those of the last ops may be left out if empty."""
-        if type(given) is list and len(given) == 1 == len(counts):  # as of most ops
-            (row,) = given
+        if type(returned) is list and len(returned) == 1 == len(counts):  # as of most ops
+            (row,) = returned
             is_right = type(row) is tuple and len(row) == counts[0]
             if is_right and PLAIN_OR_NONE.issuperset(map(type, row)):
-                return given
-        method = "fuser_forward" if what == "extra outputs" else "fuser_backward"
-        if isinstance(given, torch.Tensor):
-            raise _of_other_form(self.op, method, given)
+                return returned
+        method = "fuser_forward" if noun == "extra outputs" else "fuser_backward"
+        if isinstance(returned, torch.Tensor):
+            raise _of_other_form(self.op, method, returned)
         name, first, last = type(self.op).__name__, self.indices[0], self.indices[-1]
-        if given is None:
+        if returned is None:
             raise StateError(
-                f"{name} returned None in the place of its rows of {what}; it returns "
-                f"{len(counts)}, for ops {first} to {last}, of {counts} {what}."
+                f"{name} returned None in the place of its rows of {noun}; it returns "
+                f"{len(counts)}, for ops {first} to {last}, of {counts} {noun}."
             )
-        part = f"{'' if what == 'extra outputs' else 'gradients of '}{what}"
-        if not _is_row(given):
-            raise _of_other_form(self.op, method, given, f" as its {part}")
+        part = f"{'' if noun == 'extra outputs' else 'gradients of '}{noun}"
+        if not _is_row(returned):
+            raise _of_other_form(self.op, method, returned, f" as its {part}")
         checked = []
-        for row in given:
+        for row in returned:
             if isinstance(row, torch.Tensor):
                 raise _of_other_form(self.op, method, row)
             if row is not None and not _is_row(row):
@@ -131,7 +125,7 @@ class UsersMethods:
         checked += [()] * (len(counts) - len(checked))
         if [len(row) for row in checked] != counts:
             raise StateError(
-                f"{name} replaces ops {first} to {last}, which have {counts} {what}, and returned "
+                f"{name} replaces ops {first} to {last}, which have {counts} {noun}, and returned "
                 f"{[len(row) for row in checked]}."
             )
         return checked

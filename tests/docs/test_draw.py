@@ -23,7 +23,8 @@ import fuser
 import fuser.report.draw
 from fuser.formats import DType, NumberFormat
 from fuser.plan.plan import Channel, FusionPlan, Refusal, Step
-from fuser.report.layout import Box, Line, Picture, Text, lay_out
+from fuser.report.layout import lay_out
+from fuser.report.picture import Box, Line, Picture, Text
 from fuser.report.text import format_time
 from fuser.specs import OpKey, PlanKey, QuantSpec, TensorKey
 

@@ -6,7 +6,7 @@ PASSES = "runtime/compiled_passes.py"
 RUNNER = "runtime/compiled_runner.py"
 VALUES = "runtime/compiled_values.py"
 TRACED = "runtime/traced.py"
-DESCRIBED = "runtime/traced_passes.py"
+DESCRIBED = "runtime/traced.py"
 QUANTIZED = "test_compiled_quantized_parameters.py::"
 JOINED = "test_compiled_joined_weights.py::test_"
 CALLS = "precision/numbered_calls.py"
@@ -320,8 +320,8 @@ COMPILING = (
         "extra inputs that are one tensor are two",
         VALUES,
         "Given.distinct",
-        "extras = [each[count + i] for i in first]",
-        "extras = each[count:]",
+        "extras = [distinct[count + i] for i in first]",
+        "extras = distinct[count:]",
         "test_compiled_experts.py::test_split_sizes_of_one_tensor_find_the_groups_once",
     ),
     Mutant(
@@ -360,7 +360,7 @@ COMPILING = (
         "an exported program may name any class",
         "runtime/exported.py",
         "_Unpickler.find_class",
-        "(found.__module__, found.__qualname__) == (module, name)",
+        "(named.__module__, named.__qualname__) == (module, name)",
         "True",
         "test_exported.py::test_names_load_classes_of_fuser_alone",
     ),
@@ -384,16 +384,16 @@ COMPILING = (
         "results of a layout are taken for those of another",
         RUNNER,
         "_layouts_of",
-        "return (tuple(map(storages.index, storages)), *found)",
+        "return (tuple(map(storages.index, storages)), *layouts)",
         "return (tuple(map(storages.index, storages)),)",
         "test_compiled_models.py::test_the_results_of_a_layout_are_not_those_of_another",
     ),
     Mutant(
         "equal blocks are traced again",
         RUNNER,
-        "Runner._traced_with",
-        "results: dict[object, _Traced] = of_runners.setdefault(self, {})",
-        "results: dict[object, _Traced] = {}",
+        "Runner._traced",
+        "traced = of_runners.setdefault(self, {})",
+        "traced = {}",
         "test_compiled_models.py::test_equal_blocks_of_a_graph_are_traced_as_often_as_one",
     ),
     Mutant(
@@ -408,7 +408,7 @@ COMPILING = (
     Mutant(
         "results of another trace are taken",
         RUNNER,
-        "Runner._traced_with",
+        "Runner._traced",
         'mode = getattr(tensor, "fake_mode", None)',
         "mode = type(self)",
         f"{QUANTIZED}test_compiled_training_has_the_bits_of_eager_training",
@@ -459,7 +459,7 @@ COMPILING = (
         "a weight keeps the scale with which it came",
         RUNNER,
         "Runner._forward",
-        "of_op._quantizer = own._quantizer",
+        "of_op._quantizer = parameter._quantizer",
         "pass",
         f"{QUANTIZED}test_weights_have_the_scales_of_their_ops_under_delayed_scaling",
     ),
@@ -483,7 +483,7 @@ COMPILING = (
         "the budget of a pipeline counts for nothing in a graph",
         TRACED,
         "_traced_pipeline",
-        "limit_here(own, x, pipeline.many_rows)",
+        "limit_here(budget, x, pipeline.many_rows)",
         "limit_here(None, x, pipeline.many_rows)",
         "test_rebuilt.py::test_a_compiled_call_keeps_the_bytes_of_an_eager_one",
     ),
@@ -499,8 +499,8 @@ COMPILING = (
         "tied tensors are no part of a layout",
         RUNNER,
         "_layouts_of",
-        "return (tuple(map(storages.index, storages)), *found)",
-        "return tuple(found)",
+        "return (tuple(map(storages.index, storages)), *layouts)",
+        "return tuple(layouts)",
         f"{TEST}test_each_field_of_the_layouts_of_a_trace_counts",
     ),
     Mutant(
@@ -545,7 +545,7 @@ COMPILING = (
     ),
     Mutant(
         "experts under torch's autocast read sizes as their weights would",
-        "runtime/traced_passes.py",
+        "runtime/traced.py",
         "describe",
         "autocast or of_op[0]",
         "of_op[0]",
@@ -614,7 +614,7 @@ COMPILING = (
         "a recording is repeated and its sizes are forgotten",
         "runtime/compiled_runner.py",
         "Runner._backward",
-        "known = self._recorded_pass(key)",
+        "known = next((one for one in recorded_passes if one.key == key), None)",
         "pass",
         "test_compiled.py::test_the_latest_layouts_are_known_however_old_they_are",
     ),

@@ -249,7 +249,7 @@ EXPERTS = (
         "a recorded backward compares no versions",
         "runtime/recorded.py",
         "RecordedForward.backward",
-        "each.check()",
+        "of_op.check()",
         "pass",
         RECORDED + "test_each_weight_that_changes_before_the_backward_is_noticed",
     ),

@@ -132,7 +132,7 @@ GRAPHS = (
     ),
     Mutant(
         "a replay of the same graph leaves what its forward saved",
-        "runtime/graph_memory.py",
+        "runtime/graphed.py",
         "GraphMemory.replays",
         "not saved[-1].forward < place <",
         "not saved[-1].forward <= place <",
@@ -141,7 +141,7 @@ GRAPHS = (
     ),
     Mutant(
         "a second backward of one forward is replayed",
-        "runtime/graph_memory.py",
+        "runtime/graphed.py",
         "GraphMemory.replays",
         "< place < saved[-1].backward",
         "< place <= saved[-1].backward",
@@ -167,10 +167,9 @@ GRAPHS = (
     Mutant(
         "a copy of a graphed module has its graph",
         "runtime/graphed.py",
-        "GraphedForward.__deepcopy__",
-        "return GraphedForward(copy.deepcopy(self._module, memo), copy.deepcopy(self._plain, "
-        "memo))",
-        "return self",
+        "GraphedForward.__reduce__",
+        "return GraphedForward, (self._module, self._plain)",
+        "return GraphedForward, (self._module, self._plain, self._graph)",
         REPLAYS + "test_a_copy_computes_with_its_own_parameters",
         select="deepcopy",
     ),

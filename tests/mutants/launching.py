@@ -442,9 +442,9 @@ SEQUENCES = (
     Mutant(
         "a weight that two ops read is that of the last in a repeated backward",
         "runtime/recorded.py",
-        "_without",
-        "return _Given(given.index(place))",
-        "return _Given(len(given) - 1)",
+        "_Given.at",
+        "return cls(places.index(place), usage)",
+        "return cls(len(places) - 1, usage)",
         QUANTIZED + "test_weights_of_two_ops_are_read_by_each",
     ),
     Mutant(

@@ -723,7 +723,7 @@ SENTENCES = (
         "a caller may give what the pipeline gives",
         "runtime/checks.py",
         "check_keywords",
-        "if key in own:",
+        "if key in of_pipeline:",
         "if key in ():",
         "test_grouping.py::test_op_kwargs_reach_an_op_wherever_it_is_and_whatever_hooks_there_are",
     ),

@@ -106,7 +106,7 @@ KEPT_WEIGHTS = (
         "a replay of a first microbatch keeps nothing",
         "runtime/recorded.py",
         "RecordedForward.run",
-        "each.keep(keywords.before, results[-1])",
+        "weights.keep(keywords.before, results[-1])",
         "pass",
         "test_recorded_microbatches.py",
         select="nobody_counts or two_containers",

@@ -20,7 +20,7 @@ from fuser.plan.model import Box, ModelPlan, Part, joined_paths
 from fuser.plan.transformers import PRESETS, Transformer
 from fuser.precision.contexts import current_recipe
 from fuser.recipe import DelayedScaling, Float8CurrentScaling
-from fuser.runtime import observed
+from fuser.runtime import model_plan
 
 HIDDEN, HEADS = 64, 4
 
@@ -222,8 +222,8 @@ def test_planning_changes_nothing_and_the_model_runs_as_before(recipe: Any) -> N
     for name, value in model.state_dict().items():
         assert torch.equal(value, values[name]), name
     assert model(TOKENS).shape == (2, 32, HIDDEN)
-    assert observed.observer() is None
-    assert observed.ModelObserver.calls is None
+    assert model_plan.observer() is None
+    assert model_plan.ModelObserver.calls is None
 
 
 def test_other_threads_run_their_models_meanwhile() -> None:
@@ -557,8 +557,8 @@ def test_a_forward_that_reads_values_is_refused_in_a_sentence_and_the_next_call_
 
     with pytest.raises(fuser.InputError, match=said("model-plan-cannot-planned-inputs", "Reads")):
         fuser.plan(Reads(), torch.empty(2, 2))
-    assert observed.observer() is None
-    assert observed.ModelObserver.calls is None
+    assert model_plan.observer() is None
+    assert model_plan.ModelObserver.calls is None
     assert current_recipe() is None
     assert fuser.plan(torch.nn.GELU(), torch.empty(2, 2)).parts
 

@@ -31,7 +31,7 @@ from fuser import moe
 from fuser import recipe as recipes
 from fuser.errors import InputError
 from fuser.fused_ops import GroupedMLP
-from fuser.runtime import traced_passes
+from fuser.runtime import traced
 
 __all__ = ["_nothing_compiled_yet"]  # the fixture
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -324,7 +324,7 @@ def test_the_dtype_of_its_own_weights_decides_whether_a_layer_reads_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On Hopper; of layers of one structure, whose pipelines share a copy; or torch's autocast."""
-    monkeypatch.setattr(traced_passes, "architecture", lambda device: (9, 0))
+    monkeypatch.setattr(traced, "architecture", lambda device: (9, 0))
     fp32 = torch.float32
     for dtype, name, is_autocast in (
         *((BF16, "forward", False), (fp32, "host_forward", False), (BF16, "forward", False)),

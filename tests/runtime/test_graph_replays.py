@@ -18,8 +18,7 @@ from said import holds, said
 
 import fuser
 from fuser import recipe as recipes
-from fuser.runtime.graph_memory import GraphMemory
-from fuser.runtime.graphed import GraphedForward
+from fuser.runtime.graphed import GraphedForward, GraphMemory
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* is emulated", "error:Graphed module"),
