@@ -182,7 +182,7 @@ class GroupedLinearSaved(NamedTuple):
         count = len(cls._fields) - 2
         operands = tuple(tensors[count:])
         half = len(operands) // 2
-        return cls(*tensors[:count], operands[:half], operands[half:])
+        return cls._make((*tensors[:count], operands[:half], operands[half:]))
 
 
 class SeparateWeights(NamedTuple):
