@@ -22,6 +22,7 @@ import sys
 import tarfile
 import tempfile
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,6 +194,18 @@ def walked(tree: Path) -> dict[str, str]:
     }
 
 
+def shared_class_names(files: Iterable[Source]) -> list[str]:
+    """The names that two classes have, outside of ``fuser.te``, which has the names of others."""
+    names = Counter(
+        node.name.lstrip("_")
+        for source in files
+        if source.path.parts[0] != "te"
+        for node in source.tree.body
+        if isinstance(node, ast.ClassDef)
+    )
+    return sorted(name for name, count in names.items() if count > 1)
+
+
 # -- the report --------------------------------------------------------------------------
 
 
@@ -230,6 +243,7 @@ def figures(tree: Path) -> dict[str, str]:
         f"private names of torch outside {THE_ONE}": str(private_torch_names(files)),
         "members set from outside a class": str(set_from_outside(files)),
         f"variables called {', '.join(FILLERS)}": str(fillers),
+        "class names that two classes have": str(len(shared_class_names(files))),
         "words in the table of ARCHITECTURE.md": str(concepts(tree)),
         '"those of", "that of" in 10 000 words': f"{repetitions(tree):.1f}",
         "files that name MXFP8": str(sum("MXFP8" in source.text for source in files)),
