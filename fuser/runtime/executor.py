@@ -97,7 +97,6 @@ class CompiledPlan:
             and any(positions := _main_grad_positions(op, key.ops[i], 1 + sum(param_counts[:i])))
         ]
         self._forward, self._backward = code.functions()
-        self._last_forward, _ = code.steps["forward"][-1]
         # By op, what reads numbers on the host before a pass, and the places of the extra inputs.
         self.counters: dict[int, tuple[Counter, list[Any]]] = {}
         steps = [op for side in code.steps.values() for op, _ in side]
@@ -163,7 +162,7 @@ class CompiledPlan:
         )
         results = self._forward(input_, extra_inputs, kwargs)
         if not isinstance(results[0], torch.Tensor):
-            refuse_output(self._last_forward, results[0])
+            refuse_output(self.code.steps["forward"][-1][0], results[0])
         if self._backward is not None:
             results[2][0].first_shapes = (tuple(input_.shape), *shapes)
         self.forward = self._forward  # type: ignore[method-assign]

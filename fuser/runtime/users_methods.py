@@ -44,7 +44,6 @@ class UsersMethods:
         self.param_counts = [count for _, _, count in ops]
         self.input_counts = [member.num_extra_inputs for _, member, _ in ops]
         self.output_counts = [member.num_extra_outputs for _, member, _ in ops]
-        self.has_inputs, self.has_outputs = any(self.input_counts), any(self.output_counts)
         self.is_one = len(ops) == 1
         self.assumes_outputs = isinstance(op, BasicOperation) and assumes_extra_outputs(op)
 
@@ -63,7 +62,7 @@ class UsersMethods:
             basic_op_kwargs=list(kwargs),
         )
         output, outputs = parts_of(self.op, "fuser_forward", result)
-        if not self.has_outputs and outputs is not None:
+        if not any(self.output_counts) and outputs is not None:
             outputs = [*outputs]
             if torch.Tensor not in map(type, outputs) and not any(outputs):
                 return output, ()
@@ -86,7 +85,7 @@ class UsersMethods:
         is_right = params and len(params) == len(self.indices)
         if not is_right or torch.Tensor in map(type, params):
             params = self._checked(params, "parameters", self.param_counts)
-        if not self.has_inputs:
+        if not any(self.input_counts):
             return dx, params, ()
         extras = self._checked(extras, "extra inputs", self.input_counts)
         return dx, params, extras[0] if self.is_one else itertools.chain(*extras)
