@@ -182,7 +182,8 @@ class GroupedLinearSaved(NamedTuple):
         count = len(cls._fields) - 2
         operands = tuple(tensors[count:])
         half = len(operands) // 2
-        return cls(*tensors[:count], operands[:half], operands[half:])
+        named = dict(zip(cls._fields, tensors[:count], strict=False))
+        return cls(**named, x=operands[:half], weight=operands[half:])
 
 
 class SeparateWeights(NamedTuple):
