@@ -29,7 +29,7 @@ from fuser.basic_ops.moe import MoeCombine, MoeDispatch
 from fuser.basic_ops.normalization import AdaptiveLayerNorm, L2Normalization, LayerNorm, RMSNorm
 from fuser.basic_ops.pointwise_ops import AddExtraInput, Bias, ConstantScale, Dropout
 from fuser.basic_ops.quantize import Quantize
-from fuser.basic_ops.references import Identity, MakeExtraOutput, Reshape
+from fuser.basic_ops.views import Identity, MakeExtraOutput, Reshape
 
 __all__ = [
     "GEGLU",
