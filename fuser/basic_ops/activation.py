@@ -10,7 +10,7 @@ from fuser.chain import Stage
 from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
 from fuser.op import (
-    Autocast,
+    AutocastDtype,
     BasicOperation,
     Contexts,
     OperationContext,
@@ -59,7 +59,7 @@ class ActivationState(NamedTuple):
     function: Stage
 
 
-class _Function(BasicOperation):
+class _ActivationBase(BasicOperation):
     """Base class of the ops that compute an activation, perhaps with scaled rows."""
 
     parameter_names = ()
@@ -78,7 +78,7 @@ class _Function(BasicOperation):
         return QuantSpec(ROUNDED_INPUT.format, True, False) if key.ops[0].rounds_input else None
 
 
-class Activation(_Function):
+class Activation(_ActivationBase):
     """Base class of the activations: a function of each element, or of each gate pair.
 
     It computes in fp32 and rounds once to the compute dtype. It saves only the
@@ -101,7 +101,7 @@ class Activation(_Function):
             parts.append(f"glu_interleave_size={self.function.interleave}")
         return ", ".join(parts)
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         features = self.function.output_features(spec.shape[-1])
         return TensorSpec((*spec.shape[:-1], features), autocast or spec.dtype)
 
@@ -380,7 +380,7 @@ class ScaledActivationSaved(NamedTuple):
     scales: torch.Tensor
 
 
-class ScaledActivation(_Function):
+class ScaledActivation(_ActivationBase):
     """Base class of the scaled activations: ``f(x) * scales[..., None]``.
 
     The extra input ``scales`` has the shape of x without its last dimension,
@@ -409,7 +409,7 @@ class ScaledActivation(_Function):
         self.function = function
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         (scales,) = extras
         self._check_scales(spec.shape, scales.shape)
         features = self.function.output_features(spec.shape[-1])

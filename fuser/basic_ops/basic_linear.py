@@ -30,7 +30,7 @@ from fuser.doors import PARAMETERS
 from fuser.errors import InputError
 from fuser.functional.lazy import materialize
 from fuser.op import (
-    Autocast,
+    AutocastDtype,
     Grads,
     OperationContext,
     OpGrads,
@@ -258,7 +258,7 @@ class BasicLinear(InitialisedWeights):
             x = quantizer(values if values.dtype is dtype else materialize(values).to(dtype))
         ctx.saved_tensors = LinearSaved(x, *weight)
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         check_parameter(
             self._sized(), "weight", self.weight, (self.local_out_features, self.local_in_features)
         )

@@ -27,7 +27,7 @@ from fuser.communication import (
 )
 from fuser.errors import InputError, StateError
 from fuser.op import (
-    Autocast,
+    AutocastDtype,
     BasicOperation,
     OperationContext,
     OpGrads,
@@ -233,7 +233,7 @@ class CollectiveOperation(BasicOperation):
         """The shape of the output on this rank; of more than one rank."""
         return shape
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         if self.process_group_size == 1:
             return spec
         return TensorSpec(self.output_shape(spec.shape), spec.dtype)

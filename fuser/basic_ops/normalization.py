@@ -14,7 +14,7 @@ from fuser.errors import InputError
 from fuser.functional import normalization as functional
 from fuser.functional.lazy import materialize
 from fuser.op import (
-    Autocast,
+    AutocastDtype,
     BasicOperation,
     Contexts,
     Grads,
@@ -146,7 +146,7 @@ class _Normalization(BasicOperation):
         # Only parameters on meta: the others may come from a checkpoint.
         self._reset([name for name in self.parameter_names if getattr(self, name).is_meta])
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         for name in self.parameter_names:
             owner = f"{type(self).__name__}({self.normalized_shape})"
             check_parameter(owner, name, getattr(self, name), self.normalized_shape)
@@ -352,7 +352,7 @@ class L2Normalization(BasicOperation):
     def extra_repr(self) -> str:
         return f"eps={self.eps}"
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         return TensorSpec(spec.shape, autocast or spec.dtype)
 
     def saved_bytes(self, spec: TensorSpec) -> int:
@@ -451,7 +451,7 @@ class AdaptiveLayerNorm(BasicOperation):
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, batch_dim={self.batch_dim}"
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         self._check_shapes(spec.shape, *(extra.shape for extra in extras))
         return TensorSpec(spec.shape, autocast or spec.dtype)
 

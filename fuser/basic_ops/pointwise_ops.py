@@ -13,7 +13,7 @@ from fuser.functional import pointwise
 from fuser.functional.lazy import materialize
 from fuser.functional.random_seeds import dropout_seed
 from fuser.op import (
-    Autocast,
+    AutocastDtype,
     BasicOperation,
     Contexts,
     OperationContext,
@@ -68,7 +68,7 @@ class AddExtraInput(BasicOperation):
     def extra_repr(self) -> str:
         return self.channel_text()
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         (extra,) = extras
         self.check_extra(spec.shape, extra.shape)
         return TensorSpec(spec.shape, torch.promote_types(spec.dtype, extra.dtype))
@@ -197,7 +197,7 @@ class Bias(BasicOperation):
         if self.bias.is_meta:
             self.reset_parameters()
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         name = f"{self.part_of or 'Bias'}, whose output has {self.size} features,"
         check_parameter(name, "bias", self.bias, (self.local_size,))
         self._check_features(spec.shape)
@@ -283,7 +283,7 @@ class ConstantScale(BasicOperation):
     def extra_repr(self) -> str:
         return f"scale={self.scale}"
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         return spec
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
@@ -356,7 +356,7 @@ class Dropout(BasicOperation):
     def draws_seed(self) -> bool:  # type: ignore[override]
         return self.dropout_probability > 0
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         return TensorSpec(spec.shape, autocast or spec.dtype)
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:

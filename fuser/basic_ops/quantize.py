@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuser.op import Autocast, BasicOperation, OperationContext, OpGrads, Specs
+from fuser.op import AutocastDtype, BasicOperation, OperationContext, OpGrads, Specs
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.observation import note_operands, observing
@@ -56,7 +56,7 @@ class Quantize(BasicOperation):
     def num_quantizers(self, mode: str) -> int:
         return int(self._quantize_forward if mode == "forward" else self._quantize_backward)
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         return spec
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch
 
 from fuser.errors import InputError
 from fuser.op import (
-    Autocast,
+    AutocastDtype,
     BasicOperation,
     Contexts,
     OperationContext,
@@ -33,7 +33,7 @@ class Identity(BasicOperation):
     takes_scalars = True
     saves_input = False
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         return spec
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ class MakeExtraOutput(BasicOperation):
     def extra_repr(self) -> str:
         return self.channel_text()
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         return spec
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class Reshape(BasicOperation):
     def extra_repr(self) -> str:
         return f"shape={self.shape}"
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: Autocast) -> TensorSpec:
+    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
         try:
             shape = torch.empty(spec.shape, device="meta").reshape(self.shape).shape
         except RuntimeError as error:

@@ -39,7 +39,7 @@ class KeepsWeights(BasicOperation):
     """An op whose weights may be quantized for the first microbatch and kept for the next ones."""
 
     # What is kept of the weights, by the first of them, which it does not keep alive.
-    _kept_weight: MutableMapping[torch.Tensor, Kept] | None = None
+    _kept_weight: MutableMapping[torch.Tensor, KeptWeight] | None = None
 
     def weights_to_keep(self) -> Sequence[torch.Tensor] | None:
         """The weights that a microbatch reads; None if each reading computes them."""
@@ -182,7 +182,7 @@ class InitialisedWeights(KeepsWeights):
 
 
 @dataclass(eq=False)
-class Kept:
+class KeptWeight:
     """A quantized form of weights, and all that it depends on."""
 
     facts: tuple[object, ...]
@@ -218,11 +218,11 @@ class KeptBefore(NamedTuple):
     """The weights of an op before a pass, and what the pass may take of what is kept."""
 
     op: KeepsWeights
-    table: MutableMapping[torch.Tensor, Kept] | None
+    table: MutableMapping[torch.Tensor, KeptWeight] | None
     first: torch.Tensor
     facts: tuple[object, ...]
     memory: Any
-    kept: Kept | None
+    kept: KeptWeight | None
 
     @staticmethod
     def of(
@@ -256,11 +256,11 @@ class KeptBefore(NamedTuple):
         """Keep what was made of the weights in the pass."""
         if self.memory is not None:
             self.memory.begin()
-        kept = Kept(self.facts, how, form, self.memory)
+        kept = KeptWeight(self.facts, how, form, self.memory)
         # Not by its name: recordings would be of another op.
         self.op.__dict__["_kept_weight"] = WeakTensorKeyDictionary({self.first: kept})
 
-    def made(self) -> Kept | None:
+    def made(self) -> KeptWeight | None:
         """What the op has kept since; None if it took what was there, or nothing."""
         table = self.op._kept_weight
         return None if table is None or table is self.table else next(iter(table.values()))

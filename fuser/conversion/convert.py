@@ -37,7 +37,7 @@ from fuser.conversion.parts import PLAIN_TENSORS, Chain, LinearPart, Part
 from fuser.conversion.report import ConversionReport, ConversionRow
 from fuser.conversion.routers import routers
 from fuser.conversion.shared_input import shared_inputs
-from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Runner, Step, Unit, unit_of
+from fuser.conversion.unit import REQUIRED, ChainPipeline, Ref, Runner, Unit, UnitStep, unit_of
 from fuser.errors import FuserError, InputError, InputTypeError
 from fuser.recipe import Recipe, recipe_named
 from fuser.sequential import Sequential
@@ -134,7 +134,9 @@ def convert(
         shapes = {path: part.shape for path, part in parts.items()}
         chosen_by = routers(model, shapes)
         kept = _kept(shapes, keep, chosen_by)
-        search = _Search(filter, linears, norms, kept, chosen_by, "" if recipe is None else NEVER)
+        search = _UnitSearch(
+            filter, linears, norms, kept, chosen_by, "" if recipe is None else NEVER
+        )
         search.visit(model, "")
         gains = Gains(model, recipe, rounding)
         left = tuple(search.left(model, parts, gains))
@@ -220,7 +222,7 @@ def converted(model: torch.nn.Module, **options: Any) -> Iterator[ConversionRepo
             set_conversion(*conversion)
 
 
-class _Search:
+class _UnitSearch:
     """Finds the units of a model; ``units`` has them with their modules, innermost first.
 
     ``kept`` has the paths of the linears that are not quantized, and ``never`` is what their rows
@@ -367,7 +369,7 @@ class _Search:
                 part = norm_part(module, "")
         if part is None or not self._accepts(path, module) or "forward" in module.__dict__:
             return
-        unit = Unit((("input", REQUIRED),), (Step(Chain((part,), ()), (Ref(0),)),), Ref(1))
+        unit = Unit((("input", REQUIRED),), (UnitStep(Chain((part,), ()), (Ref(0),)),), Ref(1))
         if isinstance(_runnable(module, unit), Unit):
             unit = replace(unit, reads=reads.inside(module, [""]))
             self._add(path, module, unit)
@@ -401,7 +403,7 @@ class _Search:
         names = tuple(name for name, _ in chosen)
         product = LinearPart(names, shape, first.has_bias, outputs=outputs)
         replaced = tuple(zip(names, map(original_class, present), strict=True))
-        step = Step(Chain((product,), replaced), (Ref(0),))
+        step = UnitStep(Chain((product,), replaced), (Ref(0),))
         shared = Unit((("input", REQUIRED),), (step,), Ref(1), shares_input=True)
         return shared if isinstance(_runnable(module, shared), Unit) else None
 
@@ -501,7 +503,7 @@ def _compared(module: torch.nn.Module, unit: Unit, values: dict[str, torch.Tenso
     """Whether the values are the same; None if the module raises with such parameters."""
     tried = bare(module, values)
     chain = unit.chains[0].sized(tried)
-    pipeline = Pipeline(chain, tried)
+    pipeline = ChainPipeline(chain, tried)
     columns = chain.values(tried)[0].shape[-1]
     generator = torch.Generator().manual_seed(1)
     for spread in (0.01, 1.0, 100.0, 1e4):

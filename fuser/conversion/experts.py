@@ -15,7 +15,7 @@ from fuser.conversion.leaves import are_close
 from fuser.conversion.modules import bare, joint, original_class
 from fuser.conversion.parts import PLAIN_TENSORS, Chain, Part
 from fuser.conversion.trace import parameters_of
-from fuser.conversion.unit import REQUIRED, Pipeline, Ref, Step, Unit
+from fuser.conversion.unit import REQUIRED, ChainPipeline, Ref, Unit, UnitStep
 from fuser.op import COMPUTE_DTYPES
 
 CHANNELS = ("split sizes", "probs", "rows")
@@ -153,8 +153,8 @@ def experts_unit(module: torch.nn.Module) -> Unit | str | None:
         if _pass(candidate, trials):
             inputs = tuple((name, REQUIRED) for name in names)
             children = [(p, original_class(m)) for p, m in module.named_modules() if p]
-            step = Step(Chain((candidate,), tuple(children)), (Ref(0), Ref(1), Ref(2)))
-            return Unit(inputs, (step, Step(_as_tokens, (Ref(3), Ref(0)))), Ref(4))
+            step = UnitStep(Chain((candidate,), tuple(children)), (Ref(0), Ref(1), Ref(2)))
+            return Unit(inputs, (step, UnitStep(_as_tokens, (Ref(3), Ref(0)))), Ref(4))
     return f"its values are not those of {' or '.join(GATES)} experts"
 
 
@@ -218,7 +218,7 @@ class _Trial(NamedTuple):
 def _pass(part: ExpertsPart, trials: Sequence[_Trial]) -> bool:
     """Whether the part's pipeline gives the results of all trials."""
     first = trials[0].module
-    pipeline = Pipeline(Chain((part.sized(first),), ()), first)
+    pipeline = ChainPipeline(Chain((part.sized(first),), ()), first)
     for module, inputs, expected in trials:
 
         def call(*given: torch.Tensor, owner: torch.nn.Module = module) -> torch.Tensor:

@@ -27,7 +27,7 @@ Kind = tuple[tuple[tuple[Part, ...], ...], tuple[tuple[torch.dtype, bool], ...],
 and whether the chains are pipelines, which would be quantized; else they are torch's."""
 
 
-class _Pipeline(NamedTuple):
+class _ModelledPipeline(NamedTuple):
     """A pipeline of a chain, without values, and what its inputs are like."""
 
     sequential: Sequential
@@ -47,7 +47,7 @@ class Gains:
         self._is_quantized, self._recipe = recipe is not None, recipe or default_recipe()
         self._is_torch = rounding == "torch"
         self._kinds: dict[str, Kind] = {}
-        self._pipelines: dict[Kind, list[_Pipeline]] = {}
+        self._pipelines: dict[Kind, list[_ModelledPipeline]] = {}
 
     def note(
         self, path: str, owner: torch.nn.Module, chains: Sequence[Chain], *, is_converted: bool
@@ -102,7 +102,7 @@ class Gains:
             * has_linears
         )
 
-    def _planned(self, pipeline: _Pipeline, device: str, is_converted: bool) -> Times:
+    def _planned(self, pipeline: _ModelledPipeline, device: str, is_converted: bool) -> Times:
         inputs = [
             torch.empty(NOMINAL_TOKENS, w, dtype=pipeline.dtype, device="meta", requires_grad=True)
             for w in pipeline.widths
@@ -121,10 +121,12 @@ def device_at(place: torch.device) -> str:
     return next((short for short, device in DEVICES.items() if device.name in name), "h200")
 
 
-def _pipeline(chain: Chain, owner: torch.nn.Module, values: Sequence[torch.Tensor]) -> _Pipeline:
+def _pipeline(
+    chain: Chain, owner: torch.nn.Module, values: Sequence[torch.Tensor]
+) -> _ModelledPipeline:
     sequential = Sequential(*chain.pipeline_modules(owner))
     for parameter, value in zip(sequential.parameters(), values, strict=True):
         parameter.requires_grad_(value.requires_grad)
     features = values[0].shape[-1]
     widths = [features, *(width for width, _ in chain.sums(features))]
-    return _Pipeline(sequential, values[0].dtype, widths)
+    return _ModelledPipeline(sequential, values[0].dtype, widths)

@@ -86,7 +86,7 @@ def _is_named(owner: torch.nn.Module, name: str) -> bool:
     return name in GATES and any(EXPERTS in other.lower() for other in beside)
 
 
-class _Proxy(fx.Proxy):
+class _FollowedValue(fx.Proxy):
     """A value that a forward is followed by; where a number is wanted, it is 2."""
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class _Proxy(fx.Proxy):
     __index__ = __int__ = __len__
 
 
-class _Tracer(fx.Tracer):
+class _Follower(fx.Tracer):
     """Follows a forward as far as it goes; children that hold ``paths`` are calls.
 
     A branch on a value goes as ``answer`` says, and a loop over values has two rounds: what is read
@@ -123,7 +123,7 @@ class _Tracer(fx.Tracer):
         return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
+        return _FollowedValue(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         self.guesses += 1
@@ -148,7 +148,7 @@ class _Tracer(fx.Tracer):
 def _by_use(module: torch.nn.Module, paths: Sequence[str]) -> Iterator[str]:
     """Those of a module's linears whose output its forward ranks."""
     for answer in (False, True):
-        tracer, is_whole = _Tracer(paths, answer), False
+        tracer, is_whole = _Follower(paths, answer), False
         # A forward that needs a value is followed as far as it goes.
         with contextlib.suppress(Exception):
             tracer.trace(bare(module))

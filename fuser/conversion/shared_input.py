@@ -68,7 +68,7 @@ class SharedProduct:
         if name == self.names[0]:
             linears = [child_of(owner, linear) for linear in self.names]
             whole, columns = self._product(owner, x), [linear.weight.shape[0] for linear in linears]
-            parts = _Parts.apply(whole, columns)  # type: ignore[no-untyped-call]
+            parts = _Columns.apply(whole, columns)  # type: ignore[no-untyped-call]
             pairs = zip(parts, map(_versions, linears), strict=True)
             outputs = dict(zip(self.names, pairs, strict=True))
             self._known = (x, conditions, outputs)
@@ -79,7 +79,7 @@ class SharedProduct:
         return output if versions == _versions(child_of(owner, name)) else None
 
 
-class _Parts(torch.autograd.Function):
+class _Columns(torch.autograd.Function):
     """Columns of a tensor as tensors of their own: a forward may view an output in any shape."""
 
     @staticmethod
@@ -136,7 +136,7 @@ def _read(forward: Callable[..., Any], linears: frozenset[str]) -> list[tuple[st
     function = tree.body[0]
     if not isinstance(function, ast.FunctionDef) or not function.args.args:
         return []
-    source = _Source(function.args.args[0].arg, linears)
+    source = _ForwardSource(function.args.args[0].arg, linears)
     calls = [call for node in ast.walk(function) if (call := source.call(node))]
     times = Counter(name for name, _ in calls)
     aliases: dict[str, set[str]] = {}
@@ -174,7 +174,7 @@ _WRITING = {"out", "inplace"}
 _OF_SHAPES = ("shape", "dtype", "device", "ndim", "size", "dim", "numel")
 
 
-class _Source:
+class _ForwardSource:
     """Statements of a forward, whose first argument and whose linears have these names."""
 
     def __init__(self, owner: str, linears: frozenset[str]) -> None:

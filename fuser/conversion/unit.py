@@ -76,7 +76,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Step:
+class UnitStep:
     """A step of a converted forward: the call of a chain, a module by its path, or a function.
 
     The function may be a :class:`Method`. Values among the arguments are a :class:`Ref`. A step
@@ -94,7 +94,7 @@ class Unit:
     """A forward with chains: names and defaults of its parameters, its steps, and its output."""
 
     inputs: tuple[tuple[str, Any], ...]
-    steps: tuple[Step, ...]
+    steps: tuple[UnitStep, ...]
     output: Any
     is_quantized: bool = True
     """False to run unquantized, also inside of autocast."""
@@ -172,8 +172,8 @@ class Runner:
         self.unit = unit
         self.names = [name for name, _ in unit.inputs if name != OTHER_KEYWORDS]
         self.takes_others = len(self.names) < len(unit.inputs)
-        self.pipelines: dict[int, Pipeline] = {
-            index: Pipeline(step.target, owner)
+        self.pipelines: dict[int, ChainPipeline] = {
+            index: ChainPipeline(step.target, owner)
             for index, step in enumerate(unit.steps)
             if isinstance(step.target, Chain) and unit.change is None  # else none of them can run
         }
@@ -369,7 +369,7 @@ class Runner:
         self._has_values = True
 
 
-class Pipeline:
+class ChainPipeline:
     """A chain's pipeline, which computes with the present parameters of its owner."""
 
     def __init__(
@@ -402,7 +402,7 @@ class Pipeline:
         self.in_autocast = None if given is not None else self._with_torchs_norms(owner)
         """What runs inside of torch's autocast; None for itself, which would be a cycle."""
 
-    def _with_torchs_norms(self, owner: torch.nn.Module) -> Pipeline | None:
+    def _with_torchs_norms(self, owner: torch.nn.Module) -> ChainPipeline | None:
         """The pipeline of :meth:`Chain.in_autocast`, which shares all other ops; None without one.
 
         A norm alone has none: there the owner's own forward runs.
@@ -416,7 +416,7 @@ class Pipeline:
                 self.chain.parts, chain.parts, self._of_parts, strict=True
             )
         ]
-        return Pipeline(chain, owner, of_parts)
+        return ChainPipeline(chain, owner, of_parts)
 
     def __call__(self, owner: torch.nn.Module, inputs: Sequence[Any], is_quantized: bool) -> Any:
         """The output of the pipeline; ``inputs`` are the main one and those of its sums.
@@ -592,7 +592,7 @@ def unit_of(
             return NO_CHAIN  # a linear under two names, which may be two later
     inputs: list[tuple[str, Any]] = []
     places: dict[Any, Any] = {}
-    steps: list[Step] = []
+    steps: list[UnitStep] = []
 
     def with_refs(argument: Any) -> Any:
         return map_aggregate(argument, lambda leaf: places.get(leaf, leaf))
@@ -618,7 +618,7 @@ def unit_of(
                 if earlier not in taken and _may_write(earlier, module, in_graph.inputs):
                     return f"{earlier.target} is called within a chain, whose input it may write"
             chain = Chain(in_graph.parts, chains.replaced(in_graph))
-            step = Step(chain, tuple(places[n] for n in in_graph.inputs))
+            step = UnitStep(chain, tuple(places[n] for n in in_graph.inputs))
         elif node in taken or (not node.users and node.target is operator.getitem):
             continue
         else:
@@ -628,7 +628,7 @@ def unit_of(
             keywords = {k: v for k, v in node.kwargs.items() if k != OTHER_KEYWORDS}
             takes_others = len(keywords) < len(node.kwargs)
             named = tuple((name, with_refs(value)) for name, value in keywords.items())
-            step = Step(target, with_refs(node.args), named, takes_others)
+            step = UnitStep(target, with_refs(node.args), named, takes_others)
         places[node] = Ref(len(inputs) + len(steps))
         steps.append(step)
     return Unit(tuple(inputs), tuple(steps), output)

@@ -20,7 +20,7 @@ from fuser.formats import ceil_div
 THREADS = 256
 
 
-class Step(NamedTuple):
+class AdamWStep(NamedTuple):
     """The tensors of a step: fp32 and contiguous, of one shape.
 
     The gradient may have the dtype of the parameter; constants are those of the reference.
@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 
 def adamw(
-    step: Step,
+    step: AdamWStep,
     dtype: torch.dtype,
     *,
     values: torch.Tensor | None = None,
@@ -57,7 +57,7 @@ def adamw(
     kernel(_launch(n, count), Struct(tuple(step)), values, amax, int64(n))
 
 
-def producer(step: Step, dtype: torch.dtype) -> Producer:
+def producer(step: AdamWStep, dtype: torch.dtype) -> Producer:
     """The producer of the new weights, rounded to ``dtype``; its kernel takes the step.
 
     It reads 12 bytes an element and the gradient, and writes 12. The step :func:`are_aligned`.
@@ -82,13 +82,13 @@ def rounded_producer(x: torch.Tensor, dtype: torch.dtype) -> Producer:
     return Producer(kind, Struct((x, int64(k))), m, k, dtype, is_aligned=True)
 
 
-def are_aligned(step: Step) -> bool:
+def are_aligned(step: AdamWStep) -> bool:
     """Whether rows and tensors begin at multiples of 16 bytes, as :func:`producer` takes them."""
     tensors = step[:-1]
     return step.master.shape[-1] % TILE_RUN == 0 and all(is_aligned(x, 16) for x in tensors)
 
 
-def _check(launcher: str, step: Step, alignment: int = 1) -> None:
+def _check(launcher: str, step: AdamWStep, alignment: int = 1) -> None:
     shape = tuple(step.master.shape)
     for name, tensor in step._asdict().items():
         if name == "constants":

@@ -44,7 +44,7 @@ class Inputs:
     columns: int
     interleave: int
 
-    def struct(self, chain: Chain, outputs: Tensors | None = None) -> Struct:
+    def struct(self, chain: TypedChain, outputs: Tensors | None = None) -> Struct:
         """The struct ``fuser::Inputs``; in backward it includes ``outputs``."""
         pointers: list[torch.Tensor | None] = []
         for i in chain.with_operand:
@@ -66,7 +66,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Chain:
+class TypedChain:
     """A chain of one dtype: backward if ``wanted`` is not None, else forward."""
 
     stages: Stages
@@ -277,7 +277,7 @@ class Chain:
         )
 
 
-chain_of = functools.lru_cache(maxsize=4096)(Chain)
+chain_of = functools.lru_cache(maxsize=4096)(TypedChain)
 
 
 def scale_dtypes_of(stages: Stages, operands: Tensors) -> tuple[torch.dtype | None, ...]:

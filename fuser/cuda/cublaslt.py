@@ -207,13 +207,13 @@ class _Products(threading.local):
     """The products of a thread, by layout: a call writes addresses into their descriptors."""
 
     def __init__(self) -> None:
-        self.found: dict[Any, _Product | None] = {}
+        self.found: dict[Any, _Matmul | None] = {}
 
 
 _products = _Products()
 
 
-def _product(operands: Operands, modes: Modes | None, is_split: bool) -> _Product | None:
+def _product(operands: Operands, modes: Modes | None, is_split: bool) -> _Matmul | None:
     """The product of these layouts, made once a thread; None if cuBLASLt has none."""
     out, a, b, addend, bias = operands
     key = (
@@ -240,15 +240,15 @@ def _product(operands: Operands, modes: Modes | None, is_split: bool) -> _Produc
         return product
 
 
-def _made(operands: Operands, modes: Modes | None, is_split: bool) -> _Product | None:
+def _made(operands: Operands, modes: Modes | None, is_split: bool) -> _Matmul | None:
     """A new product of these layouts; None if cuBLASLt has none."""
     if library(operands.a.device.type) is None:
         return None
-    product = _Product(operands, modes, is_split)
+    product = _Matmul(operands, modes, is_split)
     return product if product.is_found else None
 
 
-Find = Callable[[Operands, "Modes | None", bool], "_Product | None"]
+Find = Callable[[Operands, "Modes | None", bool], "_Matmul | None"]
 
 
 def _run(find: Find, *args: Any) -> torch.Tensor:
@@ -274,7 +274,7 @@ class Repeated:
     """
 
     def __init__(self) -> None:
-        self.products: dict[int, _Product | None] = {}
+        self.products: dict[int, _Matmul | None] = {}
 
     def __call__(self, *args: Any) -> torch.Tensor:
         product = self.products.get(threading.get_ident())
@@ -284,7 +284,7 @@ class Repeated:
         out: torch.Tensor = args[0]
         return out
 
-    def _new(self, *layouts: Any) -> _Product | None:
+    def _new(self, *layouts: Any) -> _Matmul | None:
         product = self.products[threading.get_ident()] = _made(*layouts)
         return product
 
@@ -295,7 +295,7 @@ _operations.impl(  # type: ignore[no-untyped-call]
 _operations.impl("multiply", lambda out, *_: out, "Meta")  # type: ignore[no-untyped-call]
 
 
-class _Product:
+class _Matmul:
     """The descriptors of one product, and its algorithm.
 
     cuBLASLt's matrices are column-major, so it computes the transpose: ``out.T = b.T @ a.T``. Its

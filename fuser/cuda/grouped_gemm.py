@@ -40,7 +40,7 @@ class Sums(enum.Enum):
     """As SPLIT, with scales of 1x128 elements of ``a`` and of 128x128 of ``b``."""
 
 
-class Operand(NamedTuple):
+class GroupedOperand(NamedTuple):
     """FP8 bytes ``[rows, depth]``, contiguous uint8, their format and fp32 scales.
 
     Scales of groups are ``[rows / 128]``, or ``[depth / 128]`` if the groups divide the depth;
@@ -69,8 +69,8 @@ def is_aligned(sizes: tuple[int, ...]) -> bool:
 
 
 def multiply_rows(
-    a: Operand,
-    b: Operand,
+    a: GroupedOperand,
+    b: GroupedOperand,
     padded_ends: torch.Tensor,
     tiles: torch.Tensor,
     sums: Sums,
@@ -99,7 +99,12 @@ def multiply_rows(
 
 
 def multiply_depth(
-    a: Operand, b: Operand, padded_ends: torch.Tensor, sums: Sums, *, out: torch.Tensor
+    a: GroupedOperand,
+    b: GroupedOperand,
+    padded_ends: torch.Tensor,
+    sums: Sums,
+    *,
+    out: torch.Tensor,
 ) -> torch.Tensor:
     """``out[g] = a[:, columns of g] @ b[:, columns of g].T``; zeros for a group without columns.
 
@@ -116,8 +121,8 @@ def multiply_depth(
 
 
 def _multiply(
-    a: Operand,
-    b: Operand,
+    a: GroupedOperand,
+    b: GroupedOperand,
     padded_ends: torch.Tensor,
     tiles: torch.Tensor | None,
     sums: Sums,

@@ -149,7 +149,7 @@ class Kernel:
             backend.run(self, launch, args)
 
 
-class _Recording(threading.local):
+class _ThreadRecorder(threading.local):
     """What a thread records its launches with."""
 
     listener: Callable[[Kernel, Launch, tuple[Any, ...]], None] | None = None
@@ -262,7 +262,7 @@ def refuse_recording(reason: str) -> None:
         recording.recorder.refuse(reason)
 
 
-recording = _Recording()
+recording = _ThreadRecorder()
 
 
 # -- backends -----------------------------------------------------------------
@@ -388,7 +388,7 @@ MAX_ARGUMENT_BYTES = 4096
 BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0
 
 
-class _Slot(threading.local):
+class _ArgumentBuffer(threading.local):
     """A thread's buffer for arguments, which the driver copies at the launch.
 
     The driver receives the buffer as a whole; CuPy's launch inspects every argument.
@@ -404,7 +404,7 @@ class _Slot(threading.local):
         self.extra = ctypes.addressof(self.parts)
 
 
-_slot = _Slot()
+_slot = _ArgumentBuffer()
 
 backend = LaunchBackend()
 """The backend of all launches; read at every launch."""

@@ -186,9 +186,9 @@ def _no_collection() -> Iterator[None]:
 capturer: Any = Capturer()
 
 
-class _Graph:
+class _AddressGraph:
     __slots__ = ("__weakref__", "captured", "last_use", "replay")
-    of_process: ClassVar[weakref.WeakSet[_Graph]] = weakref.WeakSet()
+    of_process: ClassVar[weakref.WeakSet[_AddressGraph]] = weakref.WeakSet()
 
     def __init__(self, captured: Any, last_use: int) -> None:
         self.of_process.add(self)
@@ -199,7 +199,7 @@ class _Graph:
 
 def graphs_of_process() -> tuple[int, int]:
     """The number of graphs that exist, and the bytes that they hold."""
-    return len(_Graph.of_process), capturer.nbytes
+    return len(_AddressGraph.of_process), capturer.nbytes
 
 
 class PassGraphs:
@@ -212,7 +212,7 @@ class PassGraphs:
         self.calls = self.hits = 0
         self.nbytes = 0
         """The memory that its captures added to what the graphs of a stream share."""
-        self._graphs: dict[Hashable, _Graph] = {}
+        self._graphs: dict[Hashable, _AddressGraph] = {}
         self._seen: dict[Hashable, int] = {}
         """The last calls with the latest addresses that have no graph."""
         self._misses = 0
@@ -251,7 +251,7 @@ class PassGraphs:
 
     def _captured(
         self, body: Body, key: Hashable, tensors: list[torch.Tensor], call: int
-    ) -> _Graph | None:
+    ) -> _AddressGraph | None:
         """A new graph if the addresses were seen before; else they are noted."""
         before = self._seen.pop(key, 0)
         if not before:
@@ -261,7 +261,7 @@ class PassGraphs:
             oldest = min([*self._graphs.items()], key=lambda item: item[1].last_use)
             if oldest[1].last_use >= before:
                 before = 0  # its addresses come back later than those of every graph
-        elif before and len(_Graph.of_process) >= MOST_OF_PROCESS:
+        elif before and len(_AddressGraph.of_process) >= MOST_OF_PROCESS:
             before = 0
         if not before:
             while len(self._seen) >= PATIENCE:
@@ -277,7 +277,7 @@ class PassGraphs:
             return None
         if oldest is not None:
             self._graphs.pop(oldest[0], None)
-        self._graphs[key] = graph = _Graph(captured, call)
+        self._graphs[key] = graph = _AddressGraph(captured, call)
         self.nbytes += captured.nbytes
         return graph
 

@@ -12,7 +12,7 @@ import torch
 
 from fuser.chain import Stages
 from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int32, int64
-from fuser.cuda.chain import Chain, Tensors, chain_of, described, scale_dtypes_of
+from fuser.cuda.chain import Tensors, TypedChain, chain_of, described, scale_dtypes_of
 from fuser.cuda.checks import boolean, check_buffer, check_element, check_matrix
 from fuser.cuda.launch import TILE, Kernel, Launch
 from fuser.errors import InputError, KernelUnavailable
@@ -220,7 +220,7 @@ def backward_producer(
     is_aligned = chain.is_aligned(inputs, TILE_RUN)
     wide = chain.halves * columns
 
-    def writing(chain: Chain, outputs: Tensors, sums: torch.Tensor | None) -> Producer:
+    def writing(chain: TypedChain, outputs: Tensors, sums: torch.Tensor | None) -> Producer:
         name = backward_producer_type(chain, sums is not None, is_aligned)
         argument = Struct((*inputs.struct(chain, outputs).fields, sums, int64(rows)))
         return Producer(name, argument, rows, wide, chain.dtype, is_aligned)
@@ -268,12 +268,12 @@ def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
     sum_kernel(out.dtype, 1)(_sum_launch(size), parts, out, int32(count), int64(size))
 
 
-def forward_producer_type(chain: Chain, aligned: bool) -> str:
+def forward_producer_type(chain: TypedChain, aligned: bool) -> str:
     """The C++ type of :func:`forward_producer`."""
     return f"fuser::PointwiseProducer<{chain.type}, {boolean(aligned)}>"
 
 
-def backward_producer_type(chain: Chain, with_sums: bool, aligned: bool) -> str:
+def backward_producer_type(chain: TypedChain, with_sums: bool, aligned: bool) -> str:
     """The C++ type of :func:`backward_producer`."""
     flags = f"{boolean(with_sums)}, {boolean(aligned)}"
     return f"fuser::PointwiseBackwardProducer<{chain.type}, {flags}>"
@@ -292,18 +292,18 @@ class _Parts:
     fan: int
 
 
-def forward_kernel(chain: Chain, vector: int, with_amax: bool) -> Kernel:
+def forward_kernel(chain: TypedChain, vector: int, with_amax: bool) -> Kernel:
     """``fuser_pointwise`` over vectors of ``vector`` elements."""
     return _kernel("fuser_pointwise", chain.type, chain.forward_rows, vector, with_amax)
 
 
-def backward_kernel(chain: Chain, vector: int, with_amax: bool, with_output: bool) -> Kernel:
+def backward_kernel(chain: TypedChain, vector: int, with_amax: bool, with_output: bool) -> Kernel:
     """``fuser_pointwise_backward`` over vectors of ``vector`` elements."""
     rows, flags = chain.backward_rows, (with_amax, with_output)
     return _kernel("fuser_pointwise_backward", chain.type, rows, vector, *flags)
 
 
-def _steps(chain: Chain, rows: int, columns: int) -> int:
+def _steps(chain: TypedChain, rows: int, columns: int) -> int:
     """How often a thread of backward processes ``backward_rows`` rows."""
     if not chain.sums_rows:
         return 1
@@ -314,7 +314,7 @@ def _steps(chain: Chain, rows: int, columns: int) -> int:
     return max(1, min(rows * vectors // least, most) // chain.backward_rows)
 
 
-def _parts(chain: Chain, rows: int, columns: int, vector: int) -> list[_Parts]:
+def _parts(chain: TypedChain, rows: int, columns: int, vector: int) -> list[_Parts]:
     """The partial sums of backward; those that are read by vectors come first."""
     assert chain.wanted is not None
     over_rows, over_columns = [], []
@@ -351,7 +351,7 @@ def instantiations() -> tuple[Kernel, ...]:
 # -- launches -----------------------------------------------------------------
 
 
-def _backward_launch(chain: Chain, rows: int, columns: int, vector: int) -> Launch:
+def _backward_launch(chain: TypedChain, rows: int, columns: int, vector: int) -> Launch:
     rows_of_thread = chain.backward_rows * _steps(chain, rows, columns)
     most_x = MAX_SUMMING_BLOCK_X if chain.sums_rows else MAX_BLOCK_X
     return _launch(rows, columns, chain.widest, vector, rows_of_thread, most_x)

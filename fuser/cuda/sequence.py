@@ -100,7 +100,7 @@ class KernelLaunch(NamedTuple):
     args: tuple[Any, ...]
 
 
-class TorchCall(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call of torch, with slots in place of tensors; ``places`` of its results, None for None.
 
     ``view`` is the layout of the result, if that is another view of all memory of its argument.
@@ -127,16 +127,16 @@ class PythonCall(NamedTuple):
     place: int | None
 
 
-class Step(NamedTuple):
+class ProfilerRange(NamedTuple):
     """The begin of a range of torch's profiler, such as a step of a plan; None is its end."""
 
     title: str | None
 
 
-Action = Allocation | Zeroing | Piece | KernelLaunch | TorchCall | PythonCall | Step
+Action = Allocation | Zeroing | Piece | KernelLaunch | RecordedCall | PythonCall | ProfilerRange
 
 
-class _Unit(NamedTuple):
+class _ActionGroup(NamedTuple):
     """Actions that follow one another: those of a graph, or others."""
 
     actions: list[Action]
@@ -252,7 +252,7 @@ class LaunchSequence:
         self.names = {}
         actions, self.actions = self.actions, []
         for action in actions:
-            if type(action) is TorchCall:
+            if type(action) is RecordedCall:
                 if action.function.is_view and action.places[0] in to:
                     continue
                 args, kwargs = _moved(action.args, to), _moved(action.kwargs, to)
@@ -277,13 +277,13 @@ class LaunchSequence:
         for action in self.actions:
             if type(action) is Allocation:
                 layouts[action.place] = action.layout
-            elif type(action) is TorchCall and action.made is not None:
+            elif type(action) is RecordedCall and action.made is not None:
                 (place,) = action.places
                 if place is not None and place not in _read(action):
                     layouts[place] = action.made
         leaving = list(_places(self.result))
         for action in reversed(self.actions):  # a base leaves with its views
-            is_view = type(action) is TorchCall and action.function.is_view
+            is_view = type(action) is RecordedCall and action.function.is_view
             if is_view and not {*leaving}.isdisjoint(action.places):
                 leaving += _read(action)
         chosen = [
@@ -324,7 +324,7 @@ class LaunchSequence:
             if type(action) is Allocation and action.place in places:
                 if action.is_zeroed and action.layout.nbytes:
                     replaced.append(Zeroing(action.place, action.layout.nbytes))
-            elif type(action) is TorchCall and action.made and action.places[0] in places:
+            elif type(action) is RecordedCall and action.made and action.places[0] in places:
                 replaced.append(_written_to(action, Slot(action.places[0])))
             else:
                 replaced.append(action)
@@ -338,7 +338,7 @@ class LaunchSequence:
         """Generate straight-line Python, with all constants inserted."""
         leaving = set(_places(self.result))
         needed = _with_views_at_once(self._needed(leaving), leaving)
-        actions = [one for one in needed if in_ranges or type(one) is not Step]
+        actions = [one for one in needed if in_ranges or type(one) is not ProfilerRange]
         place: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         # Inputs are process groups, too.
         tensors = [one for one in (*inputs, *self.constants) if isinstance(one, torch.Tensor)]
@@ -349,7 +349,7 @@ class LaunchSequence:
             self._device = tensors[0].get_device()
             place = torch.cuda.device(self._device)
         with place:
-            units = [_Unit(actions)]
+            units = [_ActionGroup(actions)]
             if not in_ranges:
                 units, self.no_graphs = self._units(actions, tensors, result)
             return self._function(units, result)
@@ -361,7 +361,7 @@ class LaunchSequence:
         return _DriverCode(self._device, actions, tuple(map(Slot, read)))
 
     def _function(
-        self, units: Sequence[_Unit], result: Any
+        self, units: Sequence[_ActionGroup], result: Any
     ) -> Callable[[Sequence[torch.Tensor | None]], Any]:
         """A function that does what units say; a graph gets the tensors that it reads or writes."""
         returned = set(_places(result))
@@ -411,7 +411,7 @@ class LaunchSequence:
     def _add_graph(
         self,
         src: SourceCode,
-        units: Sequence[_Unit],
+        units: Sequence[_ActionGroup],
         n: int,
         code: _DriverCode | _BackendCode,
         kept: set[int],
@@ -423,7 +423,7 @@ class LaunchSequence:
             elif type(action) is Piece:
                 code.take(src, action)
             else:
-                assert type(action) is TorchCall
+                assert type(action) is RecordedCall
                 _call(src, number, action, f"view_{n}")
         places = self._given(units, n)
         constants = _touched_by(units[n].actions).intersection(range(self.count, self.made_from))
@@ -441,7 +441,7 @@ class LaunchSequence:
         src.add(f"{src.bind(f'run_graph_{n}', graphs.run)}({body}, addresses, tensors)")
         return graphs
 
-    def _given(self, units: Sequence[_Unit], n: int) -> list[int]:
+    def _given(self, units: Sequence[_ActionGroup], n: int) -> list[int]:
         """The places of the tensors that the graph of a unit reads or writes, constants apart."""
         here = {*range(self.count), *_made_by(units[n].first or ())}
         for unit in units[:n]:
@@ -474,14 +474,14 @@ class LaunchSequence:
                 code.take(src, action)
             elif type(action) is KernelLaunch:
                 code.launch(src, number, action)
-            elif type(action) is TorchCall:
+            elif type(action) is RecordedCall:
                 _call(src, number, action)
             elif type(action) is PythonCall:
                 target = "" if action.place is None else f"t{action.place} = "
                 name = src.bind(f"call_{number}", action.function)
                 args = ", ".join(_expression(src, arg) for arg in action.args)
                 src.add(f"{target}{name}({args})")
-            elif type(action) is Step:
+            elif type(action) is ProfilerRange:
                 step.close()
                 if action.title is not None:
                     step.enter_context(src.block(f"with in_range({action.title!r}):"))
@@ -494,22 +494,22 @@ class LaunchSequence:
 
     def _units(
         self, actions: list[Action], tensors: Sequence[torch.Tensor], result: Any
-    ) -> tuple[list[_Unit], str]:
+    ) -> tuple[list[_ActionGroup], str]:
         """The actions in units of which some have graphs, and why none has.
 
         Calls that are made each time, such as collectives, end a unit.
         """
         if pass_graphs.capturer.device_of(self._device) is None:
-            return [_Unit(actions)], "graphs are of a GPU"
+            return [_ActionGroup(actions)], "graphs are of a GPU"
         if any(tensor.get_device() != tensors[0].get_device() for tensor in tensors):
-            return [_Unit(actions)], "it reads tensors of several devices"
+            return [_ActionGroup(actions)], "it reads tensors of several devices"
         pieces = [action for action in actions if type(action) is Piece]
         of_pieces = {piece.base for piece in pieces}
         rows = [
             (is_call, [action for action in row if type(action) is not Piece])
             for is_call, row in groupby(actions, lambda action: type(action) is PythonCall)
         ]
-        units: list[_Unit] = []
+        units: list[_ActionGroup] = []
         refusals: list[str] = []
         read = set(_places(result))
         for is_call, row in reversed(rows):
@@ -517,7 +517,7 @@ class LaunchSequence:
             bases = [one for one in row if type(one) is Allocation and one.place in of_pieces]
             others = [one for one in row if one not in bases]
             row = [*bases, *(piece for piece in pieces if piece.place in places), *others]
-            unit, refusal = _Unit(row), "it has too few launches"
+            unit, refusal = _ActionGroup(row), "it has too few launches"
             if not is_call and sum(map(_is_work, row)) >= FEWEST_CALLS:
                 unit, refusal = _graphed(row, read, tensors[0].device)
             if unit.first is None:
@@ -536,7 +536,7 @@ class LaunchSequence:
             if type(action) is Allocation:
                 is_needed = action.place in read
             else:
-                is_view = type(action) is TorchCall and action.function.is_view
+                is_view = type(action) is RecordedCall and action.function.is_view
                 is_needed = not (is_view and read.isdisjoint(action.places))
             if is_needed:
                 read.update(_read(action))
@@ -544,11 +544,11 @@ class LaunchSequence:
         return kept[::-1]
 
 
-def _graphed(row: list[Action], read: set[int], device: torch.device) -> tuple[_Unit, str]:
+def _graphed(row: list[Action], read: set[int], device: torch.device) -> tuple[_ActionGroup, str]:
     """The unit of a graph of actions, and why there can be none; others ``read`` these places."""
     leaving = set(read)
     for action in reversed(row):  # a base leaves with its views
-        is_view = type(action) is TorchCall and action.function.is_view
+        is_view = type(action) is RecordedCall and action.function.is_view
         if is_view and not leaving.isdisjoint(action.places):
             leaving.update(_read(action))
     first: list[Action] = []
@@ -561,18 +561,18 @@ def _graphed(row: list[Action], read: set[int], device: torch.device) -> tuple[_
         elif type(action) is Piece and action.place in leaving:
             first.append(action)  # of which a view leaves
             others.append(action)
-        elif type(action) is TorchCall and _SEEDED in action.function.tags:
+        elif type(action) is RecordedCall and _SEEDED in action.function.tags:
             if any(_read(action)):
-                return _Unit(row), f"{action.function} draws numbers for a tensor"
+                return _ActionGroup(row), f"{action.function} draws numbers for a tensor"
             first.append(action)  # other numbers at each call
-        elif type(action) is TorchCall and not leaving.isdisjoint(action.places):
+        elif type(action) is RecordedCall and not leaving.isdisjoint(action.places):
             known = set(_read(action))
             if action.function.is_view:
                 first.append(action)
             elif leaving.intersection(p for p in action.places if p is not None) <= known:
                 others.append(action)  # it returns an argument
             elif action.made is None:
-                return _Unit(row), f"what {action.function} returns leaves it"
+                return _ActionGroup(row), f"what {action.function} returns leaves it"
             else:
                 (place,) = action.places
                 assert place is not None
@@ -580,7 +580,7 @@ def _graphed(row: list[Action], read: set[int], device: torch.device) -> tuple[_
                 others.append(_written_to(action, Slot(place)))
         else:
             others.append(action)
-    return _Unit(others, first), ""
+    return _ActionGroup(others, first), ""
 
 
 class _DriverCode:
@@ -713,7 +713,7 @@ def _take(src: SourceCode, piece: Piece) -> None:
     src.add(f"t{place} = {bytes_}.view({name}).as_strided({tuple(shape)}, {strides})")
 
 
-def _call(src: SourceCode, number: int, action: TorchCall, stem: str = "call") -> None:
+def _call(src: SourceCode, number: int, action: RecordedCall, stem: str = "call") -> None:
     """Write a call of torch, by the fastest of its names."""
     function, args, kwargs, places, returns_tuple, *_ = action
     known = {None, *_places((args, kwargs))}  # an argument that is returned keeps its name
@@ -802,7 +802,7 @@ def _with_views_at_once(actions: Sequence[Action], returned: set[int]) -> list[A
         while last not in returned and len(readers.get(last, ())) == 1:
             (number,) = readers[last]
             call = actions[number]
-            if type(call) is not TorchCall or call.view is None or call.places[0] in returned:
+            if type(call) is not RecordedCall or call.view is None or call.places[0] in returned:
                 break
             assert call.places[0] is not None
             names.append(last)
@@ -835,7 +835,7 @@ def reads_unwritten(actions: Iterable[Action], result: Any) -> bool:
             unwritten.add(action.place)
             continue
         touched = {bases[place] for place in _touched(action) if place in bases} & unwritten
-        if type(action) is TorchCall and touched:
+        if type(action) is RecordedCall and touched:
             if action.function.is_view:
                 bases |= {place: min(touched) for place in action.places if place is not None}
                 continue
@@ -847,7 +847,7 @@ def reads_unwritten(actions: Iterable[Action], result: Any) -> bool:
 
 def _read(action: Action) -> Iterable[int]:
     """The places among the arguments of an action."""
-    if type(action) is TorchCall:
+    if type(action) is RecordedCall:
         return _places((action.args, action.kwargs))
     if type(action) is KernelLaunch or type(action) is PythonCall:
         return _places(action.args)
@@ -914,7 +914,7 @@ def record(
     """
     count = len(tensors) + len(objects)
     sequence = LaunchSequence(count, constants, owns_inputs=owns_inputs)
-    recorder = _Recorder(tensors, objects, sequence, runs, with_calls)
+    recorder = _SequenceRecorder(tensors, objects, sequence, runs, with_calls)
     for tensor, piece in pieces:
         sequence.actions.append(piece._replace(place=recorder.new(tensor)))
     recording, failure = launch.recording, module.compile_failure
@@ -944,7 +944,7 @@ class _Unwrapped:
         raise NotImplementedError
 
 
-class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _SequenceRecorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Observes the calls of torch and every launch."""
 
     def __init__(
@@ -980,7 +980,7 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func.namespace == "profiler":
             is_begin = type(args[0]) is str
-            self.sequence.actions.append(Step(args[0] if is_begin else None))
+            self.sequence.actions.append(ProfilerRange(args[0] if is_begin else None))
             return func(*args, **kwargs)
         if self.with_calls and any(issubclass(kind, WrapperTensor) for kind in types):
             with self:  # the operations on its buffers are recorded
@@ -1013,7 +1013,9 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         arguments = self.slotted((tensor, dim))
         tensor.squeeze_(dim)
-        call = TorchCall(_aten.squeeze.dim, arguments, {}, (self.new(tensor),), returns_tuple=False)
+        call = RecordedCall(
+            _aten.squeeze.dim, arguments, {}, (self.new(tensor),), returns_tuple=False
+        )
         self.sequence.actions.append(call)
         return tensor
 
@@ -1087,7 +1089,7 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func.is_view and out_of(func) is not None and _fills_its_memory(returned):
             layout = _dense(returned)
         self.sequence.actions.append(
-            TorchCall(
+            RecordedCall(
                 func, *arguments, tuple(places), isinstance(returned, (tuple, list)), view, layout
             )
         )
@@ -1154,15 +1156,15 @@ def _fills_its_memory(tensor: torch.Tensor) -> bool:
 
 def _is_work(action: Action) -> bool:
     """Whether an action launches something on a GPU."""
-    if type(action) is TorchCall:
+    if type(action) is RecordedCall:
         return not action.function.is_view
     return type(action) is KernelLaunch
 
 
-def _written_to(call: TorchCall, out: Slot) -> TorchCall:
+def _written_to(call: RecordedCall, out: Slot) -> RecordedCall:
     """A call of :data:`_OUT` that writes into a tensor."""
     if call.function in _COPIES:
-        return TorchCall(_aten.copy_.default, (out, call.args[0]), {}, call.places, False)
+        return RecordedCall(_aten.copy_.default, (out, call.args[0]), {}, call.places, False)
     return call._replace(kwargs={**call.kwargs, "out": out})
 
 
@@ -1171,7 +1173,7 @@ def _made_by(actions: Iterable[Action]) -> Iterable[int]:
     for action in actions:
         if type(action) is Allocation:
             yield action.place
-        elif type(action) is TorchCall:
+        elif type(action) is RecordedCall:
             yield from (place for place in action.places if place is not None)
         elif type(action) is PythonCall and action.place is not None:
             yield action.place

@@ -74,7 +74,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Options:
+class RankOptions:
     """The options of ranks and checkpoints, from the command line.
 
     ``fsdp`` is the form of gathered weights: ``"none"``, ``"values"``, or ``"quantized"``, the
@@ -400,7 +400,7 @@ class Ranks:
         return "\n".join(["", *lines, ""])
 
 
-ALONE = Ranks(Options())
+ALONE = Ranks(RankOptions())
 """One process."""
 
 

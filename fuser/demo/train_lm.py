@@ -63,7 +63,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
-class Options(parallel.Options):
+class Options(parallel.RankOptions):
     """The command line. ``dtype`` is that of torch's autocast; parameters are float32.
 
     A run takes ``steps`` or, if ``seconds`` is given, the steps and validations
@@ -153,7 +153,7 @@ class PlainFeedForward(nn.Module):
         return y
 
 
-class Attention(nn.Module):
+class AttentionBlock(nn.Module):
     """Causal self-attention with its norm and residual connection."""
 
     def __init__(self, width: int, heads: int, device: str) -> None:
@@ -193,7 +193,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         width, device, layers = options.width, options.device, range(options.layers)
         self.embedding = nn.Embedding(VOCABULARY, width, device=device)
-        self.attention = nn.ModuleList(Attention(width, options.heads, device) for _ in layers)
+        self.attention = nn.ModuleList(AttentionBlock(width, options.heads, device) for _ in layers)
         self.feed_forward = nn.ModuleList(feed_forward(width, 3 * width, device) for _ in layers)
         self.norm = nn.RMSNorm(width, eps=1e-5, device=device)
         self.head = nn.Linear(width, VOCABULARY, bias=False, device=device)

@@ -10,17 +10,17 @@ import torch
 
 from fuser.cuda import adamw as kernels
 from fuser.cuda import fp8_scaling
-from fuser.cuda.adamw import Step
+from fuser.cuda.adamw import AdamWStep
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
 from fuser.functional.lazy import LazyTensor
 from fuser.reference import adamw as reference
 
-__all__ = ["Step", "adamw"]
+__all__ = ["AdamWStep", "adamw"]
 
 
 def adamw(
-    step: Step, dtype: torch.dtype, *, values: torch.Tensor | None = None
+    step: AdamWStep, dtype: torch.dtype, *, values: torch.Tensor | None = None
 ) -> torch.Tensor | LazyTensor:
     """The weights after the step, rounded to ``dtype``; see the reference.
 
@@ -49,11 +49,11 @@ class _Updated(LazyTensor):
 
     values: torch.Tensor | None = None  # memory for them, if they are not quantized
 
-    def __init__(self, step: Step, dtype: torch.dtype) -> None:
+    def __init__(self, step: AdamWStep, dtype: torch.dtype) -> None:
         self.shape, self.dtype, self.device = step.master.shape, dtype, step.master.device
         k = self.shape[-1] if self.shape else 1
         rows = [one.view(-1 if k else 0, k) for one in step[:4]]
-        self.step = Step(rows[0], rows[1], rows[2], rows[3], step.constants)
+        self.step = AdamWStep(rows[0], rows[1], rows[2], rows[3], step.constants)
         self.is_taken = False  # the step
 
     def _from_kernel(self) -> torch.Tensor:

@@ -49,7 +49,7 @@ def chain(
         return activation(stages[0], x)
     if not kernels_take(x):
         return reference.forward(stages, x, operands)
-    return _Forward(stages, x, _contiguous(operands))
+    return _ChainOutput(stages, x, _contiguous(operands))
 
 
 def chain_backward(
@@ -133,7 +133,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if reads_in_place(x) else x.contiguous()
 
 
-class _Forward(LazyTensor):
+class _ChainOutput(LazyTensor):
     """The output of a chain."""
 
     is_of_groups = True
@@ -219,10 +219,10 @@ class BackwardChain(LazyTensor):
             output.values = y
         return dx
 
-    def _output_to_store(self) -> _Forward | None:
+    def _output_to_store(self) -> _ChainOutput | None:
         """The output, if it is lazy, and of what the kernel for the gradient reads."""
         output, saved = self.output, self.saved
-        if not isinstance(output, _Forward) or output.x is not self.x:
+        if not isinstance(output, _ChainOutput) or output.x is not self.x:
             return None
         contents = (*self.stages[saved:], *map(id, self.operands[saved:]))
         if contents != (*output.stages, *map(id, output.operands)):

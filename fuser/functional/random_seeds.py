@@ -16,18 +16,18 @@ import torch
 MOST_DROPOUT, MOST_ROUNDING = 2**63 - 1, 2**31
 
 
-class _Given(NamedTuple):
+class _GivenSeeds(NamedTuple):
     dropout: Iterator[torch.Tensor]
     rounding: Iterator[int]
 
 
-_given: ContextVar[_Given | None] = ContextVar("fuser_seeds", default=None)
+_given: ContextVar[_GivenSeeds | None] = ContextVar("fuser_seeds", default=None)
 
 
 @contextlib.contextmanager
 def given_seeds(dropout: Iterable[torch.Tensor], rounding: Iterable[int] = ()) -> Iterator[None]:
     """Context in which seeds are taken from these in turn."""
-    token = _given.set(_Given(iter(dropout), iter(rounding)))
+    token = _given.set(_GivenSeeds(iter(dropout), iter(rounding)))
     try:
         yield
     finally:

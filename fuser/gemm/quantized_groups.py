@@ -143,9 +143,9 @@ def _by_weight(
     return _product(_values(a, "rowwise", dtype), matrices, groups, is_padded)
 
 
-def _operand(tensor: QuantizedTensor, usage: str) -> kernel.Operand:
+def _operand(tensor: QuantizedTensor, usage: str) -> kernel.GroupedOperand:
     data, number_format, scales = tensor.operand(usage)
-    return kernel.Operand(data, number_format.element, scales)
+    return kernel.GroupedOperand(data, number_format.element, scales)
 
 
 def _values(tensor: QuantizedTensor, usage: str, dtype: torch.dtype) -> torch.Tensor:

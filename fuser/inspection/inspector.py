@@ -11,14 +11,14 @@ import torch
 
 from fuser.conversion.converted import ops_of_conversions
 from fuser.errors import InputError, InputTypeError, StateError
-from fuser.inspection.report import InspectionReport, Place
+from fuser.inspection.report import InspectionReport, QuantizingOp
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, modules_and_ops
 from fuser.precision.recomputation import is_checkpointed_forward, is_recomputation
 from fuser.tensors.observation import Steps, observing
 from fuser.torch_private import compiled_from
 
 _lock = threading.Lock()
-_inspected: dict[int, Place] = {}
+_inspected: dict[int, QuantizingOp] = {}
 """The ops of the models that are inspected now, by the ids of their attributes."""
 
 
@@ -72,7 +72,7 @@ def inspect(model: torch.nn.Module, *, every: int = 1) -> Iterator[InspectionRep
         with contextlib.ExitStack() as stack:
             if compiled_from(model) is None:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            calls = _Calls(report)
+            calls = _ModelCalls(report)
             for handle in (
                 model.register_forward_pre_hook(calls.before),
                 model.register_forward_hook(calls.after, always_call=True),
@@ -98,23 +98,23 @@ def _check(model: Any, every: Any) -> None:
         raise InputError(f"fuser.inspect got every={every}; it must be at least 1.")
 
 
-def _places(model: torch.nn.Module) -> dict[int, Place]:
+def _places(model: torch.nn.Module) -> dict[int, QuantizingOp]:
     """The ops of a model that quantize, in its order."""
     model = compiled_from(model) or model
-    places: dict[int, Place] = {}
-    composites: dict[int, Place] = {}
+    places: dict[int, QuantizingOp] = {}
+    composites: dict[int, QuantizingOp] = {}
     for path, op, is_spare in ops_of_conversions(model):
         members = op.members if isinstance(op, FusedOperation) else [op]
-        place = Place(path, type(op).__name__, is_spare)
+        place = QuantizingOp(path, type(op).__name__, is_spare)
         places.update((id(member.__dict__), place) for member in members if _quantizes(member))
     for path, module in modules_and_ops(model):
         if isinstance(module, FusedOperation):
             members = [op for op in module.members if _quantizes(op)]
             if len(members) == 1:  # a Linear: its name says more than that of its member
-                composites[id(members[0].__dict__)] = Place(path, type(module).__name__)
+                composites[id(members[0].__dict__)] = QuantizingOp(path, type(module).__name__)
         elif isinstance(module, BasicOperation) and _quantizes(module):
             key = id(module.__dict__)
-            places[key] = composites.get(key, Place(path, type(module).__name__))
+            places[key] = composites.get(key, QuantizingOp(path, type(module).__name__))
     return places
 
 
@@ -122,7 +122,7 @@ def _quantizes(op: BasicOperation) -> bool:
     return any(map(op.num_quantizers, ("forward", "backward")))
 
 
-class _Calls:
+class _ModelCalls:
     """The hooks of the model, around each of its calls; those of a copy of it, without a report."""
 
     def __init__(self, report: InspectionReport | None) -> None:
@@ -131,7 +131,7 @@ class _Calls:
         self._open = threading.local()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Calls, (None,)  # a copy of the model is not inspected
+        return _ModelCalls, (None,)  # a copy of the model is not inspected
 
     def before(self, model: torch.nn.Module, _: Any) -> None:
         """Let the ops show what they quantize, if this call is inspected."""

@@ -15,7 +15,7 @@ from fuser.tensors import QuantizedTensor
 _CODES_OF_FP4 = (0x77, 0x66)
 
 
-class Sums(NamedTuple):
+class MeasuredSums(NamedTuple):
     """Sums over the values of a tensor; of tensors together, their sums, and the largest amax.
 
     ``underflows`` and ``saturations`` are NaN where elements are not those of the tensor, as after
@@ -50,7 +50,7 @@ def copies_of(tensor: QuantizedTensor) -> tuple[str, ...]:
 
 
 def measured(tensor: QuantizedTensor, copy: str, groups: PaddedGroups | None) -> torch.Tensor:
-    """The :class:`Sums` of a copy as fp64 ``[8]`` on its device; nothing waits for the device.
+    """The :class:`MeasuredSums` of a copy as fp64 ``[8]`` on its device, for which nothing waits.
 
     The values of padded ``groups`` are those of their rows alone, without the padding.
     """

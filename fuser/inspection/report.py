@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.functional.grouped import PaddedGroups
-from fuser.inspection.measure import Sums, copies_of, measured, together
+from fuser.inspection.measure import MeasuredSums, copies_of, measured, together
 from fuser.report.text import columns, format_share, listed
 from fuser.tensors import QuantizedTensor
 
@@ -30,7 +30,7 @@ PRODUCTS = {
 }
 
 
-class Place(NamedTuple):
+class QuantizingOp(NamedTuple):
     """An op that quantizes: the path of its module in the model, and its class."""
 
     layer: str
@@ -149,9 +149,9 @@ class InspectedStep:
             self.formats[key] = str(tensors[0].format)
             self._sums.setdefault(key, []).append(together(of_copy))
 
-    def sums(self) -> dict[Key, Sums]:
+    def sums(self) -> dict[Key, MeasuredSums]:
         """The sums of each copy; waits for the device."""
-        return {key: Sums(*together(parts).tolist()) for key, parts in self._sums.items()}
+        return {key: MeasuredSums(*together(parts).tolist()) for key, parts in self._sums.items()}
 
 
 def _measured_once(tensor: QuantizedTensor, groups: PaddedGroups | None) -> dict[str, torch.Tensor]:
@@ -169,7 +169,7 @@ def _measured_once(tensor: QuantizedTensor, groups: PaddedGroups | None) -> dict
 class InspectionReport:
     """What an inspector found; complete when the backward of the last call has run."""
 
-    def __init__(self, places: Mapping[int, Place], every: int) -> None:
+    def __init__(self, places: Mapping[int, QuantizingOp], every: int) -> None:
         self.places = places
         """The ops that can quantize, by the ids of their attributes, in the order of the model."""
         self._every = every
@@ -194,7 +194,7 @@ class InspectionReport:
     def rows(self, step: int | None = None) -> tuple[Row, ...]:
         """The rows in the order of the model, over all inspected calls, or of one by its number."""
         chosen = [inspected for inspected in self._steps if step in (None, inspected.number)]
-        all_sums: dict[Key, list[Sums]] = {}
+        all_sums: dict[Key, list[MeasuredSums]] = {}
         formats: dict[Key, str] = {}
         for inspected in chosen:
             formats |= inspected.formats
@@ -323,14 +323,14 @@ class InspectionReport:
         return draw(self.to_dict(), str(self), path)
 
 
-def _added(parts: Sequence[Sums]) -> Sums:
+def _added(parts: Sequence[MeasuredSums]) -> MeasuredSums:
     """The sums over several calls."""
     amax, *others = zip(*parts, strict=True)
     largest = math.nan if any(map(math.isnan, amax)) else max(amax)
-    return Sums(largest, *map(sum, others))
+    return MeasuredSums(largest, *map(sum, others))
 
 
-def _row(place: Place, role: str, copy: str, format_: str, sums: Sums) -> Row:
+def _row(place: QuantizingOp, role: str, copy: str, format_: str, sums: MeasuredSums) -> Row:
     side = {"both": "both", "rowwise": "forward", "columnwise": "backward"}[copy]
     return Row(
         layer=place.layer,

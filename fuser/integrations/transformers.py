@@ -9,7 +9,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fuser.conversion.experts import experts_chain
 from fuser.conversion.leaves import activation_like
-from fuser.conversion.unit import Pipeline
+from fuser.conversion.unit import ChainPipeline
 from fuser.errors import StateError
 
 _PIPELINE = "_fuser_experts"
@@ -39,10 +39,10 @@ def experts_forward(
     StateError
         If the experts are no gated ones with SiLU, or have biases or another layout.
     """
-    pipeline: Pipeline | None = experts.__dict__.get(_PIPELINE)
+    pipeline: ChainPipeline | None = experts.__dict__.get(_PIPELINE)
     if pipeline is None:
         _check(experts)
-        pipeline = Pipeline(experts_chain(experts, "gate_up_proj", "down_proj"), experts)
+        pipeline = ChainPipeline(experts_chain(experts, "gate_up_proj", "down_proj"), experts)
         experts.__dict__[_PIPELINE] = pipeline
     refusal = pipeline.chain.refusal(experts)
     if refusal is not None:

@@ -23,7 +23,7 @@ from fuser.op.parameters import (
 )
 from fuser.op.state import HiddenOps, Stateful, is_tried, modules_and_ops, plain_keys
 from fuser.op.step import (
-    Autocast,
+    AutocastDtype,
     Contexts,
     Grads,
     Kernels,
@@ -42,7 +42,7 @@ from fuser.op.step import (
 )
 
 __all__ = [
-    "Autocast",
+    "AutocastDtype",
     "BasicOperation",
     "COMPUTE_DTYPES",
     "COMPUTE_METHODS",

@@ -17,7 +17,7 @@ from fuser.specs import PlanKey, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 
 T = TypeVar("T")
-Autocast: TypeAlias = torch.dtype | None
+AutocastDtype: TypeAlias = torch.dtype | None
 """The dtype of torch's autocast; None if it is off."""
 Specs = Sequence[TensorSpec]
 """Of the extra inputs of an op."""

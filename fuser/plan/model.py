@@ -22,7 +22,7 @@ OPTIMIZER = "optimizer"  # the place of its step
 
 
 @dataclass(frozen=True)
-class Box:
+class TorchModule:
     """A call of a module that no pipeline runs: what its own code calls of torch.
 
     ``flops`` and ``nbytes`` are those of both sides; ``calls`` the names of torch's operators, each
@@ -37,7 +37,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """Calls of alike modules: one call, its ``paths``, and the class of the module.
 
     ``content`` is the plan of a pipeline, or the box of another module.
@@ -45,7 +45,7 @@ class Part:
 
     paths: tuple[str, ...]
     name: str
-    content: FusionPlan | Box
+    content: FusionPlan | TorchModule
 
     @property
     def count(self) -> int:
@@ -60,7 +60,7 @@ class Part:
     @property
     def flops(self) -> float:
         """Operations of all calls, forward and backward."""
-        if isinstance(self.content, Box):
+        if isinstance(self.content, TorchModule):
             return self.count * self.content.flops
         steps = self.content.forward + self.content.backward
         return self.count * self.content.nominal_tokens * sum(s.flops_per_token for s in steps)
@@ -68,20 +68,20 @@ class Part:
     @property
     def nbytes(self) -> float:
         """Bytes that all calls move, forward and backward."""
-        if isinstance(self.content, Box):
+        if isinstance(self.content, TorchModule):
             return self.count * self.content.nbytes
         steps = self.content.forward + self.content.backward
         return self.count * self.content.nominal_tokens * sum(s.bytes_per_token for s in steps)
 
     def microseconds(self, side: str) -> float:
         """The modelled time of all calls as planned: other modules run as eager torch."""
-        if isinstance(self.content, Box):
+        if isinstance(self.content, TorchModule):
             return self.count * float(getattr(self.content.eager, side))
         return self.count * sum(step.microseconds for step in self.content.steps(side))
 
     def baseline(self, name: str) -> float:
         """The modelled time of all calls in plain torch; as planned if there is no baseline."""
-        if isinstance(self.content, Box):
+        if isinstance(self.content, TorchModule):
             one = self.content.eager if name == EAGER else self.content.compiled
             return self.count * one.microseconds
         known = {one.name: one.microseconds for one in self.content.baselines}
@@ -131,7 +131,7 @@ class ModelPlan(Drawn):
     parameters: int
     training: bool
     device: Device
-    parts: tuple[Part, ...]
+    parts: tuple[ModelPart, ...]
     memory: StepMemory = StepMemory()
 
     def with_adamw(self, parameters: Iterable[torch.Tensor]) -> ModelPlan:
@@ -143,7 +143,9 @@ class ModelPlan(Drawn):
         size = sum(parameter.nbytes for parameter in parameters)
         microseconds = (7 * size / self.device.bandwidth + self.device.launch) * 1e6
         times = (Baseline(name, 0.0, microseconds) for name in (EAGER, COMPILED))
-        step = Part((OPTIMIZER,), "AdamW", Box(0.0, 7 * size, (("_fused_adamw_", 1),), *times))
+        step = ModelPart(
+            (OPTIMIZER,), "AdamW", TorchModule(0.0, 7 * size, (("_fused_adamw_", 1),), *times)
+        )
         memory = replace(self.memory, moments=2 * size)
         return replace(self, parts=(*self.parts, step), memory=memory)
 
@@ -167,7 +169,7 @@ class ModelPlan(Drawn):
         """The same if torch.compile compiles the other modules."""
         return sum(
             part.baseline(COMPILED)
-            if isinstance(part.content, Box)
+            if isinstance(part.content, TorchModule)
             else sum(part.microseconds(side) for side in self.sides)
             for part in self.parts
         )
@@ -238,7 +240,7 @@ class ModelPlan(Drawn):
     def summary(self) -> list[str]:
         """The modelled time beside that of plain torch, and the memory, in sentences."""
         planned, compiled = self.microseconds, self.compiled_microseconds
-        boxes = [part for part in self.parts if isinstance(part.content, Box)]
+        boxes = [part for part in self.parts if isinstance(part.content, TorchModule)]
         in_boxes = sum(part.microseconds(side) for part in boxes for side in self.sides)
         eager, in_compile = self.baseline(EAGER), self.baseline(COMPILED)
         return [
@@ -266,7 +268,7 @@ class ModelPlan(Drawn):
             "sentences": self.summary(),
         }
 
-    def _part_dict(self, part: Part) -> dict[str, Any]:
+    def _part_dict(self, part: ModelPart) -> dict[str, Any]:
         content = part.content
         return {
             "paths": list(part.paths),
@@ -282,9 +284,9 @@ class ModelPlan(Drawn):
         }
 
 
-def grouped(calls: Iterable[Part]) -> tuple[Part, ...]:
+def grouped(calls: Iterable[ModelPart]) -> tuple[ModelPart, ...]:
     """``calls`` with alike ones as one part: equal content, and paths that differ in numbers."""
-    parts: list[Part] = []
+    parts: list[ModelPart] = []
     by_template: dict[tuple[str, str], list[int]] = {}
     for call in calls:
         (path,) = call.paths
@@ -292,7 +294,7 @@ def grouped(calls: Iterable[Part]) -> tuple[Part, ...]:
         for place in places:
             if parts[place].content == call.content:
                 known = parts[place]
-                parts[place] = Part((*known.paths, path), known.name, known.content)
+                parts[place] = ModelPart((*known.paths, path), known.name, known.content)
                 break
         else:
             places.append(len(parts))

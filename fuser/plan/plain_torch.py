@@ -137,7 +137,7 @@ def baselines_of(graph: OpGraph, device: Device) -> tuple[Baseline, ...]:
     mode = TorchCalls(calls["forward"].append)
     # No autocast changes meta tensors; it is in the dtypes of the graph.
     with torch.inference_mode(False), torch.enable_grad():
-        run = _Run(graph)
+        run = _PlainRun(graph)
         with mode:
             outputs = run.forward()
         places = [place for output in outputs for place in mode._parts(output)]
@@ -160,7 +160,7 @@ def _plain(op: BasicOperation) -> Any:
     return next((PLAIN[cls] for cls in type(op).__mro__ if cls in PLAIN), None)
 
 
-class _Run:
+class _PlainRun:
     """A forward of the ops of a graph in plain torch; ``leaves`` are its tensors from outside."""
 
     def __init__(self, graph: OpGraph) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from fuser.communication import resolved
 from fuser.errors import InputError, StateError
 from fuser.formats import DType
-from fuser.precision.delayed_scaling import DelayedScales, Group, Identity, alike
+from fuser.precision.delayed_scaling import DelayedScales, Group, StateIdentity, alike
 from fuser.precision.op_numbers import existing_ops
 from fuser.recipe import DelayedScaling
 from fuser.torch_private import foreach_copy_
@@ -76,7 +76,7 @@ def _by_group(
     return sorted(by_group.items(), key=lambda item: item[0].group_name)
 
 
-class _Place(NamedTuple):
+class _PlaceInList(NamedTuple):
     """The place of a state in the list."""
 
     recipe: DelayedScaling
@@ -89,7 +89,7 @@ Used = dict[tuple[int, str], DelayedScaling]
 """The recipes of states, by the number of the op and the mode of the state."""
 
 
-class _Step(NamedTuple):
+class _NewStates(NamedTuple):
     """What a rank tells the others before they add states to the list."""
 
     used: Used
@@ -102,16 +102,16 @@ class AmaxReduction:
     """The list of the states whose amaxes the ranks of one group reduce."""
 
     def __init__(self) -> None:
-        self._places: dict[Identity, _Place] = {}
+        self._places: dict[StateIdentity, _PlaceInList] = {}
         # What is sent: two flags, and the amaxes of each state, which are views of it.
         self._message = torch.empty(0, device="cpu")
-        self._amaxes: dict[Identity, torch.Tensor] = {}
+        self._amaxes: dict[StateIdentity, torch.Tensor] = {}
         # The message of a rank that used no state; and of one that used one without a place.
         self._blank: tuple[torch.Tensor, ...] = ()
         self._flags: Flags | None = None
         # States without a place, of the last step, and states whose op no longer exists.
         self._late: list[DelayedScales] = []
-        self._without_op: weakref.WeakSet[Identity] = weakref.WeakSet()
+        self._without_op: weakref.WeakSet[StateIdentity] = weakref.WeakSet()
 
     def reduce(
         self, states: Sequence[DelayedScales], group: dist.ProcessGroup
@@ -197,7 +197,7 @@ class AmaxReduction:
                 recipes[numbers[state._identity]] = state._recipe
         gone = [n for n, identity in enumerate(self._places) if identity.state() is None]
         described = [_described(op) for op in ops]
-        used, gone = _agreed(_Step(recipes, described, gone), group)
+        used, gone = _agreed(_NewStates(recipes, described, gone), group)
         for identity in [list(self._places)[n] for n in gone]:
             del self._places[identity]
         for (number, mode), recipe in sorted(used.items(), key=lambda item: item[0]):
@@ -205,7 +205,7 @@ class AmaxReduction:
             missing, dtypes, _ = op._delayed_state(mode, recipe, device)
             if missing._recipe != recipe:
                 missing.prepare(recipe, dtypes, device)
-            self._places[missing._identity] = _Place(recipe, dtypes)
+            self._places[missing._identity] = _PlaceInList(recipe, dtypes)
         self._lay_out(device)
 
 
@@ -242,7 +242,7 @@ def _flags_of(message: torch.Tensor) -> Flags | None:
 # -- agreement ----------------------------------------------------------------------
 
 
-def _agreed(here: _Step, group: dist.ProcessGroup) -> tuple[Used, list[int]]:
+def _agreed(here: _NewStates, group: dist.ProcessGroup) -> tuple[Used, list[int]]:
     """The states that any rank used, and the places in the list that no rank needs.
 
     Raises InputError on every rank, if their ops do not tell which states are the same.
@@ -284,7 +284,7 @@ def _agreed(here: _Step, group: dist.ProcessGroup) -> tuple[Used, list[int]]:
     return used, gone_on_all
 
 
-def _from_the_end(step: _Step) -> tuple[object, ...]:
+def _from_the_end(step: _NewStates) -> tuple[object, ...]:
     """The ops that a rank ran, counted from the newest, and those that it made after them.
 
     They are equal if a rank has made further ops before the model that all ranks run.

@@ -169,7 +169,7 @@ is_evaluating = _is_evaluating.get
 """Whether the forward that runs now records no amax."""
 
 
-class Identity:
+class StateIdentity:
     """Identifies an op's states, old and new, so that a step and other ranks know them."""
 
     state: weakref.ref[DelayedScales]
@@ -203,7 +203,7 @@ class DelayedScales:
         self._of_parameters: dict[int, Float8Quantizer] = {}
         # The recorded updates of this state with others.
         self._updates: dict[Any, Any] = {}
-        self._identity = Identity()
+        self._identity = StateIdentity()
         self._identity.state = weakref.ref(self)
         # Steps that used the current scales and whose forward may be recomputed.
         self._regions: dict[weakref.ref[AmaxStep], None] = {}
@@ -485,7 +485,7 @@ def _warn_of_evaluation() -> None:
 _has_warned = False
 
 
-class _Backward:
+class _EndOfBackward:
     """The effects at the end of one backward: steps of gradients and of forwards end."""
 
     def __init__(self) -> None:
@@ -495,7 +495,7 @@ class _Backward:
 
 
 # The running backwards, by autograd's number of each.
-_backwards: dict[int, _Backward] = {}
+_backwards: dict[int, _EndOfBackward] = {}
 _backwards_lock = threading.Lock()
 # More than can be nested, as reentrant checkpoints nest them.
 MAX_BACKWARDS = 64
@@ -520,13 +520,13 @@ def end_with_backward(
             running.regions[weakref.ref(region)] = None
 
 
-def _running_backward() -> _Backward:
+def _running_backward() -> _EndOfBackward:
     task = graph_task()
     if task not in _backwards:
         # The entry of a backward that failed is still here; it never ends.
         while len(_backwards) >= MAX_BACKWARDS:
             _backwards.pop(next(iter(_backwards)))
-        _backwards[task] = _Backward()
+        _backwards[task] = _EndOfBackward()
         when_backward_ends(lambda: _end_backward(task))
     return _backwards[task]
 

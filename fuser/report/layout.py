@@ -46,7 +46,7 @@ REASON_WIDTHS = (170.0, 330.0)  # least and greatest width of a refusal's text
 @matplotlib_or_error()
 def lay_out(plan: Item) -> Picture:
     """The picture of a plan, given as ``FusionPlan.to_dict`` returns it, with all places."""
-    return _Layout(plan).picture()
+    return _PictureLayout(plan).picture()
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Wire:
         return self.source is not None and self.target is not None
 
 
-class _Layout(Columns, Drawing):
+class _PictureLayout(Columns, Drawing):
     """The items of the picture; each row is drawn for forward, and below it for backward."""
 
     def __init__(self, plan: Item) -> None:

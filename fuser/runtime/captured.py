@@ -170,7 +170,7 @@ def _accumulating(
 # -- tensors --------------------------------------------------------------------
 
 
-class _Facts(NamedTuple):
+class _TensorFacts(NamedTuple):
     """What a graph depends on in a tensor, besides its values."""
 
     type: str
@@ -181,16 +181,16 @@ class _Facts(NamedTuple):
     addresses: tuple[int, ...]
 
 
-def _facts_of(tensor: torch.Tensor) -> _Facts:
+def _facts_of(tensor: torch.Tensor) -> _TensorFacts:
     parts = tensor._memory() if isinstance(tensor, WrapperTensor) else [tensor]
     layout = (tuple(tensor.shape), tensor.stride(), tuple(map(_address, parts)))
-    return _Facts(type(tensor).__name__, tensor.dtype, tensor.requires_grad, *layout)
+    return _TensorFacts(type(tensor).__name__, tensor.dtype, tensor.requires_grad, *layout)
 
 
-def _tensor_change(name: str, before: _Facts | None, now: _Facts | None) -> str:
+def _tensor_change(name: str, before: _TensorFacts | None, now: _TensorFacts | None) -> str:
     if before is None or now is None:
         return f"{name!r} was {'removed' if now is None else 'added'}"
-    for field, was, has in zip(_Facts._fields, before, now, strict=True):
+    for field, was, has in zip(_TensorFacts._fields, before, now, strict=True):
         if was != has and field != "addresses":
             return f"the {field} of {name!r} was {was} and is {has}"
     return f"{name!r} is in other memory"

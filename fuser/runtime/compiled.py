@@ -14,7 +14,7 @@ import torch
 from fuser.errors import StateError
 from fuser.op.graph_operations import define, library
 from fuser.runtime.compiled_passes import Passes, lock
-from fuser.runtime.compiled_values import Given, GivenBack, Tensors
+from fuser.runtime.compiled_values import GivenBack, GivenTensors, Tensors
 from fuser.runtime.diagnose import refuse_second_derivative
 from fuser.runtime.exported import is_exported, passes_of_export
 from fuser.runtime.graph_parameters import buffers_of
@@ -72,7 +72,7 @@ def _forward(
             "Python. Run the exported program by its module(), or compile the model by "
             "torch.compile."
         )
-    tensors = Given(x, tuple(params), tuple(extras), tuple(seeds), host)
+    tensors = GivenTensors(x, tuple(params), tuple(extras), tuple(seeds), host)
     return _passes_of(call).forward(tensors, is_fake=is_fake)
 
 
@@ -83,7 +83,7 @@ def _backward(is_fake: bool, call: str, *arguments: Any) -> list[torch.Tensor]:
 def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
     call, *tensors = inputs
     counts = tuple(map(len, tensors[1:]))
-    given = Given(*tensors)
+    given = GivenTensors(*tensors)
     given = given._replace(params=buffers_of(given.params))
     passes = _passes_of(call)
     ctx.call, ctx.count = call, passes.output_count

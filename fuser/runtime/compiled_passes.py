@@ -49,8 +49,8 @@ from fuser.precision.recomputation import (
     state_of_forward,
 )
 from fuser.recipe import DelayedScaling, Recipe
-from fuser.runtime.compiled_runner import Runner, quantizing
-from fuser.runtime.compiled_values import Facts, Given, GivenBack, Noted, Tensors
+from fuser.runtime.compiled_runner import PipelineRunner, quantizing
+from fuser.runtime.compiled_values import Facts, GivenBack, GivenTensors, Noted, Tensors
 from fuser.runtime.diagnose import refuse_transform
 from fuser.runtime.pipeline import OperationFuser
 from fuser.torch_private import (
@@ -85,18 +85,18 @@ class Passes:
         )
         """Whether an op has states."""
         self._pipeline = pipeline
-        self._runner = Runner(self.noted, pipeline)
+        self._runner = PipelineRunner(self.noted, pipeline)
         # Under delayed scaling each pipeline has its own states, and recordings that hold them.
-        self._runners: weakref.WeakKeyDictionary[BasicOperation, tuple[list[int], Runner]]
+        self._runners: weakref.WeakKeyDictionary[BasicOperation, tuple[list[int], PipelineRunner]]
         self._runners = weakref.WeakKeyDictionary()
 
-    def runners(self) -> list[Runner]:
+    def runners(self) -> list[PipelineRunner]:
         """What runs the copies of the pipeline."""
         return [self._runner, *(runner for _, runner in self._runners.values())]
 
     # -- forward -------------------------------------------------------------------
 
-    def forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
+    def forward(self, given: GivenTensors, *, is_fake: bool) -> list[torch.Tensor]:
         """The outputs, and the saved tensors that are neither inputs nor outputs."""
         # So what is saved does not depend on ties of weights, nor on tensors that a graph merges.
         given = given.distinct(self.facts.first)
@@ -126,7 +126,7 @@ class Passes:
             numbers = numbers_in(given.host[: len(given.host) - self.facts.rounds])
             return self._delayed_forward(given, numbers, stack)
 
-    def _replayed(self, given: Given) -> list[torch.Tensor] | None:
+    def _replayed(self, given: GivenTensors) -> list[torch.Tensor] | None:
         """The results of a recorded forward; None if a forward must find its conditions first."""
         facts = self.facts
         if may_be_checkpointed(is_grad_enabled=facts.is_grad_enabled) or facts.rounds:
@@ -165,7 +165,7 @@ class Passes:
         return state
 
     def _delayed_forward(
-        self, given: Given, numbers: list[Number], stack: contextlib.ExitStack
+        self, given: GivenTensors, numbers: list[Number], stack: contextlib.ExitStack
     ) -> list[torch.Tensor]:
         ops = ops_of(numbers)
         runner = self._runner_of(ops)
@@ -204,7 +204,7 @@ class Passes:
         self,
         numbers: list[Number],
         ops: list[BasicOperation],
-        runner: Runner,
+        runner: PipelineRunner,
         state: AutocastState,
     ) -> None:
         call = None
@@ -215,12 +215,12 @@ class Passes:
             call = ForwardCall(state, [weakref.ref(scales) for scales in modes if scales])
         note_forward(numbers, ops, call)
 
-    def _runner_of(self, ops: list[BasicOperation]) -> Runner:
+    def _runner_of(self, ops: list[BasicOperation]) -> PipelineRunner:
         """The runner of the pipeline with these ops, over their states until it forgets them."""
         identities = list(map(id, ops))
         known, runner = self._runners.get(ops[0], (None, None))
         if runner is None or known != identities:
-            runner = Runner(self.noted, self._pipeline)
+            runner = PipelineRunner(self.noted, self._pipeline)
             self._runners[ops[0]] = (identities, runner)
         runner.use_states_of(ops)
         return runner

@@ -30,8 +30,8 @@ from fuser.precision.op_numbers import forget_op
 from fuser.runtime.compiled_values import (
     Contexts,
     Ends,
-    Given,
     GivenBack,
+    GivenTensors,
     Noted,
     Place,
     Saved,
@@ -97,7 +97,7 @@ class _Traced(NamedTuple):
         ]
 
 
-class Runner:
+class PipelineRunner:
     """Runs a copy of a pipeline over the tensors of each call.
 
     Runners of one pipeline have one plan, which each records apart.
@@ -144,7 +144,7 @@ class Runner:
 
     # -- forward -------------------------------------------------------------------
 
-    def replayed(self, given: Given) -> list[torch.Tensor] | None:
+    def replayed(self, given: GivenTensors) -> list[torch.Tensor] | None:
         """The results of a recorded forward, as of an eager one; None if there is none."""
         if not self._recorded_passes:
             return None
@@ -168,7 +168,7 @@ class Runner:
         ]
         return [*outputs, *[saved[i] for i in known.made]]
 
-    def forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
+    def forward(self, given: GivenTensors, *, is_fake: bool) -> list[torch.Tensor]:
         if not is_fake:
             return self._forward(given, is_fake=False)
         run = functools.partial(self._forward, given, is_fake=True)
@@ -203,7 +203,7 @@ class Runner:
             traced[key] = _Traced(like, saved)
         return results, saved
 
-    def _forward(self, given: Given, *, is_fake: bool) -> list[torch.Tensor]:
+    def _forward(self, given: GivenTensors, *, is_fake: bool) -> list[torch.Tensor]:
         x, _, extras, seeds, _ = given
         if is_fake:
             self.forget_states()
@@ -244,7 +244,7 @@ class Runner:
 
     def _keep(
         self,
-        given: Given,
+        given: GivenTensors,
         known_tensors: Mapping[str, Mapping[int, torch.Tensor]],
         copied: tuple[bool, ...],
         ctxs: Any,

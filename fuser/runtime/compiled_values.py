@@ -54,7 +54,7 @@ class Facts(NamedTuple):
     """The process and the number of its functions that plan or run; empty for fuser's own."""
 
 
-class Given(NamedTuple):
+class GivenTensors(NamedTuple):
     """The tensors that a graph gives to a forward; of some parameters several."""
 
     x: torch.Tensor
@@ -66,7 +66,7 @@ class Given(NamedTuple):
     host: Tensors
     """On the CPU: the numbers of the calls of ops with quantizers, and the seed of roundings."""
 
-    def distinct(self, first: Sequence[int]) -> Given:
+    def distinct(self, first: Sequence[int]) -> GivenTensors:
         """The same tensors, each another object; but ``extras[i]`` is ``extras[first[i]]``."""
         tensors = (self.x, *self.params, *self.extras)
         is_distinct = len(set(map(id, tensors))) == len(tensors)
@@ -81,7 +81,7 @@ class Given(NamedTuple):
         extras = [distinct[count + i] for i in first]
         return self._replace(x=distinct[0], params=distinct[1:count], extras=extras)
 
-    def in_own_storages(self) -> Given:
+    def in_own_storages(self) -> GivenTensors:
         """The same tensors, but the input and extra inputs share no storage with other ones.
 
         So a view that an op saves is one of its own input, whatever a caller's tensors share.
@@ -115,7 +115,7 @@ class GivenBack(NamedTuple):
     """What a graph gives to a backward."""
 
     sizes: Sizes
-    """Those of :meth:`Given.sizes` in forward."""
+    """Those of :meth:`GivenTensors.sizes` in forward."""
     inputs: Sequence[int]
     outputs: Sequence[int]
     """The numbers of the inputs and of the outputs among the saved tensors."""
@@ -124,7 +124,7 @@ class GivenBack(NamedTuple):
     """The saved tensors that forward returned, then the inputs and the outputs among them."""
     params: Tensors
     host: Tensors
-    """Both as in :class:`Given`."""
+    """Both as in :class:`GivenTensors`."""
 
 
 class Place(NamedTuple):

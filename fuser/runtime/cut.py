@@ -163,7 +163,7 @@ class CuttablePlan(SplittablePlan):
             cut_plan = self._cut_plans.setdefault(cuts, CutPlan(own_nodes, self.code.returned))
         return cut_plan
 
-    def _node(self, ops: range) -> _Node:
+    def _node(self, ops: range) -> _NodeOps:
         """The steps of the plan that run ``ops``, as an autograd node of their own."""
         start, stop, code = ops.start, ops.stop, self.code
         forward, backward = (
@@ -199,7 +199,7 @@ class CuttablePlan(SplittablePlan):
             backward,
             Neighbours(start, self._beside(start, start - 1), self._beside(stop, stop)),
         )
-        return _Node(run, ops, range(first, first + sum(counts)), inputs, outputs)
+        return _NodeOps(run, ops, range(first, first + sum(counts)), inputs, outputs)
 
     def _beside(self, gap: int, op: int) -> tuple[BasicOperation, PlanKey] | None:
         """The op at the other side of a cut, if a quantized tensor passes the cut."""
@@ -220,7 +220,7 @@ class CuttablePlan(SplittablePlan):
         return replace(key, ops=tuple(op_keys))
 
 
-class _Node(NamedTuple):
+class _NodeOps(NamedTuple):
     """One node of a plan: its ops and parameters, the extra tensors that it takes and returns."""
 
     run: CompiledPlan
@@ -233,7 +233,7 @@ class _Node(NamedTuple):
 class CutPlan:
     """The autograd nodes of a plan, which run one after another."""
 
-    def __init__(self, own_nodes: Sequence[_Node], returned: Sequence[Place]) -> None:
+    def __init__(self, own_nodes: Sequence[_NodeOps], returned: Sequence[Place]) -> None:
         self.nodes = own_nodes
         self._returned = frozenset(returned)
         last = {

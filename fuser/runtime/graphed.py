@@ -404,7 +404,7 @@ def _zeros_like(output: torch.Tensor) -> torch.Tensor:
     return torch.zeros(output.shape, dtype=output.dtype, device=output.device)
 
 
-class _Replay(torch.autograd.Function):
+class _ReplayNode(torch.autograd.Function):
     """The autograd node of a graphed module."""
 
     @staticmethod
@@ -433,7 +433,7 @@ class _Replay(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
-_replayed: Callable[..., tuple[torch.Tensor, ...]] = _Replay.apply
+_replayed: Callable[..., tuple[torch.Tensor, ...]] = _ReplayNode.apply
 
 
 class GraphedForward:

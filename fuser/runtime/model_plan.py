@@ -22,7 +22,7 @@ from fuser.errors import FuserError, InputError, InputTypeError
 from fuser.op.structure import REFUSED, structure_of
 from fuser.plan.devices import Device, device_named, device_of
 from fuser.plan.graph import OpGraph
-from fuser.plan.model import Box, ModelPlan, Part, StepMemory, grouped
+from fuser.plan.model import ModelPart, ModelPlan, StepMemory, TorchModule, grouped
 from fuser.plan.plain_torch import COMPILED, EAGER, baselines_of
 from fuser.plan.plan import PIPELINE_INPUT, Baseline, FusionPlan
 from fuser.plan.saved_inputs import budget
@@ -51,11 +51,11 @@ Observe = Callable[[Any, Any, tuple[Any, ...]], Any]
 _lock = threading.Lock()
 
 
-class _Observer(threading.local):
+class _PlanObserver(threading.local):
     observe: Observe | None = None
 
 
-_observer = _Observer()
+_observer = _PlanObserver()
 
 
 def observer() -> Observe | None:
@@ -135,10 +135,10 @@ def plan(
     if not isinstance(model, torch.nn.Module):
         raise InputTypeError(f"fuser.plan plans a torch.nn.Module; got {model!r:.60}.")
     target = None if device is None else device_named(device)
-    return _Observation(model, training, target).plan(inputs, keywords)
+    return _ObservedForward(model, training, target).plan(inputs, keywords)
 
 
-class _Call(NamedTuple):
+class _ListedCall(NamedTuple):
     """A call of a module that lists its calls of torch; the frame tells it from another call."""
 
     frame: FrameType | None
@@ -146,7 +146,7 @@ class _Call(NamedTuple):
     calls: list[TorchCall]
 
 
-class _Observation:
+class _ObservedForward:
     """One forward of ``model`` on fake tensors."""
 
     def __init__(self, model: torch.nn.Module, training: bool, target: Device | None) -> None:
@@ -161,7 +161,7 @@ class _Observation:
         for path, module in model.named_modules():
             self.paths[id(module)] = path
             self.modules[id(module)] = module
-        self.made: list[_Call | Part] = []
+        self.made: list[_ListedCall | ModelPart] = []
         self.known: dict[Any, FusionPlan] = {}
         self.calls = TorchCalls(self._listed)
         # What backward reads of forward: memory of the model's own tensors, and of pipelines.
@@ -206,9 +206,9 @@ class _Observation:
             self.training,
             self.target,
             grouped(
-                part if isinstance(part, Part) else self._box(part)
+                part if isinstance(part, ModelPart) else self._box(part)
                 for part in self.made
-                if isinstance(part, Part) or part.calls
+                if isinstance(part, ModelPart) or part.calls
             ),
             self._memory(fake_tensors) if self.training else StepMemory(),
         )
@@ -262,7 +262,7 @@ class _Observation:
             outputs = pipeline.outputs_like(*inputs)
         self._keeps(plan, x)
         name = type(self.modules[module]).__name__ if module else type(self.model).__name__
-        self.made.append(Part((self.paths.get(module, ""),), name, plan))
+        self.made.append(ModelPart((self.paths.get(module, ""),), name, plan))
         fakes = tuple(_empty(output, x.device) for output in outputs)
         return fakes if len(fakes) > 1 else fakes[0]
 
@@ -302,15 +302,19 @@ class _Observation:
                 self.held[number] = self.calls.storages[number]
         frame, module = calling_module(self.paths)
         for listed in reversed(self.made):
-            if isinstance(listed, _Call) and listed.frame is frame and listed.module == module:
+            if (
+                isinstance(listed, _ListedCall)
+                and listed.frame is frame
+                and listed.module == module
+            ):
                 listed.calls.append(call)
                 return
-        self.made.append(_Call(frame, module, [call]))
+        self.made.append(_ListedCall(frame, module, [call]))
 
     def _sides(self, call: TorchCall) -> float:
         return 1 + _times(call) * self.training
 
-    def _box(self, caller: _Call) -> Part:
+    def _box(self, caller: _ListedCall) -> ModelPart:
         """The box of a module's own calls. Backward is twice forward, of attention 2.5 times."""
         calls, device = caller.calls, self.target
         forward = sum(call.seconds(device, "forward") for call in calls)
@@ -326,14 +330,14 @@ class _Observation:
             compiled_backward = of_products + 2 * (again - alone)
         path = self.paths.get(caller.module, "")
         module = self.modules.get(caller.module, self.model)
-        box = Box(
+        box = TorchModule(
             sum(call.flops * self._sides(call) for call in calls),
             sum(call.nbytes * self._sides(call) for call in calls),
             tuple(Counter(call.name for call in calls).items()),
             Baseline(EAGER, forward * 1e6, backward * 1e6),
             Baseline(COMPILED, fused * 1e6, compiled_backward * 1e6),
         )
-        return Part((path,), type(module).__name__, box)
+        return ModelPart((path,), type(module).__name__, box)
 
 
 def _times(call: TorchCall) -> float:

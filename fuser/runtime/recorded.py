@@ -399,7 +399,7 @@ class _Keeps(NamedTuple):
         before[self.place].keep(self.how, weights if self.is_list else weights[0])
 
 
-class _Given(NamedTuple):
+class _GivenParameter(NamedTuple):
     """In place of a quantized parameter in a context: its number among those of the call.
 
     Or in place of a saved copy of a gathered one, which is in other memory by the backward.
@@ -409,7 +409,7 @@ class _Given(NamedTuple):
     usage: str | None = None
 
     @classmethod
-    def at(cls, place: int, places: list[int], usage: str | None = None) -> _Given:
+    def at(cls, place: int, places: list[int], usage: str | None = None) -> _GivenParameter:
         """For the parameter at a place, which is added to ``places`` if it is not there."""
         if place not in places:
             places.append(place)
@@ -421,7 +421,7 @@ class _Given(NamedTuple):
         return parameter if self.usage is None else parameter.with_usage(self.usage)
 
 
-class _Read(NamedTuple):
+class _ReadLayouts(NamedTuple):
     """Of the saved tensors, those whose layouts a backward depends on, by their numbers."""
 
     inputs: tuple[int, ...]
@@ -442,14 +442,14 @@ class _Recording(NamedTuple):
     keeps: list[_Keeps]
     """The weights that it keeps for other microbatches."""
     contexts: Sequence[tuple[type[OperationContext], dict[str, Any]]] = ()
-    saved: Sequence[Part | _Given] = ()
+    saved: Sequence[Part | _GivenParameter] = ()
     """How to make each saved tensor from those that the forward saves."""
     kept: tuple[int, ...] = ()
     """Of those, the ones that are no piece of another; the last that the sequence returns has the
     pieces."""
     saved_count: int = 0
     """The number of saved tensors if each piece is one."""
-    read: tuple[_Read, _Read] = (_Read((), None), _Read((), None))
+    read: tuple[_ReadLayouts, _ReadLayouts] = (_ReadLayouts((), None), _ReadLayouts((), None))
     """Of the saved tensors themselves, and where the last has the pieces."""
     ends: tuple[int, ...] = ()
     specs: tuple[Any, ...] = ()
@@ -683,10 +683,12 @@ class RecordedForward:
         ]
         is_gathered = any(facts.is_gathered for _, facts in read_back)
 
-        def read_of(inputs: tuple[int, ...], pairs: list[tuple[int, QuantizedFacts]]) -> _Read:
+        def read_of(
+            inputs: tuple[int, ...], pairs: list[tuple[int, QuantizedFacts]]
+        ) -> _ReadLayouts:
             if is_gathered:
-                return _Read(inputs, None, tuple(number for number, _ in pairs))
-            return _Read(inputs, buffers_reader(pairs) if pairs else None)
+                return _ReadLayouts(inputs, None, tuple(number for number, _ in pairs))
+            return _ReadLayouts(inputs, buffers_reader(pairs) if pairs else None)
 
         read = read_of(inputs, read_back), read_of(tuple(map(kept.index, inputs)), later)
         return recording._replace(kept=kept, saved_count=len(held), read=read)
@@ -864,7 +866,7 @@ def _copy_of_gathered(
     tensors: Tensors,
     quantized: Mapping[int, tuple[int, QuantizedFacts]],
     places: list[int],
-) -> _Given | None:
+) -> _GivenParameter | None:
     """A saved gathered parameter, or copy, whose place is added to ``places``; else None."""
     gathering = getattr(tensor, "_gathering", None)
     if gathering is None:
@@ -878,13 +880,15 @@ def _copy_of_gathered(
         for usage in (None, *filter(parameter._has, USAGES)):
             is_whole = usage is None and parameter is tensor
             if is_whole or (usage and _buffer_ids(parameter.with_usage(usage)) == buffers):
-                return _Given.at(place, places, usage)
+                return _GivenParameter.at(place, places, usage)
     return None
 
 
-def _saved(part: Part | _Given, held: Sequence[torch.Tensor], parameters: Sequence[Any]) -> Any:
+def _saved(
+    part: Part | _GivenParameter, held: Sequence[torch.Tensor], parameters: Sequence[Any]
+) -> Any:
     """A saved tensor, from those of a call and the parameters that it was given."""
-    return part.of(parameters) if isinstance(part, _Given) else tensor_of(part, held)
+    return part.of(parameters) if isinstance(part, _GivenParameter) else tensor_of(part, held)
 
 
 def _buffer_ids(tensor: QuantizedTensor) -> dict[str, int]:
@@ -922,14 +926,14 @@ def _without(
         return value if all(map(operator.is_, parts, value)) else _like(value, parts)
     if id(value) not in quantized:
         return value
-    return _Given.at(quantized[id(value)][0], places)
+    return _GivenParameter.at(quantized[id(value)][0], places)
 
 
 def _with(value: Any, parameters: Sequence[Any]) -> Any:
     """The inverse of :func:`_without`, with the parameters of a call."""
     if not parameters:
         return value
-    if type(value) is _Given:
+    if type(value) is _GivenParameter:
         return value.of(parameters)
     if isinstance(value, (tuple, list)):
         parts = [_with(part, parameters) for part in value]

@@ -23,7 +23,7 @@ from fuser.torch_private import keeps_graph
 Function = Callable[..., Any]
 
 
-class _Kept(NamedTuple):
+class _FirstPart(NamedTuple):
     """The gradients of a node's outputs in its first part, and what entered its steps."""
 
     grads: tuple[torch.Tensor | None, ...]
@@ -69,7 +69,7 @@ class SplittablePlan(CompiledPlan):
         of_params = needed[self._params]
         if not any(of_params):
             return self._first(ctx, grads) if keeps_graph() else None
-        kept: _Kept | None = getattr(ctx, "kept", None)
+        kept: _FirstPart | None = getattr(ctx, "kept", None)
         if kept is None or sum(needed) > sum(of_params) or _is_capturing(grads):
             return None
         ctx.kept = None  # kernels may write over what they read last
@@ -83,7 +83,7 @@ class SplittablePlan(CompiledPlan):
             entering = [vars(context).pop("entering", None) for context in contexts]
             ctx.kept = None
             if all(e is None or _can_be_kept(e) for e in entering):
-                ctx.kept = _Kept(grads, _versions(grads), entering)
+                ctx.kept = _FirstPart(grads, _versions(grads), entering)
             return results
 
         return first

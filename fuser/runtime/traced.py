@@ -79,7 +79,7 @@ write into what is outside of it.
 # -- what Dynamo reads ---------------------------------------------------------------------
 
 
-class Pipeline(NamedTuple):
+class TracedPipeline(NamedTuple):
     """What Dynamo reads of a pipeline, and why it cannot be in a graph."""
 
     refusal: str
@@ -106,7 +106,7 @@ class Pipeline(NamedTuple):
 class Trace(NamedTuple):
     """What Dynamo reads of a container or an op: its pipelines, and the modules between them."""
 
-    parts: tuple[Pipeline | Path, ...]
+    parts: tuple[TracedPipeline | Path, ...]
     names: tuple[str, ...] = ()
     """The names of its modules: Dynamo notices if they change."""
     composites: tuple[Path, ...] = ()
@@ -136,7 +136,7 @@ def prepare(
         paths = {}
         for name, module in container.named_modules():
             paths[id(module.__dict__)] = tuple(name.split(".")) if name else ()
-        parts: list[Pipeline | Path]
+        parts: list[TracedPipeline | Path]
         if isinstance(container, BasicOperation):
             pipelines = [container._own_pipeline()]
             parts = [_pipeline(container._own_pipeline(), paths)]
@@ -145,7 +145,9 @@ def prepare(
             pipelines = [s.pipeline for s in segments if isinstance(s, PipelineSegment)]
             parts = [_part(segment, paths) for segment in segments]
         if len(parts) > 1 and not all(_is_open(part) for part in parts):
-            parts = [Pipeline(f"channels or extra tensors cross {_modules_between(segments)}")]
+            parts = [
+                TracedPipeline(f"channels or extra tensors cross {_modules_between(segments)}")
+            ]
         composites = tuple(
             paths[id(module.__dict__)]
             for module in container.modules()
@@ -176,27 +178,31 @@ def _modules_between(segments: Sequence[Segment]) -> str:
     return "the modules between its pipelines"
 
 
-def _part(segment: Segment, paths: Mapping[int, Path]) -> Pipeline | Path:
+def _part(segment: Segment, paths: Mapping[int, Path]) -> TracedPipeline | Path:
     if isinstance(segment, PipelineSegment):
         return _pipeline(segment.pipeline, paths)
     if segment.inputs or segment.outputs:
-        return Pipeline(f"{type(segment.module).__name__} is called by itself, and has channels")
+        return TracedPipeline(
+            f"{type(segment.module).__name__} is called by itself, and has channels"
+        )
     return paths[id(segment.module.__dict__)]
 
 
-def _is_open(part: Pipeline | Path) -> bool:
-    return not isinstance(part, Pipeline) or (part.extra_inputs, part.outputs) == (0, 1)
+def _is_open(part: TracedPipeline | Path) -> bool:
+    return not isinstance(part, TracedPipeline) or (part.extra_inputs, part.outputs) == (0, 1)
 
 
-def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
+def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> TracedPipeline:
     ops = pipeline.basic_ops
     if any(_is_apart(op, ops) for op in ops):
-        return Pipeline("a MoeCombine apart from its MoeDispatch reads numbers of rows on the host")
+        return TracedPipeline(
+            "a MoeCombine apart from its MoeDispatch reads numbers of rows on the host"
+        )
     structures = []
     for op in ops:
         structure = structure_of(op)
         if structure.startswith(REFUSED):
-            return Pipeline(structure.removeprefix(REFUSED))
+            return TracedPipeline(structure.removeprefix(REFUSED))
         structures.append(structure)
     pipeline._find_parameters()
     owners = {id(op._parameters): i for i, op in enumerate(ops)}
@@ -204,7 +210,7 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
         parameters = tuple((owners[id(held)], name) for held, name in pipeline._slots.slots)
         places = tuple(paths[id(op.__dict__)] for op in ops)
     except KeyError:
-        return Pipeline("its ops are not modules of it")
+        return TracedPipeline("its ops are not modules of it")
     try:
         held: list[tuple[BasicOperation, str, Any]]
         held = [(ops[i], name, ops[i]._parameters[name]) for i, name in parameters]
@@ -213,13 +219,13 @@ def _pipeline(pipeline: OperationFuser, paths: Mapping[int, Path]) -> Pipeline:
         check_gates(ops)
         quantized = tuple([text_of(parameter) for _, _, parameter in held])
     except (InputError, StateError) as error:
-        return Pipeline(str(error).removesuffix("."))
+        return TracedPipeline(str(error).removesuffix("."))
     text = repr((structures, pipeline.fusions, sorted(pipeline.open_channels)))
     names = "+".join(type(op).__name__ for op in ops)
     structure = f"{names} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     note_structure(structure, pipeline)
     quantizers = set(quantizing(ops))
-    return Pipeline(
+    return TracedPipeline(
         "",
         structure,
         places,
@@ -261,7 +267,7 @@ def note_structure(structure: str, pipeline: OperationFuser) -> None:
         _pipelines[structure] = copied(pipeline)
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """What the graph of a call contains."""
 
     refusal: str
@@ -292,7 +298,7 @@ def describe(
     is_checkpointed: bool,
     limit: tuple[float | None, bool, bool],
     registered: int,
-) -> Call:
+) -> TracedCall:
     """The call with such facts; ``read`` is there for Dynamo to compare it at each call."""
     recipe, key = None, recipe_key.removeprefix(INSIDE).removeprefix(AROUND)
     pipeline = _pipelines[structure]
@@ -301,23 +307,23 @@ def describe(
         try:
             recipe = here if here is not None and here._key == key else recipe_of_key(key)
         except KeyError:
-            return Call(
+            return TracedCall(
                 "a custom recipe is entered in the graph; enter it around the compiled function"
             )
         if recipe.custom() and _has_states(pipeline, recipe):
-            return Call("quantizers of its custom recipe have states")
+            return TracedCall("quantizers of its custom recipe have states")
     if is_functorch_active() or forward_ad_level() >= 0:
-        return Call("it is transformed by torch.func, or differentiated forward")
+        return TracedCall("it is transformed by torch.func, or differentiated forward")
     for kind, _, _ in tensors:
         if kind not in PLAIN_CLASSES and not kind.startswith((QUANTIZED, JOINED)):
-            return Call(f"a {kind} is among its inputs and parameters")
+            return TracedCall(f"a {kind} is among its inputs and parameters")
     try:
         with outside_fake_mode():
             like = [torch.empty(1, 1, dtype=dtype, device="meta") for _, dtype, _ in tensors]
         count = 1 + len(summed)
         pipeline.checks.kinds(like[0], like[1:count], like[count:])
     except InputError as error:
-        return Call(str(error).removesuffix("."))
+        return TracedCall(str(error).removesuffix("."))
     dtypes = iter([dtype for _, dtype, _ in tensors[1:]])
     reads_sizes = False
     for op, parameters in zip(pipeline.basic_ops, pipeline._slots.counts, strict=True):
@@ -329,7 +335,7 @@ def describe(
         place = PlanKey((), recipe, autocast or of_op[0], device, arch, ())
         reads_sizes |= not op.runs_at_once(place)
     if reads_sizes and recipe is not None:
-        return Call(
+        return TracedCall(
             "GroupedLinear quantizes each group alone, and split sizes decide what it keeps"
         )
     facts = Facts(
@@ -351,22 +357,22 @@ def describe(
     name = f"{structure} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if torch.compiler.is_exporting():
         if isinstance(recipe, DelayedScaling):
-            return Call("scales of delayed scaling are no part of an exported program")
+            return TracedCall("scales of delayed scaling are no part of an exported program")
         if any(kind.startswith(QUANTIZED) for kind, _, _ in tensors):
-            return Call("its parameters are quantized, which a program does not contain")
+            return TracedCall("its parameters are quantized, which a program does not contain")
         if facts.registered:
-            return Call("code from outside of fuser plans it, which another process lacks")
+            return TracedCall("code from outside of fuser plans it, which another process lacks")
         # The program is under this recipe, wherever it runs.
         facts = facts._replace(recipe_key=INSIDE + key)
         with lock, outside_fake_mode():
             try:
                 name = exported_name(pipeline, facts, recipe)
             except StateError as error:
-                return Call(str(error).removesuffix("."))
+                return TracedCall(str(error).removesuffix("."))
     add_passes(name, lambda: Passes(pipeline, facts, recipe))
     is_delayed = isinstance(recipe, DelayedScaling) and bool(quantizing(pipeline.basic_ops))
     is_inside = is_delayed and recipe_key.startswith(INSIDE)
-    return Call("", name, is_delayed, is_inside, facts.rounds, reads_sizes)
+    return TracedCall("", name, is_delayed, is_inside, facts.rounds, reads_sizes)
 
 
 def _others(pipeline: OperationFuser, registered: int) -> str:
@@ -420,18 +426,18 @@ def traced_call(
     if not are_present:
         reason = "its modules have changed while it was traced"
     if given is not None and reason == "":
-        refusals = [part.refusal for part in trace.parts if isinstance(part, Pipeline)]
+        refusals = [part.refusal for part in trace.parts if isinstance(part, TracedPipeline)]
         reason = max(refusals)
     if reason != "":
         return _broken(reason, container, None, x, extras, keywords, given)
-    if len(trace.parts) == 1 and isinstance(trace.parts[0], Pipeline):
+    if len(trace.parts) == 1 and isinstance(trace.parts[0], TracedPipeline):
         return _traced_pipeline(container, None, trace, x, extras, given, 0)
     if extras:
         return _broken("it takes no extra inputs", container, None, x, extras, keywords, given)
     result: Any = x
     first = 0
     for number, part in enumerate(trace.parts):
-        if isinstance(part, Pipeline):
+        if isinstance(part, TracedPipeline):
             result = _traced_pipeline(container, number, trace, result, (), given, first)
             first += len(part.parameters)
         else:

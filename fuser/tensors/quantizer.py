@@ -102,7 +102,7 @@ class Quantizer:
                 return self._made(self.buffers_of(tensor), tensor)
             tensor = tensor.tensor()
         if tensor.requires_grad and torch.is_grad_enabled():
-            quantized: QuantizedTensor = _Quantize.apply(tensor, self)  # type: ignore[no-untyped-call]
+            quantized: QuantizedTensor = _StraightThrough.apply(tensor, self)  # type: ignore[no-untyped-call]
             return quantized
         source = tensor.dequantize() if isinstance(tensor, WrapperTensor) else tensor
         if source.requires_grad and (_is_dynamo_compiling() or not self.is_repeatable):
@@ -273,7 +273,7 @@ class Quantizer:
         """For one call: reduce amaxes over ``group``; returns itself if the format has none."""
         if type(self).amaxes_of is Quantizer.amaxes_of:
             return self
-        return lambda tensor: next(quantized_parts([Part(self, materialize(tensor), group)]))
+        return lambda tensor: next(quantized_parts([RankRows(self, materialize(tensor), group)]))
 
     def unbound(self) -> Quantizer:
         """The quantizer that a tensor keeps: without the amaxes of one call."""
@@ -298,7 +298,7 @@ class Quantizer:
         return self
 
 
-class Part(NamedTuple):
+class RankRows(NamedTuple):
     """Values to quantize, and the ranks that have rows of the tensor; None if this rank has all.
 
     Parts with one ``joint`` have one amax, the largest: their tensors are read as one.
@@ -310,7 +310,7 @@ class Part(NamedTuple):
     joint: Any = None
 
 
-def quantized_parts(parts: Sequence[Part]) -> Iterator[QuantizedTensor]:
+def quantized_parts(parts: Sequence[RankRows]) -> Iterator[QuantizedTensor]:
     """Quantize parts one after another, as parts of their tensors.
 
     Their amaxes are reduced before the first of them: one reduction for all that have a group and a
@@ -367,7 +367,7 @@ def whole_blocks(x: torch.Tensor | LazyTensor, multiple: int) -> torch.Tensor | 
     return F.pad(materialize(x).view(m, k), (0, columns - k, 0, rows - m))
 
 
-class _Quantize(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
     """Quantize; the gradient passes through unchanged, and torch casts it to the tensor's dtype."""
 
     @staticmethod

@@ -22,7 +22,7 @@ from fuser.errors import InputError
 from fuser.formats import ceil_div
 from fuser.tensors.base import USAGES, QuantizedTensor
 from fuser.tensors.dispatch import HANDLERS, aten, new_zeros
-from fuser.tensors.quantizer import Part, Quantizer, quantized_parts
+from fuser.tensors.quantizer import Quantizer, RankRows, quantized_parts
 from fuser.torch_private import (
     FSDP2,
     free_with,
@@ -58,10 +58,10 @@ class Sharding:
     def __deepcopy__(self, memo: dict[int, object]) -> Sharding:
         return replace(self, backward_reads=set())  # the group itself cannot be copied
 
-    def write(self, quantizer: Any, values: torch.Tensor) -> Part:
+    def write(self, quantizer: Any, values: torch.Tensor) -> RankRows:
         """A write to this shard: its amax is reduced, if the format has one."""
         self.is_agreed = True
-        return Part(quantizer, values, self.group if self.is_exact and self.ranks > 1 else None)
+        return RankRows(quantizer, values, self.group if self.is_exact and self.ranks > 1 else None)
 
     @property
     def ranks(self) -> int:

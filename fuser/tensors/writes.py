@@ -9,7 +9,7 @@ import torch
 from fuser.formats import buffers_for_kernels, round_up
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.tensors.base import QuantizedTensor, geometry
-from fuser.tensors.quantizer import Part, Quantizer, quantized_parts
+from fuser.tensors.quantizer import Quantizer, RankRows, quantized_parts
 
 
 def quantize_all(
@@ -99,9 +99,9 @@ def blocks_around(root: QuantizedTensor, start: int, stop: int) -> tuple[Quantiz
     return root, 0
 
 
-def _part(target: QuantizedTensor, values: torch.Tensor) -> Part:
+def _part(target: QuantizedTensor, values: torch.Tensor) -> RankRows:
     quantizer, sharding = target._usage(), target._sharding
-    return Part(quantizer, values) if sharding is None else sharding.write(quantizer, values)
+    return RankRows(quantizer, values) if sharding is None else sharding.write(quantizer, values)
 
 
 def _unless(flag: torch.Tensor, target: QuantizedTensor, fresh: QuantizedTensor) -> QuantizedTensor:

@@ -186,7 +186,7 @@ def _number(capability: tuple[int, int]) -> str:
 
 
 @dataclass(frozen=True)
-class Device:
+class PresentDevice:
     """A device that pipelines can run on; a CPU has no capability."""
 
     name: str
@@ -216,7 +216,7 @@ class Diagnosis:
 
     versions: tuple[tuple[str, str], ...]
     installation: Installation
-    devices: tuple[Device, ...]
+    devices: tuple[PresentDevice, ...]
     obstacle: Obstacle | None
     probe: ProbeResult | None
     optional: tuple[tuple[str, str | None], ...]
@@ -521,14 +521,14 @@ def _driver_version() -> int:
     return version.value
 
 
-def _devices() -> tuple[Device, ...]:
-    devices = [Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")]
+def _devices() -> tuple[PresentDevice, ...]:
+    devices = [PresentDevice("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = (properties.major, properties.minor)
         memory = properties.total_memory / 2**30
         model = f"{properties.name}, compute capability {capability[0]}.{capability[1]}"
-        devices.append(Device(f"cuda:{index}", f"{model}, {memory:.0f} GiB", capability))
+        devices.append(PresentDevice(f"cuda:{index}", f"{model}, {memory:.0f} GiB", capability))
     return tuple(devices)
 
 

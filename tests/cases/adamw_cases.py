@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fuser.formats import ceil_div
-from fuser.functional.adamw import Step, adamw
+from fuser.functional.adamw import AdamWStep, adamw
 from fuser.functional.lazy import LazyTensor
 from fuser.reference import adamw as reference
 from fuser.te.pytorch import optimizers
@@ -54,7 +54,7 @@ EVERY_DTYPE = pytest.mark.parametrize(
 
 def step_of(
     shape: tuple[int, ...], of_gradient: torch.dtype, device: str, offset: int = 0, seed: int = 0
-) -> Step:
+) -> AdamWStep:
     """A step in the middle of training; ``offset`` elements before each tensor in its memory."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -67,21 +67,21 @@ def step_of(
     options: Any = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     constants = reference.constants_of(count, lr, **options, is_decoupled=seed % 2 == 0)
     gradient = drawn(of_gradient)
-    return Step(drawn(), gradient, drawn(), drawn().abs(), constants.to(device))
+    return AdamWStep(drawn(), gradient, drawn(), drawn().abs(), constants.to(device))
 
 
-def copied(step: Step) -> Step:
-    return Step(*(tensor.clone() for tensor in step))
+def copied(step: AdamWStep) -> AdamWStep:
+    return AdamWStep(*(tensor.clone() for tensor in step))
 
 
-def expected_of(step: Step, dtype: torch.dtype) -> tuple[Step, torch.Tensor]:
+def expected_of(step: AdamWStep, dtype: torch.dtype) -> tuple[AdamWStep, torch.Tensor]:
     """The tensors after the step, on the CPU, and the weights in ``dtype``."""
-    after = Step(*(tensor.cpu().clone() for tensor in step))
+    after = AdamWStep(*(tensor.cpu().clone() for tensor in step))
     reference.adamw(*after)
     return after, after.master.to(dtype)
 
 
-def assert_taken(step: Step, expected: Step) -> None:
+def assert_taken(step: AdamWStep, expected: AdamWStep) -> None:
     for name, found in step._asdict().items():
         assert torch.equal(found.cpu(), getattr(expected, name)), name
 

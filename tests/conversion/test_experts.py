@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 import fuser
 from fuser.conversion.experts import experts_chain
-from fuser.conversion.unit import Pipeline
+from fuser.conversion.unit import ChainPipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
@@ -400,7 +400,7 @@ def test_copies_of_converted_experts_are_converted(name: str) -> None:
 def test_a_module_that_holds_a_pipeline_of_its_experts_is_copied_with_it(name: str) -> None:
     """As the experts of transformers with an implementation of this library."""
     experts = made(Experts)
-    experts.pipeline = Pipeline(experts_chain(experts, "gate_up_proj", "down_proj"), experts)
+    experts.pipeline = ChainPipeline(experts_chain(experts, "gate_up_proj", "down_proj"), experts)
     other = COPIES[name](experts)
     other.gate_up_proj.data.mul_(2)
     x, chosen = data(), torch.tensor([[0, 1]] * len(data()))

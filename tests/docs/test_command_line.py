@@ -483,13 +483,13 @@ def test_a_reader_that_has_enough_ends_the_program_without_a_traceback() -> None
     assert run.returncode == 0
 
 
-HOPPER = doctor.Device("cuda:0", "NVIDIA H200", (9, 0))
+HOPPER = doctor.PresentDevice("cuda:0", "NVIDIA H200", (9, 0))
 HEALTHY = doctor.Diagnosis(
     versions=(("python", "3.12.3"),),
     installation=Installation(
         "2.11.0+cu130", "13.0", 1, ("cupy-cuda13x",), cupy_version="14.2.0", cupy_cuda=13000
     ),
-    devices=(doctor.Device("cpu", "x86_64"), HOPPER),
+    devices=(doctor.PresentDevice("cpu", "x86_64"), HOPPER),
     obstacle=None,
     probe=doctor.ProbeResult(None, 71.0, 5.2),
     optional=(("matplotlib", "3.11.2"), ("tqdm", "4.70.1")),
@@ -762,7 +762,7 @@ def test_the_doctor_prints_its_values_as_json(capsys: pytest.CaptureFixture[str]
 
 
 def test_two_kinds_of_gpu_get_a_matrix_each_with_its_reasons(cuda_13_torch: None) -> None:
-    blackwell = doctor.Device("cuda:1", "NVIDIA B200", (10, 0))
+    blackwell = doctor.PresentDevice("cuda:1", "NVIDIA B200", (10, 0))
     report = str(dataclasses.replace(HEALTHY, devices=(*HEALTHY.devices, blackwell, HOPPER)))
     lines = report.splitlines()
     assert [line.split()[0] for line in lines if " forward " in line and " dgrad " in line] == [
@@ -784,7 +784,10 @@ def test_two_kinds_of_gpu_get_a_matrix_each_with_its_reasons(cuda_13_torch: None
 def test_the_report_is_at_most_100_columns_wide(
     capability: tuple[int, int] | None, cuda_13_torch: None
 ) -> None:
-    devices = (doctor.Device("cpu", "x86_64"), doctor.Device("cuda:0", "a GPU", capability))
+    devices = (
+        doctor.PresentDevice("cpu", "x86_64"),
+        doctor.PresentDevice("cuda:0", "a GPU", capability),
+    )
     missing = module.obstacle(Installation("2.13.0+cpu", None, 0))
     for no_kernels in (None, missing):
         report = str(dataclasses.replace(HEALTHY, devices=devices, obstacle=no_kernels))

@@ -177,7 +177,7 @@ def test_formats_that_the_kernel_does_not_take() -> None:
 
 def test_operands_that_do_not_match_are_refused() -> None:
     data, scales = torch.zeros(256, 64, dtype=torch.uint8), torch.ones(2)
-    operand = grouped_gemm.Operand(data, fuser.DType.kFloat8E4M3, scales)
+    operand = grouped_gemm.GroupedOperand(data, fuser.DType.kFloat8E4M3, scales)
     ends = torch.tensor([128, 256], dtype=torch.int32)
     tiles = torch.zeros(3, 4, dtype=torch.int32)
     out = torch.empty(256, 128)

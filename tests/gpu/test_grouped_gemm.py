@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fuser.cuda import grouped_gemm
-from fuser.cuda.grouped_gemm import Operand, Sums
+from fuser.cuda.grouped_gemm import GroupedOperand, Sums
 from fuser.formats import DType, ceil_div, round_up
 from fuser.functional.grouped import PaddedGroups, padded_groups
 
@@ -103,8 +103,8 @@ def test_rows_of_each_group_times_its_matrix(
     out = torch.full((rows if is_padded else groups.rows, n), 7.0, dtype=dtype, device=CUDA)
     expected = torch.full(out.shape, 7.0, device=CUDA)
     grouped_gemm.multiply_rows(
-        Operand(a, a_format, a_scales),
-        Operand(b, E4M3, b_scales),
+        GroupedOperand(a, a_format, a_scales),
+        GroupedOperand(b, E4M3, b_scales),
         groups.padded_ends,
         groups.tiles,
         sums,
@@ -143,7 +143,7 @@ def test_columns_of_each_group(
         of_a, of_b = (scales.repeat_interleave(128) for scales in (a_scales, b_scales))
     left, right = left * of_a, right * of_b
     out = torch.full((len(splits), m, n), 7.0, dtype=dtype, device=CUDA)
-    of_left, of_right = Operand(a, a_format, a_scales), Operand(b, E4M3, b_scales)
+    of_left, of_right = GroupedOperand(a, a_format, a_scales), GroupedOperand(b, E4M3, b_scales)
     grouped_gemm.multiply_depth(of_left, of_right, groups.padded_ends, sums, out=out)
     begin = 0
     for product, end in zip(out, groups.padded_ends.tolist(), strict=True):
@@ -172,8 +172,8 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(sums: Sums) -> None:
             a_scales = torch.full((len(a) // 128,), 0.75, device=CUDA)
         out = torch.zeros(sum(splits), n, dtype=BF16, device=CUDA)
         grouped_gemm.multiply_rows(
-            Operand(a, E4M3, a_scales),
-            Operand(b, E4M3, b_scales),
+            GroupedOperand(a, E4M3, a_scales),
+            GroupedOperand(b, E4M3, b_scales),
             groups.padded_ends,
             groups.tiles,
             sums,

@@ -533,7 +533,7 @@ def test_the_launch_passes_shape_arguments_and_torchs_stream_on(
     monkeypatch.setattr(module, "function", function)
     monkeypatch.setattr(module, "driver_launch", lambda: launches)
     monkeypatch.setattr(module, "bind_context", bound.append)
-    monkeypatch.setattr(launching, "_slot", launching._Slot())
+    monkeypatch.setattr(launching, "_slot", launching._ArgumentBuffer())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launching, "cuda_device", lambda: 0)
     monkeypatch.setattr(launching, "cuda_stream", lambda device: 7000 + device)

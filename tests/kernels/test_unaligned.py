@@ -159,7 +159,7 @@ def steps() -> None:
                 inputs,
                 lambda: {"values": empty(M, K, dtype=BF16)},
                 lambda t: adamw.adamw(
-                    adamw.Step(**{n: v for n, v in t.items() if n != "values"}),
+                    adamw.AdamWStep(**{n: v for n, v in t.items() if n != "values"}),
                     BF16,
                     values=t["values"],
                 ),
@@ -947,10 +947,10 @@ def other_launchers() -> dict[str, Launching]:
         "adamw with an amax": (
             lambda: {**step(), "amax": torch.zeros(1)},
             lambda t: adamw.adamw(
-                adamw.Step(**{n: v for n, v in t.items() if n != "amax"}), BF16, amax=t["amax"]
+                adamw.AdamWStep(**{n: v for n, v in t.items() if n != "amax"}), BF16, amax=t["amax"]
             ),
         ),
-        "adamw's producer": (step, lambda t: adamw.producer(adamw.Step(**t), BF16)),
+        "adamw's producer": (step, lambda t: adamw.producer(adamw.AdamWStep(**t), BF16)),
         "rounded producer": (
             lambda: {"x": drawn(M, K, dtype=F32)},
             lambda t: adamw.rounded_producer(t["x"], BF16),

@@ -121,7 +121,7 @@ COMPILING = (
     Mutant(
         "a copy of a pipeline stays in the mode of its first trace",
         RUNNER,
-        "Runner._conditions",
+        "PipelineRunner._conditions",
         'op.__dict__["training"] = training',
         "pass",
         f"{TEST}test_an_evaluation_after_training_drops_nothing",
@@ -137,7 +137,7 @@ COMPILING = (
     Mutant(
         "two results of a replayed backward may be one tensor",
         RUNNER,
-        "Runner._backward",
+        "PipelineRunner._backward",
         "is_separate = all(map(operator.is_, results, gradients))",
         "pass",
         "test_pass_graphs.py::test_results_of_replayed_operations_share_no_memory",
@@ -154,7 +154,7 @@ COMPILING = (
     Mutant(
         "strides are no part of what tells passes apart",
         VALUES,
-        "Given.sizes",
+        "GivenTensors.sizes",
         "for size in [*tensor.shape, *tensor.stride()]]",
         "for size in tensor.shape]",
         f"{TEST}test_backwards_in_another_order_read_their_own_layouts",
@@ -162,7 +162,7 @@ COMPILING = (
     Mutant(
         "a copy of a pipeline keeps the parameters of a call",
         RUNNER,
-        "Runner._conditions",
+        "PipelineRunner._conditions",
         "self._give(self._no_parameters)",
         "pass",
         f"{TEST}test_a_model_that_is_compiled_and_dropped_frees_its_parameters",
@@ -255,7 +255,7 @@ COMPILING = (
     Mutant(
         "torch's autocast around a backward counts",
         RUNNER,
-        "Runner._conditions",
+        "PipelineRunner._conditions",
         "stack.enter_context(without_autocast())",
         "pass",
         f"{TEST}test_a_backward_inside_torchs_autocast_has_the_dtypes_of_its_forward",
@@ -319,7 +319,7 @@ COMPILING = (
     Mutant(
         "extra inputs that are one tensor are two",
         VALUES,
-        "Given.distinct",
+        "GivenTensors.distinct",
         "extras = [distinct[count + i] for i in first]",
         "extras = distinct[count:]",
         "test_compiled_experts.py::test_split_sizes_of_one_tensor_find_the_groups_once",
@@ -375,7 +375,7 @@ COMPILING = (
     Mutant(
         "the gradient of an input shares memory with that of another tensor",
         RUNNER,
-        "Runner._backward",
+        "PipelineRunner._backward",
         "params_alone -= {storage for place, storage in pairs",
         "params_alone |= {storage for place, storage in pairs",
         "test_compiled_models.py::test_gradients_of_views_of_a_weight_and_of_a_tensor_that_is_given_twice",
@@ -391,7 +391,7 @@ COMPILING = (
     Mutant(
         "equal blocks are traced again",
         RUNNER,
-        "Runner._traced",
+        "PipelineRunner._traced",
         "traced = of_runners.setdefault(self, {})",
         "traced = {}",
         "test_compiled_models.py::test_equal_blocks_of_a_graph_are_traced_as_often_as_one",
@@ -408,7 +408,7 @@ COMPILING = (
     Mutant(
         "results of another trace are taken",
         RUNNER,
-        "Runner._traced",
+        "PipelineRunner._traced",
         'mode = getattr(tensor, "fake_mode", None)',
         "mode = type(self)",
         f"{QUANTIZED}test_compiled_training_has_the_bits_of_eager_training",
@@ -458,7 +458,7 @@ COMPILING = (
     Mutant(
         "a weight keeps the scale with which it came",
         RUNNER,
-        "Runner._forward",
+        "PipelineRunner._forward",
         "of_op._quantizer = parameter._quantizer",
         "pass",
         f"{QUANTIZED}test_weights_have_the_scales_of_their_ops_under_delayed_scaling",
@@ -474,7 +474,7 @@ COMPILING = (
     Mutant(
         "a replayed graph returns the memory of its input",
         RUNNER,
-        "Runner.replayed",
+        "PipelineRunner.replayed",
         "tensor.clone() if is_copied else tensor\nfor",
         "tensor\nfor",
         f"{TEST}test_writes_to_an_output_change_neither_the_input_nor_another_output",
@@ -530,7 +530,7 @@ COMPILING = (
     Mutant(
         "a backward reads a gradient of other strides as if it were contiguous",
         RUNNER,
-        "Runner._backward",
+        "PipelineRunner._backward",
         "dy = grads[0].contiguous()",
         "dy = grads[0]",
         f"{TEST}test_gradients_of_other_strides_are_those_of_an_eager_backward",
@@ -579,7 +579,7 @@ COMPILING = (
     Mutant(
         "a graph keeps the recordings of all layouts",
         "runtime/compiled_runner.py",
-        "Runner._keep",
+        "PipelineRunner._keep",
         "while len(self._recorded_passes) >= MOST_LAYOUTS:\n"
         "    self._recorded_passes.pop(next(iter(self._recorded_passes)))",
         "pass",
@@ -588,7 +588,7 @@ COMPILING = (
     Mutant(
         "a graph knows the layouts of parameters that are gone",
         "runtime/compiled_runner.py",
-        "Runner._layout",
+        "PipelineRunner._layout",
         "while len(self._layouts) >= MOST_LAYOUTS:\n"
         "    self._layouts.pop(next(iter(self._layouts)))",
         "pass",
@@ -597,7 +597,7 @@ COMPILING = (
     Mutant(
         "a graph knows the sizes of all forwards",
         "runtime/compiled_runner.py",
-        "Runner._keep",
+        "PipelineRunner._keep",
         "elif len(passes) >= MOST_SIZES:",
         "elif False:",
         "test_compiled.py::test_a_backward_after_too_many_other_layouts_is_refused",
@@ -605,7 +605,7 @@ COMPILING = (
     Mutant(
         "sizes of forwards are forgotten that are not the oldest",
         "runtime/compiled_runner.py",
-        "Runner._keep",
+        "PipelineRunner._keep",
         "if key in passes:\n    del passes[key]",
         "if key in passes:\n    pass",
         "test_compiled.py::test_the_latest_layouts_are_known_however_old_they_are",
@@ -613,7 +613,7 @@ COMPILING = (
     Mutant(
         "a recording is repeated and its sizes are forgotten",
         "runtime/compiled_runner.py",
-        "Runner._backward",
+        "PipelineRunner._backward",
         "known = next((one for one in recorded_passes if one.key == key), None)",
         "pass",
         "test_compiled.py::test_the_latest_layouts_are_known_however_old_they_are",
@@ -654,7 +654,7 @@ COMPILING = (
     Mutant(
         "a joined weight that backward reads is copied for it",
         RUNNER,
-        "Runner._forward",
+        "PipelineRunner._forward",
         'known["parameter"] = joined',
         "pass",
         f"{JOINED}compiled_steps_have_the_bits_of_eager_ones_and_copy_no_weight",
@@ -663,7 +663,7 @@ COMPILING = (
     Mutant(
         "the copy of weights that are apart is a call of a recorded backward",
         RUNNER,
-        "Runner._recorded_backward",
+        "PipelineRunner._recorded_backward",
         "with outside_fake_mode():",
         "with contextlib.nullcontext():",
         f"{JOINED}passes_over_joined_weights_are_recorded_wherever_these_lie",
@@ -688,7 +688,7 @@ COMPILING = (
     Mutant(
         "a joined weight that backward reads is not made again",
         RUNNER,
-        "Runner._backward",
+        "PipelineRunner._backward",
         "reads_parameters = holds_parameters or known.reads_joined",
         "reads_parameters = holds_parameters",
         f"{JOINED}compiled_steps_have_the_bits_of_eager_ones_and_copy_no_weight",

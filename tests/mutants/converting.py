@@ -47,7 +47,7 @@ CONVERTING = (
     Mutant(
         "outputs of a shared product are views of one tensor",
         SHARED,
-        "_Parts.forward",
+        "_Columns.forward",
         "part.clone(memory_format=torch.contiguous_format) for part",
         "part for part",
         "test_shared_input.py::test_outputs_are_contiguous_and_may_be_written",
@@ -71,7 +71,7 @@ CONVERTING = (
     Mutant(
         "a linear that is called in a branch shares a product",
         SHARED,
-        "_Source.members",
+        "_ForwardSource.members",
         "if not isinstance(statement, _SIMPLE):",
         "if False:",
         "test_shared_input.py::test_linears_of_one_variable_are_read_in_the_source",
@@ -119,7 +119,7 @@ CONVERTING = (
     Mutant(
         "joined weights that were written to since are read in backward",
         UNIT,
-        "Pipeline._checked",
+        "ChainPipeline._checked",
         "node.register_prehook(lambda grads: versions.check())",
         "pass",
         "test_shared_input_attacks.py::test_the_gradient_of_the_input_alone_is_never_that_of_weights_written_since",
@@ -127,7 +127,7 @@ CONVERTING = (
     Mutant(
         "a kept linear is quantized with the others that read its tensor",
         CONVERT,
-        "_Search._shared",
+        "_UnitSearch._shared",
         "kind = (number, part.shape[1], part.has_bias, linear.weight.dtype, is_quantized)",
         "kind = (number, part.shape[1], part.has_bias, linear.weight.dtype)",
         "test_shared_input.py::test_linears_that_differ_are_apart",
@@ -151,7 +151,7 @@ CONVERTING = (
     Mutant(
         "what the filter leaves out is said to gain by an option",
         "conversion/convert.py",
-        "_Search.left",
+        "_UnitSearch.left",
         "if not self._accepts(path, module):",
         "if False:",
         "test_choices.py::test_the_report_has_what_is_left_to_torch_with_the_reason",
@@ -276,7 +276,7 @@ CONVERTING = (
     Mutant(
         "in torch's autocast the ops have scales of their own",
         UNIT,
-        "Pipeline._with_torchs_norms",
+        "ChainPipeline._with_torchs_norms",
         "modules if own is part else own.modules(owner)",
         "own.modules(owner)",
         f"{AUTOCAST}scales_of_delayed_scaling_are_those_of_calls_outside_of_it",
@@ -284,7 +284,7 @@ CONVERTING = (
     Mutant(
         "in torch's autocast a norm that was replaced runs",
         UNIT,
-        "Pipeline.__call__",
+        "ChainPipeline.__call__",
         "child_of(owner, name) is not module",
         "child_of(owner, name) is module is None",
         f"{AUTOCAST}a_norm_that_is_replaced_is_called",
@@ -427,7 +427,7 @@ CONVERTING = (
     Mutant(
         "linears that are kept are quantized",
         CONVERT,
-        "_Search._keeps",
+        "_UnitSearch._keeps",
         "return not self._kept.isdisjoint(_linears_of(path, unit))",
         "return False",
         f"{TEST}a_recipe_is_that_of_the_whole_model_and_keep_leaves_linears_out",
@@ -435,7 +435,7 @@ CONVERTING = (
     Mutant(
         "linears that are kept run under the autocast around them",
         UNIT,
-        "Pipeline._run",
+        "ChainPipeline._run",
         "with contextlib.nullcontext() if is_quantized else autocast(enabled=False):",
         "with contextlib.nullcontext():",
         f"{TEST}a_recipe_is_that_of_the_whole_model_and_keep_leaves_linears_out",
@@ -562,7 +562,7 @@ CONVERTING = (
     Mutant(
         "what a forward reads from objects is not noted",
         "conversion/convert.py",
-        "_Search._unit",
+        "_UnitSearch._unit",
         "unit = replace(unit, reads=reads.inside(module, unit.watched))",
         "unit = replace(unit, reads=())",
         "test_held_objects.py::test_what_an_object_says_now_is_computed_with",
@@ -618,7 +618,7 @@ CONVERTING = (
     Mutant(
         "a linear is large if one of its sides is",
         CONVERT,
-        "_Search._leaf",
+        "_UnitSearch._leaf",
         "min(linear.shape) >= SMALLEST_LINEAR",
         "max(linear.shape) >= SMALLEST_LINEAR",
         "test_choices.py::test_convert_takes_and_leaves_what_the_table_says",

@@ -312,7 +312,7 @@ EXPERTS = (
     Mutant(
         "a view beside a tensor is recorded wherever it begins in the storage",
         "cuda/sequence.py",
-        "_Recorder._is_within",
+        "_SequenceRecorder._is_within",
         "if len(args) > 3 or kwargs:",
         "if False:",
         RECORDED + "test_other_views_beside_a_tensor_are_not_recorded",
@@ -320,7 +320,7 @@ EXPERTS = (
     Mutant(
         "a view beside a tensor is recorded however far it reaches",
         "cuda/sequence.py",
-        "_Recorder._is_within",
+        "_SequenceRecorder._is_within",
         "any(first <= start and end <= last for first, last in spans)",
         "any(first <= start for first, last in spans)",
         RECORDED + "test_other_views_beside_a_tensor_are_not_recorded",

@@ -47,7 +47,7 @@ INSPECTION = (
     Mutant(
         "the recomputation of a whole model is a step of its own",
         "inspection/inspector.py",
-        "_Calls.before",
+        "_ModelCalls.before",
         "in_training and not is_recomputation()",
         "in_training",
         "test_inspection.py::test_a_recomputation_is_not_counted_again",

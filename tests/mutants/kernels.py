@@ -174,7 +174,7 @@ EDGES = (
     Mutant(
         "a chain reads 16 bytes of its operands wherever they begin",
         "cuda/chain.py",
-        "Chain.is_aligned",
+        "TypedChain.is_aligned",
         "(inputs.x, inputs.dy, *self.elementwise(inputs.operands), *others)",
         "(inputs.x, inputs.dy, *others)",
         "test_unaligned.py::test_each_tensor_alone_may_begin_one_element_further",

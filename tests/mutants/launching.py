@@ -140,8 +140,8 @@ PASS_GRAPHS = (
         "a packed backward reads its inputs by their places in the other list",
         "runtime/recorded.py",
         "RecordedForward._with_saved",
-        "_Read(tuple(map(kept.index, inputs)), last)",
-        "_Read(inputs, last)",
+        "_ReadLayouts(tuple(map(kept.index, inputs)), last)",
+        "_ReadLayouts(inputs, last)",
         "test_recorded_layouts.py",
     ),
     Mutant(
@@ -219,7 +219,7 @@ PASS_GRAPHS = (
     Mutant(
         "a linear below autograd is one call of torch",
         "cuda/sequence.py",
-        "_Recorder.dispatched",
+        "_SequenceRecorder.dispatched",
         "if is_composite(func):",
         "if False:",
         "test_pass_graphs.py::test_a_linear_below_autograd_leaves_a_graph_as_its_product",
@@ -243,7 +243,7 @@ PASS_GRAPHS = (
     Mutant(
         "a graph squeezes the product with a vector at its capture alone",
         "cuda/sequence.py",
-        "_Recorder.dispatched",
+        "_SequenceRecorder.dispatched",
         "if func is _aten.squeeze_.dim and self.with_calls:",
         "if False:",
         "test_pass_graphs.py::test_a_linear_below_autograd_leaves_a_graph_as_its_product",
@@ -260,7 +260,7 @@ PASS_GRAPHS = (
         "a process has as many graphs as it has addresses",
         "cuda/pass_graphs.py",
         "PassGraphs._captured",
-        "elif before and len(_Graph.of_process) >= MOST_OF_PROCESS:",
+        "elif before and len(_AddressGraph.of_process) >= MOST_OF_PROCESS:",
         "elif False:",
         "test_pass_graphs.py::test_a_process_has_no_more_graphs_than_its_memory_is_for",
     ),
@@ -303,7 +303,7 @@ SEQUENCES = (
     Mutant(
         "what torch computes beside the launches is not made again",
         "cuda/sequence.py",
-        "_Recorder.dispatched",
+        "_SequenceRecorder.dispatched",
         "elif not func.is_view:",
         "elif not func.is_view and func._schema.is_mutable:",
         "test_launch_sequences.py::test_a_function_that_does_more_is_not_repeated "
@@ -312,7 +312,7 @@ SEQUENCES = (
     Mutant(
         "memory that was zeroed is not zeroed again",
         "cuda/sequence.py",
-        "_Recorder.dispatched",
+        "_SequenceRecorder.dispatched",
         "where = (made.device, func in _ZEROING)",
         "where = (made.device, False)",
         "test_launch_sequences.py",
@@ -418,7 +418,7 @@ SEQUENCES = (
     Mutant(
         "a strided view with a place in its storage is repeated",
         "cuda/sequence.py",
-        "_Recorder._is_within",
+        "_SequenceRecorder._is_within",
         "if len(args) > 3 or kwargs:",
         "if len(args) > 4 or kwargs:",
         "test_recorded.py::test_a_strided_view_with_a_place_in_its_storage_is_not_repeated",
@@ -442,7 +442,7 @@ SEQUENCES = (
     Mutant(
         "a weight that two ops read is that of the last in a repeated backward",
         "runtime/recorded.py",
-        "_Given.at",
+        "_GivenParameter.at",
         "return cls(places.index(place), usage)",
         "return cls(len(places) - 1, usage)",
         QUANTIZED + "test_weights_of_two_ops_are_read_by_each",
@@ -518,7 +518,7 @@ SEQUENCES = (
     Mutant(
         "an allocation with other strides is repeated as a contiguous one",
         "cuda/sequence.py",
-        "_Recorder.dispatched",
+        "_SequenceRecorder.dispatched",
         "made.device in self.devices and made.is_contiguous():",
         "made.device in self.devices:",
         "test_launch_sequences.py::"
@@ -536,7 +536,7 @@ SEQUENCES = (
     Mutant(
         "a call that returns its argument is a view of itself",
         "cuda/sequence.py",
-        "_Recorder._called",
+        "_SequenceRecorder._called",
         "places[0] not in (None, base)",
         "places[0] is not None",
         "test_recorded.py::test_a_call_that_returns_its_own_argument_is_repeated",
@@ -553,8 +553,8 @@ SEQUENCES = (
         "a recording leaves out the ranges of the profiler",
         "cuda/sequence.py",
         "LaunchSequence._write",
-        "if in_ranges or type(one) is not Step]",
-        "if type(one) is not Step]",
+        "if in_ranges or type(one) is not ProfilerRange]",
+        "if type(one) is not ProfilerRange]",
         "test_recorded.py::test_a_profiled_step_is_what_runs_without_a_profiler",
     ),
     Mutant(

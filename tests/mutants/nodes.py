@@ -355,7 +355,7 @@ NODES = (
     Mutant(
         "a gradient that was written counts as the one that was kept",
         "runtime/split_backward.py",
-        "_Kept.are",
+        "_FirstPart.are",
         "_versions(self.grads) == self.versions",
         "True",
         "test_gradient_paths.py::test_gradients_of_parameters_are_of_the_gradient_that_is_given",

@@ -384,7 +384,7 @@ PARALLEL = (
     Mutant(
         "weights that are read as one stay in memory after a forward",
         "conversion/unit.py",
-        "Pipeline._called_with",
+        "ChainPipeline._called_with",
         "gathering.free_all()",
         "pass",
         CONVERSIONS,
@@ -393,7 +393,7 @@ PARALLEL = (
     Mutant(
         "frozen weights that are read as one stay in memory after a backward",
         "conversion/unit.py",
-        "Pipeline._checked",
+        "ChainPipeline._checked",
         "one.free_all()",
         "pass",
         CONVERSIONS,

@@ -324,7 +324,7 @@ PLANNER = (
     Mutant(
         "groups of which one is frozen have no gradient of weights in plain torch",
         "plan/plain_torch.py",
-        "_Run._params",
+        "_PlainRun._params",
         "any(w for w, other in zip(trained, kinds, strict=True) if other == kind)",
         "all(w for w, other in zip(trained, kinds, strict=True) if other == kind)",
         "test_plain_torch.py::test_one_trained_group_has_the_products_of_all",
@@ -332,7 +332,7 @@ PLANNER = (
     Mutant(
         "all extra inputs of an op need a gradient as the first does in plain torch",
         "plan/plain_torch.py",
-        "_Run.__init__",
+        "_PlainRun.__init__",
         "needs_grad = key.ops[i].extra_inputs[k].requires_grad",
         "needs_grad = key.ops[i].extra_inputs[0].requires_grad",
         "test_plain_torch.py::test_a_gradient_of_one_value_a_batch_is_a_sum_of_its_own",
@@ -477,7 +477,7 @@ PLANNER = (
     Mutant(
         "the baseline of a pipeline leaves out the bias at its end",
         "plan/plain_torch.py",
-        "_Run.forward",
+        "_PlainRun.forward",
         "has_bias = i + 1 < len(ops) and",
         "has_bias = i + 2 < len(ops) and",
         "test_plain_torch.py::test_the_baseline_of_each_pair_of_ops_has_the_values_of_the_pipeline",
@@ -493,7 +493,7 @@ PLANNER = (
     Mutant(
         "the baseline computes gradients of extra inputs that nobody wants",
         "plan/plain_torch.py",
-        "_Run.__init__",
+        "_PlainRun.__init__",
         "self._leaf(spec, needs_grad)",
         "self._leaf(spec, True)",
         "test_plain_torch.py::test_the_calls_of_extra_tensors_are_those_of_the_gradients_that_are_wanted",
@@ -1160,8 +1160,8 @@ REBUILT = (
         "the activation of another tensor is taken for that of the gradient's kernel",
         "functional/pointwise.py",
         "BackwardChain._output_to_store",
-        "if not isinstance(output, _Forward) or output.x is not self.x:",
-        "if not isinstance(output, _Forward):",
+        "if not isinstance(output, _ChainOutput) or output.x is not self.x:",
+        "if not isinstance(output, _ChainOutput):",
         "test_rebuilt.py::test_an_output_of_other_tensors_is_computed_from_those",
     ),
     Mutant(

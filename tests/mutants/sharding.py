@@ -12,8 +12,8 @@ SHARDING = (
         "a write to a shard has the amax of its rows",
         "tensors/writes.py",
         "_part",
-        "Part(quantizer, values) if sharding is None else sharding.write(quantizer, values)",
-        "Part(quantizer, values)",
+        "RankRows(quantizer, values) if sharding is None else sharding.write(quantizer, values)",
+        "RankRows(quantizer, values)",
         "test_shards.py::test_a_write_to_a_shard_reduces_its_amax_over_the_ranks",
     ),
     Mutant(
@@ -28,8 +28,8 @@ SHARDING = (
         "the amax of a write to a shard is that of the shard",
         "tensors/sharding.py",
         "Sharding.write",
-        "Part(quantizer, values, self.group if self.is_exact and self.ranks > 1 else None)",
-        "Part(quantizer, values, None)",
+        "RankRows(quantizer, values, self.group if self.is_exact and self.ranks > 1 else None)",
+        "RankRows(quantizer, values, None)",
         TWO_RANKS,
     ),
     Mutant(

@@ -16,7 +16,7 @@ from said import holds, said
 import fuser
 from fuser.modules.decoder import Decoder
 from fuser.plan.devices import CPU, DEVICES, H200
-from fuser.plan.model import Box, ModelPlan, Part, joined_paths
+from fuser.plan.model import ModelPart, ModelPlan, TorchModule, joined_paths
 from fuser.plan.transformers import PRESETS, Transformer
 from fuser.precision.contexts import current_recipe
 from fuser.recipe import DelayedScaling, Float8CurrentScaling
@@ -82,7 +82,7 @@ def model_on(device: str, layers: int = 3) -> Model:
         return Model(layers)
 
 
-def part(plan: ModelPlan, place: str) -> Part:
+def part(plan: ModelPlan, place: str) -> ModelPart:
     (found,) = (one for one in plan.parts if one.place == place)
     return found
 
@@ -115,11 +115,11 @@ def test_boxes_have_the_operations_of_their_own_calls() -> None:
     assert qkv.flops == 3 * 2 * rows * width * 3 * width
     pairs = TOKENS.shape[0] * TOKENS.shape[1] ** 2 / 2  # the others are masked
     assert attention.flops == (1 + 2.5) * 4 * pairs * width
-    assert isinstance(attention.content, Box)
+    assert isinstance(attention.content, TorchModule)
     assert dict(attention.content.calls)["scaled_dot_product_attention"] == 1
     assert part(plan, "layers.0.attention.out").flops == 3 * 2 * rows * width * width
     add = part(plan, "layers.0").content
-    assert isinstance(add, Box)
+    assert isinstance(add, TorchModule)
     assert add.calls == (("add", 2),)
     assert add.nbytes == 3 * 2 * 3 * 4 * rows * width  # both sides; two reads and a write
 
@@ -291,7 +291,7 @@ def test_compiled_and_checkpointed_modules_and_budgets_are_planned() -> None:
             return result
 
     plan = fuser.plan(Checkpointed(), torch.empty(4, 8, requires_grad=True))
-    assert sum(one.count for one in plan.parts if not isinstance(one.content, Box)) == 3
+    assert sum(one.count for one in plan.parts if not isinstance(one.content, TorchModule)) == 3
 
 
 def test_keyword_arguments_and_nested_inputs_are_the_models() -> None:
@@ -304,7 +304,7 @@ def test_keyword_arguments_and_nested_inputs_are_the_models() -> None:
     plan = fuser.plan(Model(), {"a": x, "b": x}, scale=torch.empty(8), times=3)
     assert plan.inputs == ("[4, 8] float32", "[4, 8] float32", "[8] float32")
     (box,) = plan.parts
-    assert isinstance(box.content, Box)
+    assert isinstance(box.content, TorchModule)
     assert box.content.calls == (("add", 1), ("mul", 2))
 
 
@@ -486,7 +486,7 @@ def test_a_model_is_planned_in_its_dtype(dtype: torch.dtype) -> None:
     x = torch.empty(4, 64, dtype=dtype, device="meta", requires_grad=True)
     assert own.activation_bytes == pipeline.plan(x, device="h200").activation_bytes
     last = plan.parts[-1].content
-    assert isinstance(last, Box)
+    assert isinstance(last, TorchModule)
     itemsize = dtype.itemsize
     once = (4 * 32 + 32 * 8 + 8 + 4 * 8) * itemsize
     assert last.nbytes == 3 * once
@@ -497,7 +497,7 @@ def test_the_times_of_a_box_are_those_of_its_products_at_their_rates() -> None:
     model = torch.nn.Linear(inputs, outputs, bias=False, device="meta", dtype=torch.bfloat16)
     x = torch.empty(rows, inputs, device="meta", dtype=torch.bfloat16)
     (box,) = (part.content for part in fuser.plan(model, x, device="h200").parts)
-    assert isinstance(box, Box)
+    assert isinstance(box, TorchModule)
     flops, rate = 2 * rows * inputs * outputs, H200.dense["bf16"]
     assert box.flops == 3 * flops
     forward = flops / rate.forward + H200.launch
@@ -517,7 +517,7 @@ def test_the_backward_of_attention_takes_two_and_a_half_times_its_forward() -> N
         for _ in range(3)
     ]
     (box,) = (part.content for part in fuser.plan(Attends(), *given, device="h200").parts)
-    assert isinstance(box, Box)
+    assert isinstance(box, TorchModule)
     assert box.calls == (("scaled_dot_product_attention", 1),)
     flops = 2 * 2 * 8 * 16 * 2048**2 * 128
     assert box.flops == 3.5 * flops

@@ -35,7 +35,7 @@ OPS: dict[str, Callable[[], fuser.op.BasicOperation]] = {
 def in_plain_torch(pipeline: fuser.OperationFuser, x: Any, *extras: Any) -> list[torch.Tensor]:
     """The outputs of the baseline, whose tensors are those of the pipeline in place of meta."""
     graph, _ = pipeline.plan_for_gpu((9, 0), x, *extras)
-    run = plain_torch._Run(graph)
+    run = plain_torch._PlainRun(graph)
     run.x, run.given = x, dict(enumerate(extras))
     run.params = [list(op.parameters()) for op in graph.ops]
     return run.forward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import house
 import pytest
 import rooms
 from rooms import LIBRARY, ROOMS, Name, room_of
@@ -18,6 +19,11 @@ def test_no_name_leads_through_a_wall_but_those_that_are_left() -> None:
     forbidden = [name for name in rooms.names(rooms.sources()) if name.is_forbidden]
     counts = Counter(tuple(room.name for room in name.rooms) for name in forbidden)
     assert counts == LEFT, [name for name in forbidden if counts != LEFT]
+
+
+def test_a_class_name_is_that_of_one_class_but_for_layers_that_are_named_as_their_ops() -> None:
+    files = house.sources(LIBRARY.parent)
+    assert house.shared_class_names(files) == ["GroupedLinear", "Linear"]
 
 
 def test_every_place_of_a_room_is_there_and_has_files_of_its_own() -> None:

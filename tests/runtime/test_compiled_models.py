@@ -120,13 +120,13 @@ def test_equal_blocks_of_a_graph_are_traced_as_often_as_one(
 ) -> None:
     calls = []
     for name in ("_forward", "_backward"):
-        run = getattr(compiled_runner.Runner, name)
+        run = getattr(compiled_runner.PipelineRunner, name)
 
         def counted(self: Any, *args: Any, is_fake: bool, run: Any = run) -> Any:
             calls.extend([run] * is_fake)
             return run(self, *args, is_fake=is_fake)
 
-        monkeypatch.setattr(compiled_runner.Runner, name, counted)
+        monkeypatch.setattr(compiled_runner.PipelineRunner, name, counted)
     counts = []
     for blocks in (1, 6):
         torch._dynamo.reset()

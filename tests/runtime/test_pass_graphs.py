@@ -25,7 +25,7 @@ from test_recorded import BF16, BLOCKS, MODELS, PAIRS, RECIPES, under
 import fuser
 from fuser.cuda import launch, pass_graphs, sequence
 from fuser.cuda.pass_graphs import PassGraphs
-from fuser.runtime.compiled_runner import Runner
+from fuser.runtime.compiled_runner import PipelineRunner
 from fuser.tensors import Float8CurrentScalingQuantizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -690,7 +690,7 @@ def test_a_weight_that_autocast_casts_is_cast_in_the_graph(
         assert torch.equal(of_model.grad, of_expected.grad)
     assert {*refusals} <= {"", "it has too few launches"}
     assert len(graphs) >= 2
-    calls = [action.function for action in before if type(action) is sequence.TorchCall]
+    calls = [action.function for action in before if type(action) is sequence.RecordedCall]
     assert all(type(function) is torch._ops.OpOverload and function.is_view for function in calls)
     assert not {"to", "reshape", "contiguous"} & {f.overloadpacket.__name__ for f in calls}
 
@@ -707,7 +707,9 @@ def test_an_operation_with_kernels_of_its_own_is_one_call() -> None:
         made, result, slotted = sequence.record([x, dy], calls, with_calls=True)
         made.result = slotted(result)
         assert all(map(torch.equal, made.play((x, dy)), calls()))
-    functions = [action.function for action in made.actions if type(action) is sequence.TorchCall]
+    functions = [
+        action.function for action in made.actions if type(action) is sequence.RecordedCall
+    ]
     expected = (aten.silu_backward, aten.native_layer_norm, aten._to_copy)
     assert functions == [packet.default for packet in expected]
 
@@ -717,9 +719,9 @@ def test_results_of_replayed_operations_share_no_memory(
 ) -> None:
     """A sum's two gradients are that of its result, and an operation returns a copy of each."""
     shared: list[bool] = []
-    backward = Runner.backward
+    backward = PipelineRunner.backward
 
-    def noted(self: Runner, given: Any, *, is_fake: bool) -> list[torch.Tensor]:
+    def noted(self: PipelineRunner, given: Any, *, is_fake: bool) -> list[torch.Tensor]:
         results = backward(self, given, is_fake=is_fake)
         if not is_fake:
             taken = {tensor.data_ptr() for tensor in (*given.grads, *given.saved, *given.params)}
@@ -727,7 +729,7 @@ def test_results_of_replayed_operations_share_no_memory(
             shared.append(len({*places} - taken) < len(places))
         return results
 
-    monkeypatch.setattr(Runner, "backward", noted)
+    monkeypatch.setattr(PipelineRunner, "backward", noted)
     model = fuser.Sequential(fuser.RMSNorm(64, dtype=BF16), fuser.AddExtraInput(), fuser.Bias(64))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x, other = (torch.randn(16, 64, dtype=BF16, requires_grad=True) for _ in range(2))
@@ -789,7 +791,9 @@ def test_another_name_of_a_tensor_is_left_out_and_not_what_is_done_by_it() -> No
     made.drop_names()
     for x in (torch.randn(8, 64), torch.randn(8, 64)):
         assert torch.equal(made.play((x,)), calls())
-    functions = [action.function for action in made.actions if type(action) is sequence.TorchCall]
+    functions = [
+        action.function for action in made.actions if type(action) is sequence.RecordedCall
+    ]
     aten = torch.ops.aten
     own = aten.add.Tensor, aten.mul_.Tensor, aten.mul.Tensor
     assert functions == [*own, aten.t.default, aten.sum.default, aten.add.Tensor]
@@ -891,7 +895,7 @@ def test_each_of_many_blocks_that_share_a_sequence_has_a_graph(capturer: CpuCapt
 def test_a_process_has_no_more_graphs_than_its_memory_is_for(
     capturer: CpuCapturer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = len(pass_graphs._Graph.of_process)
+    others = len(pass_graphs._AddressGraph.of_process)
     monkeypatch.setattr(pass_graphs, "MOST_OF_PROCESS", others + 3)
     first, second = Runs(), Runs()
     assert [first(i // 2) for i in range(4)] == [False, True, False, True]

@@ -12,7 +12,7 @@ from torch.optim.sgd import sgd
 from fuser.cuda.launch import kernels_support
 from fuser.cuda.repeated import Cache, repeated_launches
 from fuser.errors import InputError
-from fuser.functional.adamw import Step
+from fuser.functional.adamw import AdamWStep
 from fuser.functional.adamw import adamw as adamw_step
 from fuser.functional.lazy import as_stored, materialize
 from fuser.reference.adamw import constants_of
@@ -195,7 +195,7 @@ class _Fused(torch.optim.Optimizer):
         return counts.pop() if counts else None
 
 
-def _step_once(target: torch.Tensor, step: Step) -> None:
+def _step_once(target: torch.Tensor, step: AdamWStep) -> None:
     """Update a master weight and write the parameter, in one pass where kernels run."""
     if isinstance(target, QuantizedTensor):
         write_updated(target, adamw_step(step, target.dtype))
@@ -214,7 +214,7 @@ def _note_write(parameter: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(parameter)
 
 
-def _step_together(steps: Sequence[tuple[torch.Tensor, Step]], known: Cache) -> None:
+def _step_together(steps: Sequence[tuple[torch.Tensor, AdamWStep]], known: Cache) -> None:
     """Take the steps of parameters on one device: launches that are recorded and repeated."""
     written = [p if isinstance(p, QuantizedTensor) else p.detach() for p, _ in steps]
 
@@ -362,7 +362,7 @@ class FusedAdam(_Fused):
                 self._make_moments(parameter, value)
             constants: dict[torch.device, torch.Tensor] = {}
             of_torch = []
-            of_kernels: dict[torch.device, list[tuple[torch.Tensor, Step]]] = {}
+            of_kernels: dict[torch.device, list[tuple[torch.Tensor, AdamWStep]]] = {}
             for parameter, value in zip(parameters, values, strict=True):
                 quantized = parameter if isinstance(parameter, QuantizedTensor) else None
                 is_fp32 = parameter.dtype is torch.float32 and quantized is None
@@ -381,14 +381,16 @@ class FusedAdam(_Fused):
             self._step_by_torch(group, of_torch)
         return loss
 
-    def _step(self, parameter: torch.Tensor, master: torch.Tensor, constants: torch.Tensor) -> Step:
+    def _step(
+        self, parameter: torch.Tensor, master: torch.Tensor, constants: torch.Tensor
+    ) -> AdamWStep:
         """What a kernel reads and writes in the step of a parameter."""
         gradient, state = self._gradient(parameter), self.state[parameter]
         assert gradient is not None
         if gradient.dtype is not parameter.dtype:
             gradient = gradient.float()
         moments = state["exp_avg"], state["exp_avg_sq"]
-        return Step(master, as_stored(gradient).contiguous(), *moments, constants)
+        return AdamWStep(master, as_stored(gradient).contiguous(), *moments, constants)
 
     def _constants(self, group: dict[str, Any], device: torch.device) -> torch.Tensor:
         lr, step = group["lr"], group["step"]
