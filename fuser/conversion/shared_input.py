@@ -68,7 +68,7 @@ class SharedProduct:
         if name == self.names[0]:
             linears = [child_of(owner, linear) for linear in self.names]
             whole, columns = self._product(owner, x), [linear.weight.shape[0] for linear in linears]
-            parts = _Columns.apply(whole, columns)  # type: ignore[no-untyped-call]
+            parts = _SplitColumns.apply(whole, columns)  # type: ignore[no-untyped-call]
             pairs = zip(parts, map(_versions, linears), strict=True)
             outputs = dict(zip(self.names, pairs, strict=True))
             self._known = (x, conditions, outputs)
@@ -79,7 +79,7 @@ class SharedProduct:
         return output if versions == _versions(child_of(owner, name)) else None
 
 
-class _Columns(torch.autograd.Function):
+class _SplitColumns(torch.autograd.Function):
     """Columns of a tensor as tensors of their own: a forward may view an output in any shape."""
 
     @staticmethod

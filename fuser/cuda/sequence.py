@@ -562,7 +562,7 @@ def _graphed(row: list[Action], read: set[int], device: torch.device) -> tuple[_
             first.append(action)  # of which a view leaves
             others.append(action)
         elif type(action) is RecordedCall and _SEEDED in action.function.tags:
-            if any(_read(action)):
+            if {*_read(action)}:
                 return _ActionGroup(row), f"{action.function} draws numbers for a tensor"
             first.append(action)  # other numbers at each call
         elif type(action) is RecordedCall and not leaving.isdisjoint(action.places):

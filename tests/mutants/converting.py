@@ -47,7 +47,7 @@ CONVERTING = (
     Mutant(
         "outputs of a shared product are views of one tensor",
         SHARED,
-        "_Columns.forward",
+        "_SplitColumns.forward",
         "part.clone(memory_format=torch.contiguous_format) for part",
         "part for part",
         "test_shared_input.py::test_outputs_are_contiguous_and_may_be_written",

@@ -6,6 +6,14 @@ QUANTIZED = "test_recorded_quantized_parameters.py::"
 
 PASS_GRAPHS = (
     Mutant(
+        "a call that draws numbers for the first input is before what writes to that input",
+        "cuda/sequence.py",
+        "_graphed",
+        "if {*_read(action)}:",
+        "if any(_read(action)):",
+        "test_pass_graphs.py::test_calls_that_draw_numbers_for_a_tensor_are_in_no_graph",
+    ),
+    Mutant(
         "every class of a user is recorded",
         "runtime/recorded.py",
         "refusal_of",

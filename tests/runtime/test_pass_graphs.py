@@ -502,6 +502,26 @@ def test_results_that_leave_a_graph_have_the_options_of_their_calls(capturer: Cp
     assert made.graphs[0].hits
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_calls_that_draw_numbers_for_a_tensor_are_in_no_graph(
+    place: int, capturer: CpuCapturer
+) -> None:
+    inputs = [torch.full((4, 4), 0.5), torch.full((4, 4), 0.5)]
+
+    def calls() -> tuple[torch.Tensor, ...]:
+        inputs[place].mul_(2)  # a draw before it would have other probabilities
+        drawn = torch.bernoulli(inputs[place])
+        return drawn + 1, drawn * 2, drawn - 3
+
+    made, result, slotted = sequence.record(inputs, calls, with_calls=True)
+    made.returns(slotted(result))
+    for _ in range(4):
+        for x in inputs:
+            x.fill_(0.5)
+        assert made.play(inputs)[0].eq(2).all()
+    assert made.no_graphs == "aten.bernoulli.default draws numbers for a tensor"
+
+
 def test_a_profiled_repetition_leaves_the_graphs_of_others(capturer: CpuCapturer) -> None:
     x = torch.randn(4, 4)
 
