@@ -697,11 +697,15 @@ def gathered_tensor(param: Any) -> torch.Tensor | None:
     return tensor
 
 
-local_shard = operator.attrgetter("_sharded_local_tensor")
-"""This rank's part of a parameter, as the user's tensor."""
+def local_shard(param: Any) -> Any:
+    """This rank's part, as the user's tensor."""
+    return param._sharded_local_tensor
 
-whole_size: Callable[[Any], torch.Size] = operator.attrgetter("_orig_size")
-"""The shape of a parameter before it was sharded."""
+
+def whole_size(param: Any) -> torch.Size:
+    """The shape of the parameter before it was sharded."""
+    size: torch.Size = param._orig_size
+    return size
 
 
 def free_with(param: Any, tensor: torch.Tensor) -> None:
@@ -709,10 +713,13 @@ def free_with(param: Any, tensor: torch.Tensor) -> None:
     param._unsharded_inner_tensors.append(tensor)
 
 
-training_state: Callable[[Any], str] = operator.attrgetter("_training_state.name")
-"""Of a group: FORWARD, PRE_BACKWARD, POST_BACKWARD or IDLE."""
+def training_state(group: Any) -> str:
+    """FORWARD, PRE_BACKWARD, POST_BACKWARD or IDLE."""
+    return str(group._training_state.name)
 
-reshards_after_forward: Callable[[Any], bool] = operator.attrgetter("_reshard_after_forward")
+
+def reshards_after_forward(group: Any) -> bool:
+    return bool(group._reshard_after_forward)
 
 
 def forwards_without_backward(group: Any) -> int:
@@ -720,8 +727,9 @@ def forwards_without_backward(group: Any) -> int:
     return len(group._post_forward_indices)
 
 
-is_last_backward: Callable[[Any], bool] = operator.attrgetter("_state_ctx.is_last_backward")
-"""Of an FSDPState: what ``set_is_last_backward`` said last."""
+def is_last_backward(state: Any) -> bool:
+    """What ``set_is_last_backward`` said last; ``state`` is an FSDPState."""
+    return bool(state._state_ctx.is_last_backward)
 
 
 # -- other libraries of torch.distributed ------------------------------------------------
@@ -733,8 +741,9 @@ def is_unfinished(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
 
 
-spec_of = operator.attrgetter("_spec")
-"""Mesh, placements, shape and strides of a ``DTensor``."""
+def spec_of(dtensor: Any) -> Any:
+    """Mesh, placements, shape and strides of a ``DTensor``."""
+    return dtensor._spec
 
 
 def running_data_parallel() -> Any:

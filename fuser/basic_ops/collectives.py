@@ -220,7 +220,7 @@ class CollectiveOperation(BasicOperation):
         return f"ranks={self.process_group_size}"
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
-        """Refuse a group whose size has changed since the op was made."""
+        """A StateError for a group whose size has changed since the op was made."""
         ranks = group_size(type(self).__name__, self.process_group)
         if ranks != self.process_group_size:
             raise StateError(

@@ -171,7 +171,16 @@ class Layer(HiddenOps):
             of_op, state = state[1 : 1 + length], state[1 + length :]
             op.set_extra_state(of_op if length else of_op.byte())
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         """Load a state of the layer, or one of its ops with the names of their parameters."""
         paths = {id(op): path for path, op in self._basic_ops()}
         for name, (op, name_in_op) in self._places.items():
@@ -182,8 +191,9 @@ class Layer(HiddenOps):
             state = state_dict.pop(f"{prefix}{path}._extra_state", None)
             if state is not None:
                 op.set_extra_state(state)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        _, _, missing_keys, *_ = args
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         if prefix + "_extra_state" in missing_keys:
             missing_keys.remove(prefix + "_extra_state")
 

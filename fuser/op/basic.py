@@ -698,9 +698,20 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             if isinstance(state, torch.Tensor) and not state.numel():
                 del destination[f"{prefix}_extra_state"]
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         before = dict(self._parameters)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         for name, parameter in self._parameters.items():
             assigned = getattr(parameter, "_local_tensor", parameter)
             if parameter is not before.get(name) and isinstance(assigned, QuantizedTensor):
@@ -709,7 +720,6 @@ class BasicOperation(ChannelBindings, FusibleOperation):
                 if "forward" in self._delayed and not has_state:  # amaxes of values that are gone
                     self._delayed["forward"].amax_history[:1].zero_()
         # A checkpoint of plain modules has no extra state, and needs none.
-        _, _, missing_keys, *_ = args
         if prefix + "_extra_state" in missing_keys:
             missing_keys.remove(prefix + "_extra_state")
 

@@ -8,6 +8,7 @@ classes of fuser, and what torch needs to make tensors without memory, are read 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import pickle
 import zlib
@@ -76,7 +77,9 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _OTHERS:
             return super().find_class(module, name)
         if module.partition(".")[0] == "fuser":
-            named = super().find_class(module, name)
+            named = None
+            with contextlib.suppress(ModuleNotFoundError, AttributeError):  # of another version
+                named = super().find_class(module, name)
             # A name with dots reaches what a module of fuser imports.
             if isinstance(named, type) and (named.__module__, named.__qualname__) == (module, name):
                 return named

@@ -268,7 +268,11 @@ def fsdp_post_all_gather(
     *,
     out: torch.Tensor | None = None,
 ) -> Any:
-    """Make the whole parameter for ``fully_shard``, or fill the buffers of ``out``, made before."""
+    """Make the whole parameter for ``fully_shard``, or fill the buffers of ``out``, made before.
+
+    StateError if bytes with other scales were copied into some of the shards, in a format with one
+    scale for the whole tensor.
+    """
     sent: _Sent = metadata
     gathering = sent.gathering
     if not sent.names:

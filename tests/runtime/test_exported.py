@@ -221,3 +221,13 @@ def test_names_load_classes_of_fuser_alone() -> None:
         exported.passes_of_export(name(("0", eval)))
     with pytest.raises(StateError, match=said("exported-program-fuser-export", 0)):
         exported.passes_of_export(name(("0", [])))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("fuser.basic_ops.of_another_version", "Bias"), ("fuser.recipe", "Old")]
+)
+def test_a_class_that_another_version_had_is_refused_by_its_name(module: str, name: str) -> None:
+    words = (b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
+    data = io.BytesIO(b"\x80\x04" + b"".join(words) + b"\x93.")  # protocol 4: STACK_GLOBAL
+    with pytest.raises(StateError, match=said("exported-names-no-pipeline", module, name)):
+        exported._Unpickler(data).load()
