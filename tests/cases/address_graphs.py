@@ -69,13 +69,9 @@ class CpuCapturer:
 
 
 class Memory:
-    """An allocator that gives the first free block of a size, as torch's on a GPU does.
-
-    The first is the one that was taken first: where the system puts blocks decides nothing.
-    """
+    """An allocator that gives the first free block of a size, as torch's on a GPU does."""
 
     def __init__(self) -> None:
-        self._count = 0
         self._free: dict[int, list[tuple[int, Any]]] = {}
 
     def new(self, layout: sequence.Dense, *, is_zeroed: bool) -> torch.Tensor:
@@ -83,15 +79,15 @@ class Memory:
         count = max(layout.nbytes, 1)
         free = self._free.setdefault(count, [])
         if free:
-            number, block = heapq.heappop(free)
+            address, block = heapq.heappop(free)
         else:
             whole = np.empty(count + ALIGNMENT, dtype=np.uint8)
             start = -whole.ctypes.data % ALIGNMENT
             block = whole[start : start + count]
-            number = self._count = self._count + 1
+            address = block.ctypes.data
         block.fill(0 if is_zeroed else 255)  # NaN
         part = block[:]
-        weakref.finalize(part, heapq.heappush, free, (number, block))
+        weakref.finalize(part, heapq.heappush, free, (address, block))
         raw = torch.from_numpy(part).untyped_storage()
         return torch.empty(0, dtype=layout.dtype).set_(raw, 0, layout.shape, layout.strides)
 
