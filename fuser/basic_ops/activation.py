@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -10,12 +11,10 @@ from fuser.chain import Stage
 from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
 from fuser.op import (
-    AutocastDtype,
     BasicOperation,
     Contexts,
+    Grads,
     OperationContext,
-    OpGrads,
-    Specs,
     StepGrads,
     StepInputs,
     StepOutputs,
@@ -101,7 +100,9 @@ class Activation(_ActivationBase):
             parts.append(f"glu_interleave_size={self.function.interleave}")
         return ", ".join(parts)
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         features = self.function.output_features(spec.shape[-1])
         return TensorSpec((*spec.shape[:-1], features), autocast or spec.dtype)
 
@@ -171,7 +172,9 @@ class Activation(_ActivationBase):
     ) -> torch.Tensor:
         return write_output(self.run(ctx, input_), next_op_input_quantizer)
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
         state: ActivationState = ctx.state
         dx, _ = pointwise.chain_backward(
             *((state.function,), grad_output, self.saved_input(ctx), (None,), (False,)),
@@ -409,7 +412,9 @@ class ScaledActivation(_ActivationBase):
         self.function = function
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         (scales,) = extras
         self._check_scales(spec.shape, scales.shape)
         features = self.function.output_features(spec.shape[-1])

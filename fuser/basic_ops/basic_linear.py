@@ -30,12 +30,9 @@ from fuser.doors import PARAMETERS
 from fuser.errors import InputError
 from fuser.functional.lazy import materialize
 from fuser.op import (
-    AutocastDtype,
     Grads,
     OperationContext,
-    OpGrads,
     ParallelMode,
-    Specs,
     Values,
     cast,
     check_parallel_mode,
@@ -258,7 +255,9 @@ class BasicLinear(InitialisedWeights):
             x = quantizer(values if values.dtype is dtype else materialize(values).to(dtype))
         ctx.saved_tensors = LinearSaved(x, *weight)
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         check_parameter(
             self._sized(), "weight", self.weight, (self.local_out_features, self.local_in_features)
         )
@@ -582,7 +581,7 @@ class BasicLinear(InitialisedWeights):
         grad_output: torch.Tensor,
         scale: float = 1.0,
         addend: torch.Tensor | None = None,
-    ) -> OpGrads:
+    ) -> tuple[torch.Tensor | None, Grads]:
         """``scale * dy @ weight (+ addend)``, and ``scale * dy.T @ x`` for the weight.
 
         Each is None if it is not wanted; the weight's also if it went into ``main_grad``.
@@ -666,7 +665,7 @@ class BasicLinear(InitialisedWeights):
         weight: torch.Tensor | None,
         scale: float,
         addend: torch.Tensor | None,
-    ) -> OpGrads:
+    ) -> tuple[torch.Tensor | None, Grads]:
         """:meth:`op_backward` with quantized operands."""
         dtype, quantizer = ctx.compute_dtype, ctx.grad_output_quantizer
         assert dtype is not None

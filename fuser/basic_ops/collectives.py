@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,11 +27,9 @@ from fuser.communication import (
 )
 from fuser.errors import InputError, StateError
 from fuser.op import (
-    AutocastDtype,
     BasicOperation,
+    Grads,
     OperationContext,
-    OpGrads,
-    Specs,
     write_grad_input,
     write_output,
 )
@@ -233,7 +231,9 @@ class CollectiveOperation(BasicOperation):
         """The shape of the output on this rank; of more than one rank."""
         return shape
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         if self.process_group_size == 1:
             return spec
         return TensorSpec(self.output_shape(spec.shape), spec.dtype)
@@ -275,7 +275,9 @@ class CollectiveOperation(BasicOperation):
             return gathered(input_, quantizer, group, reduces_amaxes=ctx.reduces_amaxes)
         return write_output(_STARTS[kind](input_, group).wait(), quantizer)
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
         kind, quantizer = self.backward_kind, ctx.grad_input_quantizer
         if kind is None or self.process_group_size == 1:
             return write_grad_input(grad_output, ctx), ()

@@ -29,11 +29,9 @@ from fuser.functional.lazy import LazyTensor, materialize
 from fuser.gemm import grouped
 from fuser.gemm.quantized_groups import sums_of
 from fuser.op import (
-    AutocastDtype,
     BasicOperation,
     Contexts,
     OperationContext,
-    Specs,
     StepGrads,
     StepInputs,
     StepOutputs,
@@ -178,7 +176,9 @@ class GroupedLinear(GroupParameters):
         """The weight gradients read the input."""
         return any(getattr(self, name).requires_grad for name in self._names["weight"])
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         self._check(spec.shape, extras)
         return TensorSpec((*spec.shape[:-1], self.out_features), autocast or self._dtype)
 

@@ -40,7 +40,7 @@ from fuser.communication import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from fuser.op import BasicOperation, OperationContext, OpGrads, ParallelMode, cast, write_grad_input
+from fuser.op import BasicOperation, Grads, OperationContext, ParallelMode, cast, write_grad_input
 from fuser.precision.contexts import current_recipe
 from fuser.specs import Collective, PlanKey, QuantSpec
 from fuser.tensors import QuantizedTensor, Quantizer
@@ -169,7 +169,7 @@ class Parallelism:
         weight: Any,
         scale: float,
         addend: torch.Tensor | None,
-    ) -> OpGrads:
+    ) -> tuple[torch.Tensor | None, Grads]:
         """``BasicLinear.op_backward`` of a parallel linear; ``x`` and ``weight`` are those saved.
 
         The input is gathered during dgrad, and dgrad's result is added over ranks during wgrad.

@@ -18,7 +18,7 @@ from fuser.functional import pointwise
 from fuser.functional.lazy import materialize
 from fuser.functional.random_seeds import dropout_seed
 from fuser.gemm.grouped import GroupProducts
-from fuser.op import AutocastDtype, OperationContext, Specs, Values, cast, check_sizes
+from fuser.op import OperationContext, Values, cast, check_sizes
 from fuser.op.module_calls import module_calls
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor
@@ -327,7 +327,9 @@ class LoRAAdapters(InitialisedWeights):
 
     grad_output_quantization = input_quantization
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> Any:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> Any:
         self._check_parameters()
         return super().output_spec(spec, extras, autocast)
 

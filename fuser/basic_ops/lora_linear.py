@@ -20,8 +20,8 @@ from fuser.gemm import grouped
 from fuser.gemm.grouped import GroupProducts, Groups
 from fuser.op import (
     Contexts,
+    Grads,
     OperationContext,
-    OpGrads,
     ParallelMode,
     StepGrads,
     StepInputs,
@@ -214,7 +214,7 @@ class LoRALinear(LoRAAdapters, BasicLinear):
         grad_output: torch.Tensor,
         scale: float = 1.0,
         addend: torch.Tensor | None = None,
-    ) -> OpGrads:
+    ) -> tuple[torch.Tensor | None, Grads]:
         """``dy @ W + scale * dy @ B @ A``, and the gradients of the bias and of A and B."""
         assert scale == 1.0  # no fusion runs this backward
         assert addend is None

@@ -37,12 +37,10 @@ from fuser.functional.routing import (
     route,
 )
 from fuser.op import (
-    AutocastDtype,
     BasicOperation,
     Contexts,
     Counter,
     OperationContext,
-    Specs,
     StepGrads,
     StepInputs,
     StepOutputs,
@@ -206,7 +204,9 @@ class MoeDispatch(ExpertParallelOperation):
         assert row_map is not None
         return gathered_rows(x, row_map, inverse_map)
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         check_assignments("MoeDispatch", math.prod(spec.shape[:-1]), *extras)
         return TensorSpec((self._rows(extras[0]), spec.shape[-1]), autocast or spec.dtype)
 
@@ -454,7 +454,9 @@ class MoeCombine(ExpertParallelOperation):
     def __init__(self, *, expert_parallel_group: GroupArgument = None) -> None:
         super().__init__(expert_parallel_group)
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         self._check(spec, extras[0])
         return TensorSpec((self._tokens(spec, extras[0]), spec.shape[-1]), spec.dtype)
 

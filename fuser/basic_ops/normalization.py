@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -14,13 +14,10 @@ from fuser.errors import InputError
 from fuser.functional import normalization as functional
 from fuser.functional.lazy import materialize
 from fuser.op import (
-    AutocastDtype,
     BasicOperation,
     Contexts,
     Grads,
     OperationContext,
-    OpGrads,
-    Specs,
     StepGrads,
     StepInputs,
     StepOutputs,
@@ -146,7 +143,9 @@ class _Normalization(BasicOperation):
         # Only parameters on meta: the others may come from a checkpoint.
         self._reset([name for name in self.parameter_names if getattr(self, name).is_meta])
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         for name in self.parameter_names:
             owner = f"{type(self).__name__}({self.normalized_shape})"
             check_parameter(owner, name, getattr(self, name), self.normalized_shape)
@@ -267,7 +266,9 @@ class _Normalization(BasicOperation):
     ) -> torch.Tensor:
         return write_output(self.normalize(ctx, input_)[0], next_op_input_quantizer)
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
         dx, param_grads = self.input_grad_and_param_grads(ctx, grad_output)
         return None if dx is None else write_grad_input(dx, ctx), param_grads
 
@@ -352,7 +353,9 @@ class L2Normalization(BasicOperation):
     def extra_repr(self) -> str:
         return f"eps={self.eps}"
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         return TensorSpec(spec.shape, autocast or spec.dtype)
 
     def saved_bytes(self, spec: TensorSpec) -> int:
@@ -385,7 +388,9 @@ class L2Normalization(BasicOperation):
         y, *_ = functional.norm(x, (), state.eps, x.dtype)
         return functional.with_statistics(y, [rnorm])
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
         x, rnorm = L2NormalizationSaved(*ctx.saved_tensors)
         dx, _ = functional.norm_backward(grad_output.reshape(x.shape), x, (), (rnorm,), (True,))
         assert dx is not None
@@ -451,7 +456,9 @@ class AdaptiveLayerNorm(BasicOperation):
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, batch_dim={self.batch_dim}"
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         self._check_shapes(spec.shape, *(extra.shape for extra in extras))
         return TensorSpec(spec.shape, autocast or spec.dtype)
 

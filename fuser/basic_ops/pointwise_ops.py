@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +14,10 @@ from fuser.functional import pointwise
 from fuser.functional.lazy import materialize
 from fuser.functional.random_seeds import dropout_seed
 from fuser.op import (
-    AutocastDtype,
     BasicOperation,
     Contexts,
+    Grads,
     OperationContext,
-    OpGrads,
-    Specs,
     StepGrads,
     StepInputs,
     StepOutputs,
@@ -68,7 +67,9 @@ class AddExtraInput(BasicOperation):
     def extra_repr(self) -> str:
         return self.channel_text()
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         (extra,) = extras
         self.check_extra(spec.shape, extra.shape)
         return TensorSpec(spec.shape, torch.promote_types(spec.dtype, extra.dtype))
@@ -197,7 +198,9 @@ class Bias(BasicOperation):
         if self.bias.is_meta:
             self.reset_parameters()
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         name = f"{self.part_of or 'Bias'}, whose output has {self.size} features,"
         check_parameter(name, "bias", self.bias, (self.local_size,))
         self._check_features(spec.shape)
@@ -239,7 +242,9 @@ class Bias(BasicOperation):
         y = pointwise.chain(BIAS_STAGES, cast(input_, bias.dtype), (bias,))
         return write_output(y, next_op_input_quantizer)
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
         """``dy``, and its sum over rows; None if the bias needs no gradient."""
         if not ctx.params_require_grad[0]:
             return write_grad_input(grad_output, ctx), (None,)
@@ -283,7 +288,9 @@ class ConstantScale(BasicOperation):
     def extra_repr(self) -> str:
         return f"scale={self.scale}"
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         return spec
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
@@ -307,7 +314,9 @@ class ConstantScale(BasicOperation):
     ) -> torch.Tensor:
         return write_output(pointwise.constant_scale(input_, self.scale), next_op_input_quantizer)
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
         state: ConstantScaleState = ctx.state
         return write_grad_input(pointwise.constant_scale(grad_output, state.scale), ctx), ()
 
@@ -356,7 +365,9 @@ class Dropout(BasicOperation):
     def draws_seed(self) -> bool:  # type: ignore[override]
         return self.dropout_probability > 0
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         return TensorSpec(spec.shape, autocast or spec.dtype)
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
@@ -397,7 +408,9 @@ class Dropout(BasicOperation):
         x = cast(materialize(input_), ctx.autocast_dtype or input_.dtype)
         return x if seed is None else pointwise.dropout(x, seed, state.dropout_probability)
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
         (seed,) = DropoutSaved(*ctx.saved_tensors)
         if seed is None:
             return write_grad_input(grad_output, ctx), ()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fuser.op import AutocastDtype, BasicOperation, OperationContext, OpGrads, Specs
+from fuser.op import BasicOperation, Grads, OperationContext
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.observation import note_operands, observing
@@ -56,7 +57,9 @@ class Quantize(BasicOperation):
     def num_quantizers(self, mode: str) -> int:
         return int(self._quantize_forward if mode == "forward" else self._quantize_backward)
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         return spec
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
@@ -107,7 +110,9 @@ class Quantize(BasicOperation):
             output.high_precision_source = input_.detach()
         return output
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
         quantizer: Quantizer | None = ctx.grad_output_quantizer
         if quantizer is None or isinstance(grad_output, QuantizedTensor):
             return grad_output, ()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from fuser.errors import InputError
 from fuser.op import (
-    AutocastDtype,
     BasicOperation,
     Contexts,
+    Grads,
     OperationContext,
-    OpGrads,
-    Specs,
     StepGrads,
     StepInputs,
     StepOutputs,
@@ -33,7 +31,9 @@ class Identity(BasicOperation):
     takes_scalars = True
     saves_input = False
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         return spec
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
@@ -48,7 +48,9 @@ class Identity(BasicOperation):
     ) -> torch.Tensor:
         return input_
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
         return grad_output, ()
 
 
@@ -80,7 +82,9 @@ class MakeExtraOutput(BasicOperation):
     def extra_repr(self) -> str:
         return self.channel_text()
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         return spec
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
@@ -118,7 +122,9 @@ class Reshape(BasicOperation):
     def extra_repr(self) -> str:
         return f"shape={self.shape}"
 
-    def output_spec(self, spec: TensorSpec, extras: Specs, autocast: AutocastDtype) -> TensorSpec:
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
         try:
             shape = torch.empty(spec.shape, device="meta").reshape(self.shape).shape
         except RuntimeError as error:
@@ -146,7 +152,9 @@ class Reshape(BasicOperation):
             output.high_precision_source = source.reshape(self.shape)  # type: ignore[attr-defined]
         return output
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> OpGrads:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
         state: ReshapeState = ctx.state
         return grad_output.reshape(state.input_shape), ()
 

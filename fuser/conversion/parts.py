@@ -308,7 +308,7 @@ class AddPart(Part):
 
 @dataclass(frozen=True)
 class Chain:
-    """Parts that follow one another, from the input to the output, and what they stand for.
+    """Parts that follow one another, from the input to the output, and the modules they replace.
 
     ``replaced`` has every module that is not called any more: its path from the owner, its class.
     """

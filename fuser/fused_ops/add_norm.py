@@ -12,7 +12,6 @@ from fuser.functional.lazy import materialize
 from fuser.op import (
     Contexts,
     FusedOperation,
-    Kernels,
     StepGrads,
     StepInputs,
     StepOutputs,
@@ -48,7 +47,7 @@ class _ForwardAddNorm(FusedOperation):
     @classmethod
     def kernels(
         cls, add: Any, make: MakeExtraOutput | None, norm: Any, *, side: str, key: PlanKey
-    ) -> Kernels:
+    ) -> tuple[tuple[str, int], ...]:
         count, name = len(key.ops), type(norm).__name__.lower()
         if not norm.runs_in_kernel(_of_last(key)):
             return (("add", 1), (name, count - 1))
@@ -112,7 +111,7 @@ class _BackwardAddNorm(FusedOperation):
     @classmethod
     def kernels(
         cls, add: AddExtraInput | None, make: MakeExtraOutput, norm: Any, *, side: str, key: PlanKey
-    ) -> Kernels:
+    ) -> tuple[tuple[str, int], ...]:
         count = len(key.ops)
         name = f"{type(norm).__name__.lower()}_backward"
         if add is not None:

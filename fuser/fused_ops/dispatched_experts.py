@@ -14,7 +14,7 @@ from fuser.basic_ops.moe import BLOCK
 from fuser.functional.lazy import materialize
 from fuser.fused_ops.catalog import register
 from fuser.fused_ops.grouped_mlp import GroupedMLP
-from fuser.op import Contexts, FusedOperation, Kernels, StepGrads, StepInputs, StepOutputs, Tensors
+from fuser.op import Contexts, FusedOperation, StepGrads, StepInputs, StepOutputs, Tensors
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey, QuantSpec
 
@@ -80,20 +80,28 @@ class DispatchedExperts(FusedOperation):
         return None
 
     @classmethod
-    def kernels(cls, *ops: Any, side: str, key: PlanKey) -> Kernels:
-        dispatch, up, *others = ops
+    def kernels(
+        cls,
+        dispatch: MoeDispatch,
+        up: GroupedLinear,
+        activation: ScaledActivation | None,
+        down: GroupedLinear | None,
+        *,
+        side: str,
+        key: PlanKey,
+    ) -> tuple[tuple[str, int], ...]:
         of_experts = key.window(1, len(key.ops))
-        of_dispatch = dispatch.kernels(side, key.window(0, 1))
+        own = dispatch.kernels(side, key.window(0, 1))
         sends_bytes = _sends_bytes(dispatch, up, key)
-        if None in others:
+        if activation is None or down is None:
             names = up.kernels(side, of_experts)
         else:
-            of_mlp = GroupedMLP.kernels(up, *others, side=side, key=of_experts)
+            of_mlp = GroupedMLP.kernels(up, activation, down, side=side, key=of_experts)
             names = tuple(name for name, _ in of_mlp)
         if side == "forward":
             how = "permute input" if sends_bytes else "permute+quantize input"
             names = tuple(name.replace("quantize input", how) for name in names)
-            names = (*(name for name in of_dispatch if name != "permute"), *names)
+            names = (*(name for name in own if name != "permute"), *names)
             if sends_bytes:
                 sent = "permute+quantize to ranks"
                 names = tuple(sent if name == "permute to ranks" else name for name in names)
@@ -102,18 +110,24 @@ class DispatchedExperts(FusedOperation):
             )
         # In backward the gradient of the rows is in memory between the two.
         experts = len(key.ops) - 1
-        counts = [0] * len(names) + [0] * len(of_dispatch)
+        counts = [0] * len(names) + [0] * len(own)
         for last, count in ((len(names) - 1, experts), (-1, 1)):
             if counts:
                 counts[last] += count
-        return tuple(zip((*names, *of_dispatch), counts, strict=True)) or (
-            ("nothing", len(key.ops)),
-        )
+        return tuple(zip((*names, *own), counts, strict=True)) or (("nothing", len(key.ops)),)
 
     @classmethod
-    def sends(cls, *ops: Any, side: str, key: PlanKey) -> Mapping[str, QuantSpec]:
+    def sends(
+        cls,
+        dispatch: MoeDispatch,
+        up: GroupedLinear,
+        activation: ScaledActivation | None,
+        down: GroupedLinear | None,
+        *,
+        side: str,
+        key: PlanKey,
+    ) -> Mapping[str, QuantSpec]:
         """Bytes of the tokens, if an expert has one scale."""
-        dispatch, up, *_ = ops
         if side == "backward" or not _sends_bytes(dispatch, up, key):
             return {}
         assert key.recipe is not None

@@ -27,7 +27,6 @@ from fuser.gemm import grouped
 from fuser.op import (
     Contexts,
     FusedOperation,
-    Kernels,
     OperationContext,
     StepGrads,
     StepInputs,
@@ -87,13 +86,24 @@ class GroupedMLP(FusedOperation):
         return None
 
     @classmethod
-    def kernels(cls, *ops: Any, side: str, key: PlanKey) -> Kernels:
-        names = [op.kernels(side, key.window(i, i + 1)) for i, op in enumerate(ops)]
-        first, (middle, *_), last = names if side == "forward" else names[::-1]
+    def kernels(
+        cls,
+        up: GroupedLinear,
+        activation: ScaledActivation,
+        down: GroupedLinear,
+        *,
+        side: str,
+        key: PlanKey,
+    ) -> tuple[tuple[str, int], ...]:
+        ops = [up, activation, down] if side == "forward" else [down, activation, up]
+        places = (0, 1, 2) if side == "forward" else (2, 1, 0)
+        first, (middle, *_), last = (
+            op.kernels(side, key.window(i, i + 1)) for op, i in zip(ops, places, strict=True)
+        )
         if last and last[0].startswith("grouped quantize"):
             middle, last = f"{middle}+quantize", last[1:]
-        launched = (*first, middle, *last)
-        return tuple((name, 3 * (i + 1 == len(launched))) for i, name in enumerate(launched))
+        names = (*first, middle, *last)
+        return tuple((name, 3 * (i + 1 == len(names))) for i, name in enumerate(names))
 
     def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
         """Shared work of the three ops, and what backward computes again."""

@@ -28,7 +28,6 @@ from fuser.basic_ops.pointwise_ops import ConstantScaleState
 from fuser.op import (
     Contexts,
     FusedOperation,
-    Kernels,
     StepGrads,
     StepInputs,
     StepOutputs,
@@ -62,7 +61,7 @@ class ForwardLinearBiasActivation(FusedOperation):
     @classmethod
     def kernels(
         cls, linear: BasicLinear, bias: Bias, activation: Activation | None, side: str, key: PlanKey
-    ) -> Kernels:
+    ) -> tuple[tuple[str, int], ...]:
         biased = (biased_gemm(linear, key), 2)
         if activation is None:
             return (biased,)
@@ -123,7 +122,7 @@ class ForwardLinearBiasAdd(FusedOperation):
     @classmethod
     def kernels(
         cls, linear: BasicLinear, bias: Bias | None, add: AddExtraInput, *, side: str, key: PlanKey
-    ) -> Kernels:
+    ) -> tuple[tuple[str, int], ...]:
         if bias is None:
             return ((added_gemm(linear, side, key), 2),)
         if adds_in_gemm(linear, key):
@@ -158,7 +157,7 @@ class ForwardLinearScaleAdd(FusedOperation):
     @classmethod
     def kernels(
         cls, linear: BasicLinear, scale: ConstantScale, add: AddExtraInput, side: str, key: PlanKey
-    ) -> Kernels:
+    ) -> tuple[tuple[str, int], ...]:
         return ((added_gemm(linear, side, key), 3),)
 
     def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
@@ -186,7 +185,7 @@ class BackwardLinearAdd(FusedOperation):
     @classmethod
     def kernels(
         cls, make: MakeExtraOutput, linear: BasicLinear, *, side: str, key: PlanKey
-    ) -> Kernels:
+    ) -> tuple[tuple[str, int], ...]:
         of_linear = key.window(1, 2)
         wgrad = [(name, 0) for name in linear.kernels(side, of_linear) if name.startswith("wgrad")]
         return (*wgrad, (added_gemm(linear, side, of_linear), 2))
@@ -216,7 +215,7 @@ class BackwardLinearScale(FusedOperation):
     @classmethod
     def kernels(
         cls, linear: BasicLinear, scale: ConstantScale, *, side: str, key: PlanKey
-    ) -> Kernels:
+    ) -> tuple[tuple[str, int], ...]:
         names = linear.kernels(side, key.window(0, 1))
         gemms = [(name, 2 * (i + 1 == len(names))) for i, name in enumerate(names)]
         is_quantized = key.recipe is not None and key.recipe.quantizes_backward

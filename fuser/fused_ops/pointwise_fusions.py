@@ -16,7 +16,6 @@ from fuser.functional.lazy import materialize
 from fuser.op import (
     Contexts,
     FusedOperation,
-    Kernels,
     StepGrads,
     StepInputs,
     StepOutputs,
@@ -78,7 +77,9 @@ class PointwiseChain(FusedOperation):
         return _dtype_refusal(ops, key)
 
     @classmethod
-    def kernels(cls, first: Any, rest: tuple[Any, ...], *, side: str, key: PlanKey) -> Kernels:
+    def kernels(
+        cls, first: Any, rest: tuple[Any, ...], *, side: str, key: PlanKey
+    ) -> tuple[tuple[str, int], ...]:
         name = "+".join(_name(op) for op in (first, *rest))
         return ((name if side == "forward" else f"{name}_backward", len(key.ops)),)
 
@@ -212,7 +213,9 @@ class BackwardActivationBias(FusedOperation):
         return None
 
     @classmethod
-    def kernels(cls, bias: Bias, activation: Activation, *, side: str, key: PlanKey) -> Kernels:
+    def kernels(
+        cls, bias: Bias, activation: Activation, *, side: str, key: PlanKey
+    ) -> tuple[tuple[str, int], ...]:
         name = f"{activation.function.name}_backward"
         if key.no_kernels is None:
             return ((f"{name}_bias", 2),)

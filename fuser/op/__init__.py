@@ -23,12 +23,8 @@ from fuser.op.parameters import (
 )
 from fuser.op.state import HiddenOps, Stateful, is_tried, modules_and_ops, plain_keys
 from fuser.op.step import (
-    AutocastDtype,
     Contexts,
     Grads,
-    Kernels,
-    OpGrads,
-    Specs,
     StepGrads,
     StepInputs,
     StepOutputs,
@@ -42,7 +38,6 @@ from fuser.op.step import (
 )
 
 __all__ = [
-    "AutocastDtype",
     "BasicOperation",
     "COMPUTE_DTYPES",
     "COMPUTE_METHODS",
@@ -52,15 +47,12 @@ __all__ = [
     "FusedOperation",
     "FusibleOperation",
     "Grads",
-    "Kernels",
     "HiddenOps",
     "MAX_RECIPES",
     "METHODS",
-    "OpGrads",
     "OperationContext",
     "ParallelMode",
     "QUANTIZER_ARGUMENTS",
-    "Specs",
     "Stateful",
     "StepGrads",
     "StepInputs",

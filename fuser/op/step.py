@@ -13,23 +13,15 @@ import torch
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.op.context import OperationContext
 from fuser.recipe import CustomRecipe
-from fuser.specs import PlanKey, TensorSpec
+from fuser.specs import PlanKey
 from fuser.tensors import QuantizedTensor, Quantizer
 
 T = TypeVar("T")
-AutocastDtype: TypeAlias = torch.dtype | None
-"""The dtype of torch's autocast; None if it is off."""
-Specs = Sequence[TensorSpec]
-"""Of the extra inputs of an op."""
 Values: TypeAlias = torch.Tensor | LazyTensor
 Contexts = Sequence[OperationContext]
 """The context of each basic op of a step."""
 Tensors = Sequence[torch.Tensor]
 Grads = Iterable[torch.Tensor | None]
-OpGrads: TypeAlias = tuple[torch.Tensor | None, Grads]
-"""The gradients of the main input and of the parameters."""
-Kernels = tuple[tuple[str, int], ...]
-"""The kernels of a fusion: a name, and how many ops it finishes."""
 StepOutputs: TypeAlias = tuple[torch.Tensor, Tensors]
 """The output, and the extra outputs."""
 StepGrads: TypeAlias = tuple[torch.Tensor | None, Grads, Grads]

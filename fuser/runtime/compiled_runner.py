@@ -185,7 +185,8 @@ class PipelineRunner:
     ) -> tuple[list[torch.Tensor], Saved]:
         """The results of a pass over fake tensors, and what its forward saves.
 
-        The results are made anew if the trace of ``tensor`` has the results of an equal pass.
+        If the trace of ``tensor`` has those of an equal pass, the results are other tensors like
+        them, and nothing runs.
         """
         traced: dict[object, _Traced] = {}
         mode = getattr(tensor, "fake_mode", None)
