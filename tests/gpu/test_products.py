@@ -222,7 +222,7 @@ model = fuser.Sequential(linear, fuser.AddExtraInput())
 x, residual = (torch.randn(32, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 for _ in range(4):
     model(x, residual)
-assert any(isinstance(held, cublaslt._Product) for held in gc.get_objects())
+assert any(isinstance(held, cublaslt._Matmul) for held in gc.get_objects())
 """
 
 
