@@ -124,17 +124,10 @@ class LinearPart(Part):
         first, *others = self.names
         return (" and ".join([first, *(name.rpartition(".")[2] for name in others)]),)
 
-    def _linears(self, owner: torch.nn.Module) -> list[Any]:
-        return [child_of(owner, name) for name in self.names]
-
     def tensors(self, owner: torch.nn.Module) -> list[tuple[torch.Tensor, ...]]:
-        linears = self._linears(owner)
-        weights = [linear.weight for linear in linears]
-        if self.is_transposed:  # a linear alone
-            weights = [weight.t() for weight in weights]
-        if not self.has_bias:
-            return [tuple(weights)]
-        return [tuple(weights), tuple([linear.bias for linear in linears])]
+        linears: list[Any] = [child_of(owner, name) for name in self.names]
+        weights = tuple([n.weight.t() if self.is_transposed else n.weight for n in linears])
+        return [weights, tuple([n.bias for n in linears])] if self.has_bias else [weights]
 
     def sized(self, owner: torch.nn.Module) -> Part:
         (weights, *_) = self.tensors(owner)
@@ -142,7 +135,7 @@ class LinearPart(Part):
         return replace(self, shape=(rows, columns))
 
     def refusal(self, owner: torch.nn.Module) -> str | None:
-        linears, count = self._linears(owner), len(self.names)
+        linears, count = [child_of(owner, name) for name in self.names], len(self.names)
         names = [name or "it" for name in self.names]
         first = linears[0].weight
         rows, columns = self.shape

@@ -301,10 +301,11 @@ class Runner:
         if len(args) > len(self.names):
             return None
         given = dict(zip(self.names, args, strict=False))
-        if any(name in given for name in keywords):
+        if keywords and any(name in given for name in keywords):
             return None
-        others = {k: v for k, v in keywords.items() if k not in self.names}
-        given.update({k: v for k, v in keywords.items() if k in self.names})
+        others: dict[str, Any] = {}
+        for name, value in keywords.items():
+            (given if name in self.names else others)[name] = value
         values: list[Any] = []
         for name, default in self.unit.inputs:
             if name == OTHER_KEYWORDS:
@@ -542,7 +543,7 @@ class ChainPipeline:
         if node is None:
             return result
         several = [tensor for tensors in parameters if len(tensors) > 1 for tensor in tensors]
-        if any(map(is_gathered, several)):
+        if self._gathered and any(map(is_gathered, several)):
             gathered = list(self._gathered.values())
 
             def let_go(*_: Any) -> None:
@@ -550,7 +551,7 @@ class ChainPipeline:
                     one.free_all()
 
             node.register_hook(let_go)
-        elif several and not any(tensor.is_inference() for tensor in several):
+        elif several and not any(map(torch.Tensor.is_inference, several)):
             versions = Versions(several, "a converted module")
             node.register_prehook(lambda grads: versions.check())
         return result

@@ -42,7 +42,8 @@ def encode(x: torch.Tensor, dtype: DType) -> torch.Tensor:
     Infinities saturate too. Any NaN becomes 0x7F, the one NaN that the conversion instruction of
     the GPU writes; a CPU would keep its sign.
     """
-    x.clamp_(-dtype.max, dtype.max).nan_to_num_(nan=math.nan)
+    largest = dtype.max
+    x.clamp_(-largest, largest).nan_to_num_(nan=math.nan)
     return x.to(dtype.torch_dtype).view(torch.uint8)
 
 

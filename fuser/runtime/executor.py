@@ -320,7 +320,7 @@ def _main_grad_positions(op: BasicOperation, key: OpKey, first: int) -> tuple[in
 def _for_caller(output: torch.Tensor, input_: torch.Tensor) -> torch.Tensor:
     """An output that was reshaped here as no view: the caller may write to it."""
     base = output._base
-    if base is None or output is input_ or any(base is t for t in (input_, input_._base)):
+    if base is None or output is input_ or base is input_ or base is input_._base:
         return output
     return output if forward_ad_level() >= 0 else output.detach()  # which drops derivatives
 

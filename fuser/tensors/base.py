@@ -340,15 +340,15 @@ class QuantizedTensor(WrapperTensor):
         names = self.rowwise_names if usage == "rowwise" else self.columnwise_names
         return getattr(self, names[0]) is not None
 
-    def _copy_to_read(self) -> str:
-        """The copy whose values this tensor has; the rowwise one if it has both."""
-        usage = next(filter(self._has, USAGES), None)
-        if usage is None:
-            raise StateError(
-                f"{self} has no bytes: they were cleared or given to another tensor."
-                " Quantize the values again."
-            )
-        return usage
+    def _copy_to_read(self) -> tuple[str, tuple[str, ...]]:
+        """The copy whose values this tensor has, the rowwise one if it has both, and its names."""
+        for usage, names in zip(USAGES, (self.rowwise_names, self.columnwise_names), strict=True):
+            if getattr(self, names[0]) is not None:
+                return usage, names
+        raise StateError(
+            f"{self} has no bytes: they were cleared or given to another tensor."
+            " Quantize the values again."
+        )
 
     def _present(self, usage: str | None = None) -> QuantizedTensor:
         """This tensor; of a gathered parameter, only the copies that are in memory now.
@@ -818,8 +818,8 @@ class BlockScaledTensor(QuantizedTensor):
 
         ``more`` are arguments between the scales and the dtype.
         """
-        usage = self._copy_to_read()
-        data, scale = (getattr(self, name) for name in self._names(usage)[:2])
+        usage, names = self._copy_to_read()
+        data, scale = getattr(self, names[0]), getattr(self, names[1])
         shape = padded_shape(*self._matrix(), self.multiple)
         out = torch.empty(shape, dtype=dtype, device=data.device)
         functions = (self._kernels.dequantize, self._reference.dequantize)

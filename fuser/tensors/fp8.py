@@ -76,11 +76,11 @@ class Float8Tensor(QuantizedTensor, layout=FP8):
         return dtype
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        usage = self._copy_to_read()
-        data, columnwise = getattr(self, self._names(usage)[0]), usage == "columnwise"
+        usage, names = self._copy_to_read()
+        data, columnwise = getattr(self, names[0]), usage == "columnwise"
         if columnwise and not self.has_scales_of_rows:
             data = transposed_bytes(data)
-        args = (data.contiguous(), self._scale_inv, self._fp8_dtype, dtype)
+        args = (data.contiguous(), self._scale_inv, self._quantizer.fp8_dtype, dtype)
         if not self.has_scales_of_rows:
             out = torch.empty(data.shape, dtype=dtype, device=data.device)
             return filled(out, kernels.dequantize, reference.dequantize, *args)

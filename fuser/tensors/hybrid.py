@@ -44,7 +44,7 @@ class HybridQuantizedTensor(QuantizedTensor, layout=HYBRID):
         return quantizer.tensor_class(buffers, shape, self.dtype, self.device, quantizer)
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.part(self._copy_to_read())._dequantize_rows(dtype)
+        return self.part(self._copy_to_read()[0])._dequantize_rows(dtype)
 
     @property
     def column_transform(self) -> Hashable | None:

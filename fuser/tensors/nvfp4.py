@@ -62,7 +62,7 @@ class NVFP4Tensor(BlockScaledTensor, layout=NVFP4):
 
     def _stored_values(self, dtype: torch.dtype) -> torch.Tensor:
         """The values of one copy, ``[M, K]``, without the inverse of its transform."""
-        data, scale, amax_value = (getattr(self, n) for n in self._names(self._copy_to_read()))
+        data, scale, amax_value = (getattr(self, name) for name in self._copy_to_read()[1])
         how = self._quantizer
         if how.format.has_kernel:
             return self._dequantized(dtype, amax_value)

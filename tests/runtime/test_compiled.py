@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeAlias
 
 import every_format as formats
+import oracles
 import pytest
 import torch
 import torch._dynamo.testing
@@ -1483,3 +1484,24 @@ def test_the_memory_budget_of_a_compiled_call_is_that_of_its_thread() -> None:
         assert_equal(step(compiled, model, x), rounded)
     assert not torch.equal(rounded[1], exact[1])
     assert_equal(step(compiled, model, x), exact)
+
+
+def test_exact_weight_gradients_are_the_same_in_a_graph() -> None:
+    exact = (False, False, True)
+    recipe = recipes.DelayedScaling(override_linear_precision=exact, amax_history_len=3)
+    model = oracles.randomize(
+        fuser.Sequential(fuser.Linear(32, 32), fuser.GELU(), fuser.Linear(32, 16))
+    )
+    other = copy.deepcopy(model)
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (model, compiled):
+        for step in range(3):
+            x = oracles.leaf(oracles.random_tensor((16, 32), torch.float32, step))
+            with fuser.autocast(recipe=recipe):
+                y = run(x)
+            y.backward(oracles.random_tensor((16, 16), torch.float32, 7))
+        results.append([y.detach(), x.grad])
+    grads = [[p.grad for p in m.parameters()] for m in (model, other)]
+    for found, expected in zip(results[1] + grads[1], results[0] + grads[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
