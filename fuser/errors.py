@@ -12,6 +12,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NoReturn, ParamSpec
 
 P = ParamSpec("P")
@@ -91,6 +92,15 @@ def _names_of(module: str) -> list[str]:
     """The public names of a module that is imported."""
     names: list[str] = getattr(sys.modules.get(module), "__all__", [])
     return names
+
+
+def public_names(namespace: Mapping[str, object], *others: str) -> list[str]:
+    """The ``__all__`` of a package: what it imports without an underscore, and ``others``.
+
+    Of modules only those in ``others``.
+    """
+    is_public = {n for n, v in namespace.items() if n[0] != "_" and not isinstance(v, ModuleType)}
+    return sorted(is_public | set(others))
 
 
 # An ``__init__`` file computes nothing: it imports these as its ``__getattr__``.

@@ -146,10 +146,20 @@ class Imports:
         """The module that has ``name`` of ``module``, past packages that import it; or None."""
         if module not in self.modules:
             return None
-        source, inner = self.modules[module].imports.get(name, (module, name))
+        imports = self.modules[module].imports
+        source, inner = imports.get(name, (module, name))
+        if name not in imports and "*" in imports and self._has(imports["*"][0], name):
+            source = imports["*"][0]
         if self.modules[module].is_package and (source, inner) != (module, name):
             return source if not inner else self.defining(source, inner)
         return f"{module}.{name}" if f"{module}.{name}" in self.modules else module
+
+    def _has(self, module: str, name: str) -> bool:
+        """Whether a module has a name in its ``__all__``, or is a package that imports it."""
+        inside = self.modules[module]
+        if name in inside.imports or name in inside.texts:
+            return True
+        return "*" in inside.imports and self._has(inside.imports["*"][0], name)
 
     @functools.cache  # noqa: B019 - as long as the process
     def imported_by(self, name: str) -> frozenset[str]:

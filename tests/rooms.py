@@ -199,8 +199,13 @@ def defining(module: str, name: str, texts: Mapping[str, str]) -> str | None:
     for node in ast.walk(ast.parse(texts.get(package, ""))):
         if not isinstance(node, ast.ImportFrom) or not node.module:
             continue
+        source = "/".join(node.module.split(".")[1:])
         if any(name in (alias.asname, alias.name) for alias in node.names):
-            return defining("/".join(node.module.split(".")[1:]), name, texts)
+            return defining(source, name, texts)
+        if node.names[0].name == "*":
+            target = defining(source, name, texts)
+            if target is not None and f'"{name}"' in texts[target]:  # in its __all__
+                return target
     return package if package in texts else None
 
 

@@ -33,6 +33,45 @@ from fuser.tensors import (
     Quantizer,
 )
 
+__all__ = [
+    "Activation",
+    "ClampedSwiGLU",
+    "GEGLU",
+    "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
+    "ReGLU",
+    "ReLU",
+    "SReGLU",
+    "SReLU",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
+    "ScaledTanhSReLU",
+    "SiLU",
+    "SiTUGLU",
+    "SwiGLU",
+]
+
+ActivationName = Literal[
+    "clamped_swiglu",
+    "clampedswiglu",
+    "geglu",
+    "gelu",
+    "glu",
+    "qgeglu",
+    "qgelu",
+    "reglu",
+    "relu",
+    "silu",
+    "situglu",
+    "sreglu",
+    "srelu",
+    "swiglu",
+]
+"""The activation of a layer: the name of a class in lower case."""
 Approximation = Literal["tanh", "none"]
 
 # The quantizer of a cached input: E4M3, one scale per tensor, without a transposed copy.

@@ -1,63 +1,28 @@
 """Process groups, collectives along dim 0, and the gathering of quantized tensors."""
 
-from fuser.communication.agreement import Agreement
-from fuser.communication.collectives import (
-    Pending,
-    finished,
-    start_all_gather,
-    start_all_reduce,
-    start_all_to_all,
-    start_reduce_scatter,
-)
-from fuser.communication.groups import (
-    GroupArgument,
-    GroupRef,
-    PlannedGroup,
-    WeakGroup,
-    check_divides,
-    check_shard,
-    divided,
-    group_number,
-    group_size,
-    group_with_number,
-    is_distributed,
-    is_initialized,
-    may_cross_hosts,
-    rank_in,
-    ranks_of,
-    resolved,
-)
-from fuser.communication.quantized_gather import (
-    can_gather,
-    makes_columns,
-    start_quantized_gather,
-)
-
-__all__ = [
-    "Agreement",
-    "GroupArgument",
-    "GroupRef",
-    "Pending",
-    "PlannedGroup",
-    "WeakGroup",
-    "can_gather",
-    "check_divides",
-    "check_shard",
-    "divided",
-    "finished",
-    "group_number",
-    "group_size",
-    "group_with_number",
-    "is_distributed",
-    "is_initialized",
-    "makes_columns",
-    "may_cross_hosts",
-    "rank_in",
-    "ranks_of",
-    "resolved",
-    "start_all_gather",
-    "start_all_reduce",
-    "start_all_to_all",
-    "start_quantized_gather",
-    "start_reduce_scatter",
-]
+from fuser.communication.agreement import Agreement as Agreement
+from fuser.communication.collectives import Pending as Pending
+from fuser.communication.collectives import finished as finished
+from fuser.communication.collectives import start_all_gather as start_all_gather
+from fuser.communication.collectives import start_all_reduce as start_all_reduce
+from fuser.communication.collectives import start_all_to_all as start_all_to_all
+from fuser.communication.collectives import start_reduce_scatter as start_reduce_scatter
+from fuser.communication.groups import GroupArgument as GroupArgument
+from fuser.communication.groups import GroupRef as GroupRef
+from fuser.communication.groups import PlannedGroup as PlannedGroup
+from fuser.communication.groups import WeakGroup as WeakGroup
+from fuser.communication.groups import check_divides as check_divides
+from fuser.communication.groups import check_shard as check_shard
+from fuser.communication.groups import divided as divided
+from fuser.communication.groups import group_number as group_number
+from fuser.communication.groups import group_size as group_size
+from fuser.communication.groups import group_with_number as group_with_number
+from fuser.communication.groups import is_distributed as is_distributed
+from fuser.communication.groups import is_initialized as is_initialized
+from fuser.communication.groups import may_cross_hosts as may_cross_hosts
+from fuser.communication.groups import rank_in as rank_in
+from fuser.communication.groups import ranks_of as ranks_of
+from fuser.communication.groups import resolved as resolved
+from fuser.communication.quantized_gather import can_gather as can_gather
+from fuser.communication.quantized_gather import makes_columns as makes_columns
+from fuser.communication.quantized_gather import start_quantized_gather as start_quantized_gather

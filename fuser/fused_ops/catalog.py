@@ -3,20 +3,21 @@
 A wing puts its fusions in by :func:`register`, in modules that the package imports.
 """
 
-from fuser.fused_ops.add_norm import (
-    BackwardAddLayerNorm,
-    BackwardAddRMSNorm,
-    ForwardAddLayerNorm,
-    ForwardAddRMSNorm,
-)
+from typing import TYPE_CHECKING
+
+from fuser.fused_ops.add_norm import BackwardAddLayerNorm as BackwardAddLayerNorm
+from fuser.fused_ops.add_norm import BackwardAddRMSNorm as BackwardAddRMSNorm
+from fuser.fused_ops.add_norm import ForwardAddLayerNorm as ForwardAddLayerNorm
+from fuser.fused_ops.add_norm import ForwardAddRMSNorm as ForwardAddRMSNorm
+from fuser.fused_ops.linear_fusions import BackwardLinearAdd as BackwardLinearAdd
+from fuser.fused_ops.linear_fusions import BackwardLinearScale as BackwardLinearScale
 from fuser.fused_ops.linear_fusions import (
-    BackwardLinearAdd,
-    BackwardLinearScale,
-    ForwardLinearBiasActivation,
-    ForwardLinearBiasAdd,
-    ForwardLinearScaleAdd,
+    ForwardLinearBiasActivation as ForwardLinearBiasActivation,
 )
-from fuser.fused_ops.pointwise_fusions import BackwardActivationBias, PointwiseChain
+from fuser.fused_ops.linear_fusions import ForwardLinearBiasAdd as ForwardLinearBiasAdd
+from fuser.fused_ops.linear_fusions import ForwardLinearScaleAdd as ForwardLinearScaleAdd
+from fuser.fused_ops.pointwise_fusions import BackwardActivationBias as BackwardActivationBias
+from fuser.fused_ops.pointwise_fusions import PointwiseChain as PointwiseChain
 from fuser.op import FusedOperation
 
 FUSIONS: tuple[type[FusedOperation], ...] = (
@@ -32,6 +33,8 @@ FUSIONS: tuple[type[FusedOperation], ...] = (
     BackwardAddLayerNorm,
     PointwiseChain,
 )
+if not TYPE_CHECKING:  # for the package; a wing puts its own there
+    __all__ = [fusion.__name__ for fusion in FUSIONS]
 
 
 def register(fusion: type[FusedOperation]) -> type[FusedOperation]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from fuser import basic_ops, fused_ops
+from fuser.basic_ops.activation import ActivationName
 from fuser.errors import InputError
 from fuser.modules.arguments import LayerOptions, linear_arguments, one_of_two
 from fuser.modules.layer import InitMethod, InputLayer, Place
@@ -18,22 +19,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
-ActivationName = Literal[
-    "clamped_swiglu",
-    "clampedswiglu",
-    "geglu",
-    "gelu",
-    "glu",
-    "qgeglu",
-    "qgelu",
-    "reglu",
-    "relu",
-    "silu",
-    "situglu",
-    "sreglu",
-    "srelu",
-    "swiglu",
-]
 NORMALIZATIONS: dict[str, Callable[..., BasicOperation]] = {
     "LayerNorm": basic_ops.LayerNorm,
     "RMSNorm": basic_ops.RMSNorm,

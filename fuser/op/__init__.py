@@ -1,82 +1,43 @@
 """Operations: base classes and functions for authors of ops and fusions."""
 
-from fuser.op.arguments import (
-    QUANTIZER_ARGUMENTS,
-    is_plain,
-    keyword_names,
-    method_of,
-    pipeline_arguments,
-)
-from fuser.op.basic import MAX_RECIPES, BasicOperation, Counter
-from fuser.op.context import OperationContext, autocast_dtype, context_of
-from fuser.op.fused import FusedOperation
-from fuser.op.fusible import COMPUTE_METHODS, METHODS, CallResult, FusibleOperation
-from fuser.op.parameters import (
-    COMPUTE_DTYPES,
-    ParallelMode,
-    check_parallel_mode,
-    check_parameter,
-    check_sizes,
-    default_device,
-    default_dtype,
-    fill_weight,
-)
-from fuser.op.state import HiddenOps, Stateful, is_tried, modules_and_ops, plain_keys
-from fuser.op.step import (
-    Contexts,
-    Grads,
-    StepGrads,
-    StepInputs,
-    StepOutputs,
-    Tensors,
-    Values,
-    cast,
-    quantizes_values,
-    rows,
-    write_grad_input,
-    write_output,
-)
-
-__all__ = [
-    "BasicOperation",
-    "COMPUTE_DTYPES",
-    "COMPUTE_METHODS",
-    "CallResult",
-    "Contexts",
-    "Counter",
-    "FusedOperation",
-    "FusibleOperation",
-    "Grads",
-    "HiddenOps",
-    "MAX_RECIPES",
-    "METHODS",
-    "OperationContext",
-    "ParallelMode",
-    "QUANTIZER_ARGUMENTS",
-    "Stateful",
-    "StepGrads",
-    "StepInputs",
-    "StepOutputs",
-    "Tensors",
-    "Values",
-    "autocast_dtype",
-    "cast",
-    "check_parallel_mode",
-    "check_sizes",
-    "context_of",
-    "check_parameter",
-    "default_device",
-    "default_dtype",
-    "fill_weight",
-    "is_plain",
-    "is_tried",
-    "keyword_names",
-    "method_of",
-    "modules_and_ops",
-    "pipeline_arguments",
-    "plain_keys",
-    "quantizes_values",
-    "rows",
-    "write_grad_input",
-    "write_output",
-]
+from fuser.op.arguments import QUANTIZER_ARGUMENTS as QUANTIZER_ARGUMENTS
+from fuser.op.arguments import is_plain as is_plain
+from fuser.op.arguments import keyword_names as keyword_names
+from fuser.op.arguments import method_of as method_of
+from fuser.op.arguments import pipeline_arguments as pipeline_arguments
+from fuser.op.basic import MAX_RECIPES as MAX_RECIPES
+from fuser.op.basic import BasicOperation as BasicOperation
+from fuser.op.basic import Counter as Counter
+from fuser.op.context import OperationContext as OperationContext
+from fuser.op.context import autocast_dtype as autocast_dtype
+from fuser.op.context import context_of as context_of
+from fuser.op.fused import FusedOperation as FusedOperation
+from fuser.op.fusible import COMPUTE_METHODS as COMPUTE_METHODS
+from fuser.op.fusible import METHODS as METHODS
+from fuser.op.fusible import CallResult as CallResult
+from fuser.op.fusible import FusibleOperation as FusibleOperation
+from fuser.op.parameters import COMPUTE_DTYPES as COMPUTE_DTYPES
+from fuser.op.parameters import ParallelMode as ParallelMode
+from fuser.op.parameters import check_parallel_mode as check_parallel_mode
+from fuser.op.parameters import check_parameter as check_parameter
+from fuser.op.parameters import check_sizes as check_sizes
+from fuser.op.parameters import default_device as default_device
+from fuser.op.parameters import default_dtype as default_dtype
+from fuser.op.parameters import fill_weight as fill_weight
+from fuser.op.state import HiddenOps as HiddenOps
+from fuser.op.state import Stateful as Stateful
+from fuser.op.state import is_tried as is_tried
+from fuser.op.state import modules_and_ops as modules_and_ops
+from fuser.op.state import plain_keys as plain_keys
+from fuser.op.step import Contexts as Contexts
+from fuser.op.step import Grads as Grads
+from fuser.op.step import StepGrads as StepGrads
+from fuser.op.step import StepInputs as StepInputs
+from fuser.op.step import StepOutputs as StepOutputs
+from fuser.op.step import Tensors as Tensors
+from fuser.op.step import Values as Values
+from fuser.op.step import cast as cast
+from fuser.op.step import quantizes_values as quantizes_values
+from fuser.op.step import rows as rows
+from fuser.op.step import write_grad_input as write_grad_input
+from fuser.op.step import write_output as write_output

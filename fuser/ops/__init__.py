@@ -1,7 +1,7 @@
 """Ops under the import paths of te.ops."""
 
 from fuser.basic_ops import *  # noqa: F403
-from fuser.basic_ops import __all__ as _basic_ops
+from fuser.basic_ops import __all__ as _basic_ops  # type: ignore[attr-defined]
 from fuser.ops import basic, fused, fuser, linear, op, sequential
 from fuser.ops.fuser import (
     OperationFuser,
