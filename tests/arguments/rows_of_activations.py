@@ -104,14 +104,9 @@ def _the_soft_bound(given: dict[str, Any]) -> None:
 
 CACHING: dict[str, dict[str, Formula]] = {
     "Activation": {
-        "QGELU": oracles.qgelu,
-        "ReLU": torch.relu,
-        "SReLU": oracles.srelu,
-        "SiLU": oracles.silu,
-        "GLU": oracles.gated(torch.sigmoid),
-        "QGEGLU": oracles.gated(oracles.qgelu),
-        "ReGLU": oracles.gated(torch.relu),
-        "SReGLU": oracles.gated(oracles.srelu),
+        cls.__name__: oracles.formula_of(cls().function)
+        for cls in oracles.ACTIVATION_CLASSES
+        if cls.__init__ is fuser.Activation.__init__
     },
     "GEGLU": {"GELU": oracles.gelu, "GEGLU": oracles.gated(oracles.gelu)},
     **{name: {name: formula()} for name, formula in GATED.items()},

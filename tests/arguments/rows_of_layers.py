@@ -37,6 +37,7 @@ from rows_of_groups import check_delayed, grouped
 
 import fuser
 from fuser import modules
+from fuser.modules import layers
 
 X = random_tensor((4, 6), BF16, 1)
 SIZES = torch.tensor([1, 3])
@@ -311,20 +312,7 @@ _rows_of_norms("LayerNormLinear", _norm_linear, _of_norm_linear)
 _rows_of_norms("LayerNormMLP", _mlp, _of_mlp)
 
 ACTIVATIONS: dict[str, Formula] = {
-    "swiglu": oracles.gated(oracles.silu),
-    "clamped_swiglu": oracles.clamped_swiglu(),
-    "clampedswiglu": oracles.clamped_swiglu(),
-    "geglu": oracles.gated(oracles.gelu),
-    "gelu": oracles.gelu,
-    "glu": oracles.gated(torch.sigmoid),
-    "qgeglu": oracles.gated(oracles.qgelu),
-    "qgelu": oracles.qgelu,
-    "reglu": oracles.gated(torch.relu),
-    "relu": torch.relu,
-    "silu": oracles.silu,
-    "situglu": oracles.situglu(),
-    "sreglu": oracles.gated(oracles.srelu),
-    "srelu": oracles.srelu,
+    name: oracles.formula_of(cls().function) for name, cls in layers.ACTIVATIONS.items()
 }
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import fuser
+from fuser.basic_ops import activation
+from fuser.chain import Stage
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -220,42 +222,66 @@ def _typed(op: Callable[..., torch.nn.Module], *args: Any, **kwargs: Any) -> Cal
     return lambda dtype: op(*args, dtype=dtype, **kwargs)
 
 
-# Odd sizes where the op takes them: 7 columns, or two halves of 5.
+# By name of the stage: the formula in plain torch, differentiable, of scalars and interleave.
+FORMULAS: dict[str, Callable[..., Formula]] = {
+    "gelu": lambda scalars, width: gelu,
+    "gelu_erf": lambda scalars, width: gelu_erf,
+    "qgelu": lambda scalars, width: qgelu,
+    "relu": lambda scalars, width: torch.relu,
+    "srelu": lambda scalars, width: srelu,
+    "silu": lambda scalars, width: silu,
+    "tanh_srelu": lambda scalars, width: tanh_srelu(*scalars),
+    "glu": lambda scalars, width: gated(torch.sigmoid, width),
+    "geglu": lambda scalars, width: gated(gelu, width),
+    "geglu_erf": lambda scalars, width: gated(gelu_erf, width),
+    "qgeglu": lambda scalars, width: gated(qgelu, width),
+    "reglu": lambda scalars, width: gated(torch.relu, width),
+    "sreglu": lambda scalars, width: gated(srelu, width),
+    "swiglu": lambda scalars, width: gated(silu, width),
+    "situglu": lambda scalars, width: situglu(*(*scalars, width)),
+    "clamped_swiglu": lambda scalars, width: clamped_swiglu(*(*scalars, width)),
+}
+
+
+def formula_of(stage: Stage) -> Formula:
+    """The formula of an activation with these scalars and interleaving."""
+    return FORMULAS[stage.name](stage.scalars, stage.interleave)
+
+
+ACTIVATION_CLASSES: tuple[Any, ...] = tuple(
+    cls
+    for cls in map(vars(fuser).get, activation.__all__)
+    if isinstance(cls, type) and issubclass(cls, fuser.Activation) and cls is not fuser.Activation
+)
+"""Those whose rows are not scaled."""
+_KINKS = ("ReLU", "ReGLU", "ClampedSwiGLU")
+_SPREADS = {"SiTUGLU": 3.0, "ClampedSwiGLU": 6.0}
+
+
+def _activation(cls: Any) -> Case:
+    """A class with its defaults, on odd sizes: 7 columns, or two halves of 5."""
+    stage, name = cls().function, cls.__name__
+    columns, spread = 10 if stage.is_gated else 7, _SPREADS.get(name, 1.0)
+    formula = formula_of(stage)
+    return Case(name, _plain(cls), formula, (columns,), spread=spread, has_kink=name in _KINKS)
+
+
 ACTIVATIONS = (
-    Case("GELU", _plain(fuser.GELU), gelu, (7,)),
+    *map(_activation, ACTIVATION_CLASSES),
     Case("GELU-erf", _plain(fuser.GELU, approximate="none"), gelu_erf, (7,)),
-    Case("QGELU", _plain(fuser.QGELU), qgelu, (7,)),
-    Case("ReLU", _plain(fuser.ReLU), torch.relu, (7,), has_kink=True),
-    Case("SReLU", _plain(fuser.SReLU), srelu, (7,)),
-    Case("SiLU", _plain(fuser.SiLU), silu, (7,)),
-    Case("GLU", _plain(fuser.GLU), gated(torch.sigmoid), (10,)),
-    Case("GEGLU", _plain(fuser.GEGLU), gated(gelu), (10,)),
     Case("GEGLU-erf", _plain(fuser.GEGLU, approximate="none"), gated(gelu_erf), (10,)),
-    Case("QGEGLU", _plain(fuser.QGEGLU), gated(qgelu), (10,)),
-    Case("ReGLU", _plain(fuser.ReGLU), gated(torch.relu), (10,), has_kink=True),
-    Case("SReGLU", _plain(fuser.SReGLU), gated(srelu), (10,)),
-    Case("SwiGLU", _plain(fuser.SwiGLU), gated(silu), (10,)),
     Case(
         "SwiGLU-interleaved-1", _plain(fuser.SwiGLU, glu_interleave_size=1), gated(silu, 1), (10,)
     ),
     Case(
         "SwiGLU-interleaved-3", _plain(fuser.SwiGLU, glu_interleave_size=3), gated(silu, 3), (18,)
     ),
-    Case("SiTUGLU", _plain(fuser.SiTUGLU), situglu(), (10,), spread=3.0),
     Case(
         "SiTUGLU-interleaved-2",
         _plain(fuser.SiTUGLU, beta1=1.5, beta2=2.5, glu_interleave_size=2),
         situglu(1.5, 2.5, 2),
         (12,),
         spread=3.0,
-    ),
-    Case(
-        "ClampedSwiGLU",
-        _plain(fuser.ClampedSwiGLU),
-        clamped_swiglu(),
-        (10,),
-        spread=6.0,
-        has_kink=True,
     ),
     Case(
         "ClampedSwiGLU-interleaved-2",

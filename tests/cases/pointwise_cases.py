@@ -30,26 +30,6 @@ SCALARS = {
     "tanh_srelu": (1.5,),
 }
 
-# name -> the formula in plain torch, differentiable, given scalars and interleave
-FORMULAS: dict[str, Callable[..., oracles.Formula]] = {
-    "gelu": lambda scalars, width: oracles.gelu,
-    "gelu_erf": lambda scalars, width: oracles.gelu_erf,
-    "qgelu": lambda scalars, width: oracles.qgelu,
-    "relu": lambda scalars, width: torch.relu,
-    "srelu": lambda scalars, width: oracles.srelu,
-    "silu": lambda scalars, width: oracles.silu,
-    "tanh_srelu": lambda scalars, width: oracles.tanh_srelu(*scalars),
-    "glu": lambda scalars, width: oracles.gated(torch.sigmoid, width),
-    "geglu": lambda scalars, width: oracles.gated(oracles.gelu, width),
-    "geglu_erf": lambda scalars, width: oracles.gated(oracles.gelu_erf, width),
-    "qgeglu": lambda scalars, width: oracles.gated(oracles.qgelu, width),
-    "reglu": lambda scalars, width: oracles.gated(torch.relu, width),
-    "sreglu": lambda scalars, width: oracles.gated(oracles.srelu, width),
-    "swiglu": lambda scalars, width: oracles.gated(oracles.silu, width),
-    "situglu": lambda scalars, width: oracles.situglu(*(*scalars, width)),
-    "clamped_swiglu": lambda scalars, width: oracles.clamped_swiglu(*(*scalars, width)),
-}
-
 Emulated = Callable[..., AbstractContextManager[None]]
 
 
@@ -256,7 +236,7 @@ def _applied(stage: Stage, y: torch.Tensor, operand: torch.Tensor | None) -> tor
     if not stage.is_activation:
         assert operand is not None
         return y + operand
-    formula = FORMULAS[stage.name](stage.scalars, stage.interleave)
+    formula = oracles.formula_of(stage)
     result: torch.Tensor = formula(y) if operand is None else oracles.scaled(formula)(y, operand)
     return result
 

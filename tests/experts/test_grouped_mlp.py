@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
+import oracles
 import pytest
 import torch
 from every_format import RECIPES
 from one_launch_experts import one_by_one
 from pipeline_kernels import on_kernels
-from pointwise_cases import FORMULAS
 from said import holds, said, sentence
 from test_grouped_products import PADDED, InFp64, at_once  # noqa: F401 - a fixture
 from test_grouped_products import pytestmark as of_products
@@ -316,7 +316,7 @@ def gradients_in_fp64(
     """The gradients of all leaves, by torch's autograd and a loop over the groups."""
     count, function = sum(SPLITS), model[1].function
     wide = {n: leaf.detach().double().requires_grad_() for n, leaf in leaves.items()}
-    formula = FORMULAS[function.name](function.scalars, function.interleave)
+    formula = oracles.formula_of(function)
     ones, parts = torch.ones(T).double(), []
     scales = [wide.get(name, ones) for name in ("of up", "of h", "of down")]
     groups = zip(*(each[:count].split(SPLITS) for each in (wide["x"], *scales)), strict=True)
@@ -576,7 +576,7 @@ def exact_sums(monkeypatch: pytest.MonkeyPatch) -> Sums:
         inside = torch.arange(128) < groups.tiles[:, 2:3]
         group = torch.where(inside, groups.tiles[:, :1], -1).flatten()
         of_groups = [dz[group == g] for g in range(len(groups.ends))]
-        h = FORMULAS[function.name](function.scalars, function.interleave)(z.double())
+        h = oracles.formula_of(function)(z.double())
         products = reference.unpad(dh.double() * h, groups.ends, groups.padded_ends, groups.rows)
         for name, rows, dim in (("scales", [products], 1), ("biases", of_groups, 0)):
             sums = [torch.stack([r.sum(dim), r.abs().sum(dim)]) for r in rows]
