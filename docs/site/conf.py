@@ -20,6 +20,7 @@ extensions = [
     "myst_nb",  # in place of myst_parser: it also runs notebooks
     "sphinx_copybutton",
     "sentences",
+    "activations",
     "bases",
     "figures",
     "commands",
