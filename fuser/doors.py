@@ -30,6 +30,7 @@ from fuser.torch_private import breaks_graph
 
 Answers = TypeVar("Answers")
 Result = TypeVar("Result")
+Fill = Callable[[torch.Tensor], object]
 
 
 class Door(Generic[Answers]):
@@ -79,7 +80,7 @@ class Door(Generic[Answers]):
 
 
 @breaks_graph
-def _outside(container: Any, x: Any, extras: Any, keywords: Any) -> Any:
+def _outside(container: torch.nn.Module, x: torch.Tensor, extras: Any, keywords: Any) -> Any:
     return container.forward(x, *extras, **keywords)
 
 
@@ -135,8 +136,8 @@ class PassRunner:
         cache: dict[Any, Any],
         what: Hashable,
         tensors: Sequence[torch.Tensor],
-        function: Callable[[], Any],
-    ) -> tuple[bool, Any]:
+        function: Callable[[], Result],
+    ) -> tuple[bool, Result]:
         """Call ``function``, which launches kernels over the same tensors at most calls.
 
         ``cache`` is of the tensors' owner, and keeps what is known of earlier calls. Returns
@@ -150,9 +151,9 @@ class PassRunner:
         cache: dict[Any, Any],
         what: Hashable,
         tensors: Sequence[torch.Tensor],
-        function: Callable[[], Any],
-        objects: Sequence[Any] = (),
-    ) -> tuple[bool, Any]:
+        function: Callable[[], Result],
+        objects: Sequence[object] = (),
+    ) -> tuple[bool, Result]:
         """Call ``function``, which launches kernels over tensors of the same layouts at most calls.
 
         The rest is as in :meth:`constant_launches`; ``objects`` are process groups.
@@ -164,7 +165,7 @@ class PassRunner:
         """An op was made, copied or loaded, and has a new number."""
 
     @staticmethod
-    def traced_call(container: Any, x: Any, extras: Any, keywords: Any) -> Any:
+    def traced_call(container: torch.nn.Module, x: torch.Tensor, extras: Any, keywords: Any) -> Any:
         """The call of a container or an op that torch.compile traces: here between two graphs.
 
         It gets the input, the extra inputs, and keyword arguments of the forward.
@@ -284,9 +285,7 @@ class ParameterSource:
         """
         return None
 
-    def initialise(
-        self, op: Any, name: str, fill: Callable[[torch.Tensor], Any], quantizer: Any
-    ) -> None:
+    def initialise(self, op: Any, name: str, fill: Fill, quantizer: Any) -> None:
         """Initialise the ``DTensor`` parameter ``name`` of ``op``; None does not quantize it."""
         fill(getattr(op, name))
 

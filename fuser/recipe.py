@@ -94,7 +94,7 @@ def _made(
     return name
 
 
-def _check_values(settings: Any, accepted: Mapping[str, tuple[Any, ...]]) -> None:
+def _check_values(settings: Any, accepted: Mapping[str, tuple[object, ...]]) -> None:
     """Refuse values of fields that are not among those ``accepted``, and of flags all but two."""
     flags = {f.name: (True, False) for f in fields(settings) if f.type in ("bool", bool)}
     for name, values in {**flags, **accepted}.items():
@@ -220,7 +220,7 @@ class Recipe(_MadeInGraphs):
     fp8_mha: bool = field(default=False, kw_only=True, repr=False, compare=False)
 
     accepts_backward_override: ClassVar[bool] = True
-    accepted: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    accepted: ClassVar[dict[str, tuple[object, ...]]] = {}
     """The accepted values of a field, for fields that do not accept every value of their type."""
     absent: ClassVar[dict[str, str]] = {}
     """The reason why a field accepts only its default, by field."""
@@ -378,7 +378,7 @@ class DelayedScaling(Recipe):
     absent: ClassVar[dict[str, str]] = {
         "scaling_factor_compute_algo": "scales are set by the one formula for all tensors at once",
     }
-    accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
+    accepted: ClassVar[dict[str, tuple[object, ...]]] = {
         "fp8_format": FP8_FORMATS,
         "amax_compute_algo": get_args(AmaxAlgorithm),
         "override_linear_precision": ((False, False, False), (False, False, True)),
@@ -416,7 +416,7 @@ class Float8CurrentScaling(Recipe):
     fp8_quant_fwd_weight: QParams = field(default=_BY_RECIPE, kw_only=True)
     fp8_quant_bwd_grad: QParams = field(default=_BY_RECIPE, kw_only=True)
 
-    accepted: ClassVar[dict[str, tuple[Any, ...]]] = {"fp8_format": FP8_FORMATS}
+    accepted: ClassVar[dict[str, tuple[object, ...]]] = {"fp8_format": FP8_FORMATS}
     taken_params: ClassVar[tuple[str, ...]] = FP8_PARAMS
 
     def default_params(self) -> dict[str, QParams]:
@@ -443,7 +443,7 @@ class Float8RowwiseScaling(Recipe):
     fp8_quant_fwd_weight: QParams = field(default=_BY_RECIPE, kw_only=True)
     fp8_quant_bwd_grad: QParams = field(default=_BY_RECIPE, kw_only=True)
 
-    accepted: ClassVar[dict[str, tuple[Any, ...]]] = {"fp8_format": FP8_FORMATS}
+    accepted: ClassVar[dict[str, tuple[object, ...]]] = {"fp8_format": FP8_FORMATS}
     taken_params: ClassVar[tuple[str, ...]] = FP8_PARAMS
 
     def default_params(self) -> dict[str, QParams]:
@@ -458,7 +458,7 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = False
     margin: int = field(default=0, kw_only=True, repr=False, compare=False)
 
-    accepted: ClassVar[dict[str, tuple[Any, ...]]] = {"fp8_format": FP8_FORMATS}
+    accepted: ClassVar[dict[str, tuple[object, ...]]] = {"fp8_format": FP8_FORMATS}
     absent: ClassVar[dict[str, str]] = {"margin": "scales of MXFP8 follow from amaxes alone"}
 
 
@@ -485,7 +485,7 @@ class Float8BlockScaling(Recipe):
     fp8_quant_fwd_weight: QParams = field(default=_BY_RECIPE, kw_only=True)
     fp8_quant_bwd_grad: QParams = field(default=_BY_RECIPE, kw_only=True)
 
-    accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
+    accepted: ClassVar[dict[str, tuple[object, ...]]] = {
         "fp8_format": FP8_FORMATS,
         "x_block_scaling_dim": get_args(BlockScalingDim),
         "w_block_scaling_dim": get_args(BlockScalingDim),
@@ -536,7 +536,7 @@ class NVFP4BlockScaling(Recipe):
     fp4_quant_fwd_weight: QParams = field(default=_BY_RECIPE, kw_only=True)
     fp4_quant_bwd_grad: QParams = field(default=_BY_RECIPE, kw_only=True)
 
-    accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
+    accepted: ClassVar[dict[str, tuple[object, ...]]] = {
         "nvfp4_4over6": get_args(FourOverSixScope),
         "nvfp4_4over6_e4m3_use_256": get_args(FourOverSixScope),
         "nvfp4_4over6_err_mode": get_args(FourOverSixError),

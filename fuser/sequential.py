@@ -166,12 +166,12 @@ class Sequential(Stateful, torch.nn.Sequential):
         super().__delattr__(name)
         self._segments = _NO_SEGMENTS
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Pipelines refer to ops; a copy builds its own pipelines.
         attributes = self.__dict__.items()
         return {k: v for k, v in attributes if k not in ("_segments", "_segments_lock")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._segments = _NO_SEGMENTS
         self._segments_lock = threading.Lock()

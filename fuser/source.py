@@ -44,7 +44,7 @@ class SourceCode:
         yield
         self._indent = outer
 
-    def bind(self, name: str, value: Any) -> str:
+    def bind(self, name: str, value: object) -> str:
         """Bind ``name`` to ``value`` in the source; returns ``name``."""
         self.names[name] = value
         return name

@@ -134,7 +134,7 @@ is_of_batched_gradients = torch._C._functorch.is_legacy_batchedtensor
 def is_default_device_set() -> bool:
     """Whether the user set torch's default device, also through ``with device:``."""
     # A device that the user set is a DeviceContext on the stack of function modes.
-    stack: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    stack: list[object] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(isinstance(mode, DeviceContext) for mode in stack)
 
 
@@ -327,7 +327,7 @@ def constant_in_graphs(function: Function) -> Function:
     return function
 
 
-def call_while_tracing(function: Callable[[Any], None], subject: Any) -> None:
+def call_while_tracing(function: Callable[[Any], None], subject: object) -> None:
     """In traced code: Dynamo calls ``function`` with :func:`traced_subject` of its argument.
 
     It does so once, while it traces, and guards on nothing of ``subject``.
@@ -598,7 +598,7 @@ class CheckpointCode:
             for name in names:
                 (code.co_varnames + code.co_cellvars + code.co_freevars).index(name)
 
-    def running(self) -> tuple[tuple[Any, int] | None, list[Any]]:
+    def running(self) -> tuple[tuple[object, int] | None, list[Any]]:
         """The nearest recomputation, None if none runs, and the nodes of reentrant forwards in it.
 
         The recomputation has the object that torch keeps for it, the frame of a checkpoint or the
@@ -681,7 +681,7 @@ def fsdp_callers() -> dict[str, Any]:
 
     The innermost of each class, up to the ``FSDPState`` that calls the others.
     """
-    running: dict[str, Any] = {}
+    running: dict[str, object] = {}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and "FSDPState" not in running:
         if FSDP2 in frame.f_globals.get("__name__", ""):
@@ -756,7 +756,7 @@ class _TensorsOnly(pickle.Unpickler):
 
     def __init__(self, data: bytes, classes: Mapping[str, type]) -> None:
         super().__init__(io.BytesIO(data))
-        self._named: dict[str, Any] = {
+        self._named: dict[str, object] = {
             **classes,
             "collections.OrderedDict": OrderedDict,
             "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,

@@ -124,7 +124,7 @@ class BasicLinear(InitialisedWeights):
         if not self.weight.is_meta:
             self.reset_parameters()
 
-    def implementation(self) -> tuple[Any, ...]:
+    def implementation(self) -> tuple[object, ...]:
         # Plans depend on the communication.
         return (*super().implementation(), self._parallel)
 
@@ -186,12 +186,12 @@ class BasicLinear(InitialisedWeights):
         """``in_features`` of all ranks together, also if a later op adds the products."""
         return self.in_features * self._product_ranks
 
-    def placement_of(self, name: str) -> tuple[int | None, Any]:
+    def placement_of(self, name: str) -> tuple[int | None, GroupArgument]:
         dim = self._sharded_dim
         return (None, None) if dim is None else (dim, self._group.group)
 
     @property
-    def tensor_parallel_group(self) -> Any | None:
+    def tensor_parallel_group(self) -> GroupArgument:
         """The argument of the constructor; it may be set to another group of the same size."""
         return self._group.group
 
@@ -290,7 +290,7 @@ class BasicLinear(InitialisedWeights):
             return tuple(name for name, _ in products)
         return tuple(self._gemm_name(name, *roles, key) for name, roles in products)
 
-    def context_constants(self, key: PlanKey) -> dict[str, Any]:
+    def context_constants(self, key: PlanKey) -> dict[str, object]:
         """Constants of a linear's context, under the names that other libraries' fusions read.
 
         The compute dtype, whether the weight needs a gradient, whether backward multiplies
@@ -305,7 +305,7 @@ class BasicLinear(InitialisedWeights):
             "weight_quantizer": None,
         }
 
-    def context_values(self, key: PlanKey) -> dict[str, Any]:
+    def context_values(self, key: PlanKey) -> dict[str, object]:
         """The op, and its quantizers of input, weight and output gradient with their usages.
 
         Empty for quantizers that must be looked up at each call. With the op, since an op that
@@ -559,8 +559,8 @@ class BasicLinear(InitialisedWeights):
         self,
         ctx: OperationContext,
         input_: torch.Tensor,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor:
         """``x @ weight.T``.

@@ -10,6 +10,7 @@ import torch
 
 from fuser.communication import (
     Agreement,
+    Group,
     GroupArgument,
     GroupRef,
     Pending,
@@ -41,7 +42,7 @@ from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 from fuser.tensors.base import USAGES
 
 
-def note_group(ctx: OperationContext, group: Any) -> None:
+def note_group(ctx: OperationContext, group: Group) -> None:
     """Note in ``ctx`` the group of a forward, which its backward uses, without keeping it.
 
     Also whether delayed scaling reduces its amaxes over the group, which backward cannot see.
@@ -50,7 +51,7 @@ def note_group(ctx: OperationContext, group: Any) -> None:
     ctx.reduces_amaxes = ctx.has_recipe and reduces_amaxes_over(group)
 
 
-def group_of(ctx: OperationContext, op: str, group: Any | None) -> Any:
+def group_of(ctx: OperationContext, op: str, group: GroupArgument) -> Group:
     """The group of the forward; ``group``, that of the op, if a user's fused op ran the forward."""
     noted = ctx.__dict__.get("group")
     return resolved(op, group) if noted is None else noted(op)
@@ -80,7 +81,7 @@ class Rows(NamedTuple):
     checks_scales: bool
     """Whether scales that rows of all ranks share are compared when they are gathered."""
 
-    def start(self, usages: tuple[str, ...], group: Any) -> Pending[QuantizedTensor]:
+    def start(self, usages: tuple[str, ...], group: Group) -> Pending[QuantizedTensor]:
         """Start to gather ``usages``, the rowwise and the columnwise copy, of all rows."""
         tensor = self.tensor
         is_made = makes_columns(tensor._quantizer)
@@ -105,7 +106,7 @@ class Rows(NamedTuple):
 
 
 def quantized_rows(
-    x: torch.Tensor, quantizer: Any, usages: tuple[str, ...], group: Any, *, reduces_amaxes: bool
+    x: torch.Tensor, quantizer: Any, usages: tuple[str, ...], group: Group, *, reduces_amaxes: bool
 ) -> Rows | None:
     """The rows ``x`` of this rank quantized, for gathering the copies ``usages``.
 
@@ -135,7 +136,7 @@ def quantized_rows(
 
 
 def gathered(
-    x: torch.Tensor, quantizer: Any | None, group: Any, *, reduces_amaxes: bool
+    x: torch.Tensor, quantizer: Any | None, group: Group, *, reduces_amaxes: bool
 ) -> torch.Tensor:
     """The rows of all ranks, quantized by ``quantizer``; as ``x`` is without one.
 
@@ -192,7 +193,7 @@ class CollectiveOperation(BasicOperation):
         self.process_group_size = group_size(type(self).__name__, process_group)
 
     @property
-    def process_group(self) -> Any | None:
+    def process_group(self) -> GroupArgument:
         """The argument of the constructor; it may be set to another group of the same size."""
         return self._group.group
 
@@ -289,7 +290,7 @@ class CollectiveOperation(BasicOperation):
         return write_grad_input(_STARTS[kind](grad_output, group).wait(), ctx), ()
 
 
-_STARTS: dict[str, Callable[[torch.Tensor, Any], Pending[torch.Tensor]]] = {
+_STARTS: dict[str, Callable[[torch.Tensor, Group], Pending[torch.Tensor]]] = {
     "all-gather": start_all_gather,
     "all-reduce": start_all_reduce,
     "reduce-scatter": start_reduce_scatter,

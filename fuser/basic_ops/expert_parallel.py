@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from fuser.basic_ops.collectives import group_of, note_group
 from fuser.communication import (
     Agreement,
+    Group,
     GroupArgument,
     GroupRef,
     Pending,
@@ -72,7 +73,7 @@ class ExpertParallelOperation(BasicOperation):
         """Whether ranks may be on several hosts, between which fewer bytes take less time."""
 
     @property
-    def expert_parallel_group(self) -> Any | None:
+    def expert_parallel_group(self) -> GroupArgument:
         """The argument of the constructor; it may be set to another group of the same size."""
         return self._group.group
 
@@ -98,7 +99,7 @@ class ExpertParallelOperation(BasicOperation):
         """Whether a CUDA graph can contain it: torch captures these collectives."""
         return self.is_recordable
 
-    def _agreed_group(self, ctx: OperationContext, x: torch.Tensor, *others: str) -> Any:
+    def _agreed_group(self, ctx: OperationContext, x: torch.Tensor, *others: str) -> Group:
         """The group of a forward, after its ranks have compared their recipe, dtypes and options.
 
         ``x`` has the dtype and the last dimension of the rows. Notes the group for backward.
@@ -119,7 +120,7 @@ class ExpertParallelOperation(BasicOperation):
         note_group(ctx, group)
         return group
 
-    def _group_of(self, ctx: OperationContext) -> Any:
+    def _group_of(self, ctx: OperationContext) -> Group:
         """The group of the forward, in its backward."""
         return group_of(ctx, type(self).__name__, self.expert_parallel_group)
 
@@ -146,7 +147,7 @@ class Exchange(NamedTuple):
         """The number of rows that this rank sends."""
         return len(self.received_map) if self.send_sizes is None else sum(self.send_sizes)
 
-    def start_to_tokens(self, rows: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
+    def start_to_tokens(self, rows: torch.Tensor, group: Group) -> Pending[torch.Tensor]:
         """Start to send rows of experts, ``[received, ...]``, back; returns ``[sent, ...]``."""
         back = ops.unpermute(rows, self.received_map.view(-1, 1), None)
         return start_all_to_all(back, group, self.receive_sizes, self.send_sizes)
@@ -155,7 +156,7 @@ class Exchange(NamedTuple):
         """The sum of each token's returned rows, ``[T, ...]``."""
         return ops.unpermute(rows, self.inverse_map, None)
 
-    def start_of_tokens(self, x: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
+    def start_of_tokens(self, x: torch.Tensor, group: Group) -> Pending[torch.Tensor]:
         """Start to send each token of ``x [T, ...]``; returns received rows, not sorted yet."""
         row_map = ops.row_map_of(self.inverse_map, self.sent)
         rows = ops.permute(x, row_map, self.inverse_map)
@@ -240,7 +241,7 @@ class Routed(NamedTuple):
     moving: Pending[torch.Tensor] | None
     """The rows, if they were sent already."""
 
-    def received(self, group: Any) -> torch.Tensor:
+    def received(self, group: Group) -> torch.Tensor:
         """The rows as they arrive, ``[received, hidden]``."""
         moving = self.moving
         if moving is None:
@@ -248,7 +249,7 @@ class Routed(NamedTuple):
         return moving.wait()
 
 
-def block_of_most(expert_indices: torch.Tensor, num_experts: int, group: Any) -> int | None:
+def block_of_most(expert_indices: torch.Tensor, num_experts: int, group: Group) -> int | None:
     """Rows of a block that holds what any rank sends to any other: the host waits for them.
 
     The number is rounded up, so that it comes back in later steps. None if there are no rows, or if
@@ -273,7 +274,7 @@ def route_to_experts(
     num_experts: int,
     block: int | None,
     drop_policy: DropPolicy | None,
-    group: Any,
+    group: Group,
     *,
     sends_rows: bool,
 ) -> Routed:
@@ -369,7 +370,7 @@ class RemoteRows(LazyTensor):
     readers values. ``may_send_bytes``: the groups that are quantized are the experts.
     """
 
-    def __init__(self, routed: Routed, group: Any, *, may_send_bytes: bool) -> None:
+    def __init__(self, routed: Routed, group: Group, *, may_send_bytes: bool) -> None:
         self.routed, self.group, self.may_send_bytes = routed, group, may_send_bytes
         self.shape = torch.Size((len(routed.row_map), routed.x.shape[1]))
         self.dtype, self.device = routed.x.dtype, routed.x.device
@@ -458,7 +459,7 @@ def _state(scale: torch.Tensor) -> dict[str, Any]:
     return {"scales": scale.view(-1, 1).unbind(), "rowwise": True, "columnwise": False}
 
 
-def _largest(amaxes: torch.Tensor, group: Any) -> torch.Tensor:
+def _largest(amaxes: torch.Tensor, group: Group) -> torch.Tensor:
     """The maxima over the ranks, in place."""
     call_each_time(largest_of_ranks, amaxes, group)
     return amaxes

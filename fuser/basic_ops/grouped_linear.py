@@ -364,7 +364,7 @@ class GroupedLinear(GroupParameters):
 
     # -- checks -----------------------------------------------------------------------
 
-    def _check(self, shape: tuple[int, ...], extras: Sequence[Any]) -> None:
+    def _check(self, shape: tuple[int, ...], extras: Sequence[torch.Tensor | TensorSpec]) -> None:
         """Check the shapes of the input and of the extra inputs: tensors, or their specs."""
         name = self._sized()
         if shape[-1] != self.in_features:

@@ -52,7 +52,7 @@ class GroupParameters(InitialisedWeights):
         self.delay_wgrad_compute = delay_wgrad_compute
         self._accumulate_into_main_grad = accumulate_into_main_grad
         self._delayed_wgrads: deque[Callable[[], None]] = deque()
-        self._wgrad_hooks: list[Callable[[], Any]] = []
+        self._wgrad_hooks: list[Callable[[], object]] = []
 
     def _size(self, kind: str) -> tuple[int, ...]:
         """The shape of what one group has."""
@@ -188,7 +188,7 @@ class GroupParameters(InitialisedWeights):
         if "versions" in ctx.__dict__:
             ctx.versions.check()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._pack()
 
@@ -336,16 +336,16 @@ class GroupParameters(InitialisedWeights):
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(
-        self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], object]
     ) -> None:
         """Call this hook, without arguments, at the end of each :meth:`backward_dw`."""
         self._wgrad_hooks.append(wgrad_accumulation_and_reduce_hook)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_delayed_wgrads": deque(), "_wgrad_hooks": []}
 
 
-def are_quantized(weights: Any) -> TypeGuard[list[QuantizedTensor]]:
+def are_quantized(weights: object) -> TypeGuard[list[QuantizedTensor]]:
     """Whether this is a list of quantized parameters: of each group, or one of all groups."""
     return isinstance(weights, list) and isinstance(weights[0], QuantizedTensor)
 

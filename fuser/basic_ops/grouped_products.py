@@ -126,7 +126,7 @@ def _of_each_group(op: BasicOperation, mode: str) -> list[list[Quantizer]]:
     return [values[role::roles] for role in range(roles)]
 
 
-def rows_of_groups(values: Any, ctx: OperationContext) -> Any:
+def rows_of_groups(values: Values, ctx: OperationContext) -> Values:
     """An input of a grouped linear, or the gradient of its output, as ``[T, K]``.
 
     In the compute dtype; lazy rows as they are, which a kernel that quantizes takes.

@@ -191,7 +191,7 @@ def original(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
-def plain(tensor: Any, dtype: torch.dtype) -> Any:
+def plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The values of a quantized tensor in ``dtype``; any other tensor unchanged."""
     return tensor.dequantize(dtype=dtype) if isinstance(tensor, QuantizedTensor) else tensor
 

@@ -30,6 +30,7 @@ from fuser.basic_ops.linear_operands import (
     saved_operand,
 )
 from fuser.communication import (
+    Group,
     GroupArgument,
     Pending,
     check_divides,
@@ -138,7 +139,7 @@ class Parallelism:
         check_shard("BasicLinear", input_.shape)
         return InputGather(ctx, input_, dtype, quantizer, group, wants_wgrad=wants_wgrad)
 
-    def _note_group(self, op: BasicLinear, ctx: OperationContext, input_: torch.Tensor) -> Any:
+    def _note_group(self, op: BasicLinear, ctx: OperationContext, input_: torch.Tensor) -> Group:
         """The group of this forward, which its backward uses too; its ranks agree on the call."""
         group = resolved("BasicLinear", op.tensor_parallel_group)
         grads = (ctx.input_requires_grad, *ctx.params_require_grad) if ctx.requires_grad else ()
@@ -154,7 +155,7 @@ class Parallelism:
             check_divides("BasicLinear", tuple(y.shape), self.ranks)
         return self._start_sum(y, group).wait()
 
-    def _start_sum(self, products: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
+    def _start_sum(self, products: torch.Tensor, group: Group) -> Pending[torch.Tensor]:
         """Start to add the products that all ranks have."""
         if self.has_shards:
             return start_reduce_scatter(products, group)
@@ -235,7 +236,7 @@ class InputGather:
         input_: torch.Tensor,
         dtype: torch.dtype,
         quantizer: Quantizer,
-        group: Any,
+        group: Group,
         *,
         wants_wgrad: bool,
     ) -> None:
@@ -271,7 +272,7 @@ class InputGather:
         return whole
 
 
-def _start_saved(x: torch.Tensor, group: Any, is_quantized: bool) -> Pending[Any]:
+def _start_saved(x: torch.Tensor, group: Group, is_quantized: bool) -> Pending[Any]:
     """Start to gather the saved input, in the copy that wgrad reads."""
     if not isinstance(x, QuantizedTensor):
         return start_all_gather(x, group)
@@ -280,7 +281,7 @@ def _start_saved(x: torch.Tensor, group: Any, is_quantized: bool) -> Pending[Any
 
 
 def _plain_grad(
-    op: Any, ctx: OperationContext, grad_output: torch.Tensor, dtype: torch.dtype, group: Any
+    op: Any, ctx: OperationContext, grad_output: torch.Tensor, dtype: torch.dtype, group: Group
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """As :func:`_quantized_grad`, of a gradient in ``dtype``."""
     dy = cast(plain(grad_output, dtype), dtype)
@@ -290,7 +291,7 @@ def _plain_grad(
 
 
 def _quantized_grad(
-    op: Any, ctx: OperationContext, grad_output: torch.Tensor, dtype: torch.dtype, group: Any
+    op: Any, ctx: OperationContext, grad_output: torch.Tensor, dtype: torch.dtype, group: Group
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Functions that return the quantized gradient with a rowwise, and with a columnwise copy.
 
@@ -325,7 +326,7 @@ def _quantized_grad(
     return first.wait, second.wait
 
 
-def _note_gradient(op: Any, dy: QuantizedTensor, x: Any, weight: Any) -> None:
+def _note_gradient(op: BasicLinear, dy: QuantizedTensor, x: object, weight: object) -> None:
     """Show an inspector the gradient that this rank has quantized, and saved operands."""
     if observing.now is not None:
         note_operands(op, grad_output=dy)

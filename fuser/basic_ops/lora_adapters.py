@@ -129,7 +129,7 @@ class LoRAAdapters(InitialisedWeights):
         return adapted
 
     @classmethod
-    def _options_of(cls, linear: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _options_of(cls, linear: object) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The parameters of a linear, and arguments for one like it; may refuse it."""
         raise NotImplementedError
 
@@ -250,7 +250,7 @@ class LoRAAdapters(InitialisedWeights):
             weight.copy_((weight.float() - product).to(weight.dtype))
         self._set_merged(False, self._are_trained)
 
-    def _with_products(self) -> Iterator[tuple[Any, torch.Tensor]]:
+    def _with_products(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each weight, and ``alpha / rank * B @ A`` in fp32."""
         kinds = [self._parts(kind) for kind in ("weight", "lora_A", "lora_B")]
         for weight, a, b in zip(*kinds, strict=True):
@@ -272,7 +272,7 @@ class LoRAAdapters(InitialisedWeights):
             getattr(self, name).requires_grad_(is_trained)
         module_calls.change()  # plans depend on it
 
-    def implementation(self) -> tuple[Any, ...]:
+    def implementation(self) -> tuple[object, ...]:
         return (*super().implementation(), self.is_merged)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

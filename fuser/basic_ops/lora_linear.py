@@ -34,7 +34,7 @@ from fuser.op import (
     write_output,
 )
 from fuser.specs import PlanKey
-from fuser.tensors import QuantizedTensor
+from fuser.tensors import QuantizedTensor, Quantizer
 
 
 class LoRALinear(LoRAAdapters, BasicLinear):
@@ -105,7 +105,7 @@ class LoRALinear(LoRAAdapters, BasicLinear):
         self._add_adapters(rank, alpha, dropout, is_one=True, **factory)
 
     @classmethod
-    def _options_of(cls, linear: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _options_of(cls, linear: object) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         weight, bias = (getattr(linear, name, None) for name in ("weight", "bias"))
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
             raise InputError(
@@ -186,8 +186,8 @@ class LoRALinear(LoRAAdapters, BasicLinear):
         self,
         ctx: OperationContext,
         input_: torch.Tensor,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor:
         """``is_first_microbatch`` is as in ``BasicLinear``."""
@@ -329,7 +329,7 @@ class LoRAGroupedLinear(LoRAAdapters, GroupedLinear):
         self._add_adapters(rank, alpha, dropout, is_one=single_grouped_weight, **options)
 
     @classmethod
-    def _options_of(cls, linear: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _options_of(cls, linear: object) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         if not isinstance(linear, GroupedLinear) or isinstance(linear, LoRAAdapters):
             kind = type(linear)
             raise InputError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -52,6 +52,7 @@ from fuser.op import (
 )
 from fuser.specs import Collective, PlanKey, TensorSpec
 
+_Shaped = torch.Tensor | TensorSpec
 ExchangeSizes = tuple[Sizes | None, Sizes | None] | None
 BLOCK = "rows_to_each_rank"
 """The keyword argument of a dispatch whose rows were counted before its pass."""
@@ -460,7 +461,7 @@ class MoeCombine(ExpertParallelOperation):
         self._check(spec, extras[0])
         return TensorSpec((self._tokens(spec, extras[0]), spec.shape[-1]), spec.dtype)
 
-    def _tokens(self, rows: Any, inverse_map: Any) -> int:
+    def _tokens(self, rows: _Shaped, inverse_map: _Shaped) -> int:
         ranks, shape = self.expert_parallel_size, inverse_map.shape
         return shape[0] if ranks == 1 else tokens_of(shape, rows.shape[0], ranks)
 
@@ -518,7 +519,7 @@ class MoeCombine(ExpertParallelOperation):
             dx = exchange.sorted(exchange.start_of_tokens(dy, self._group_of(ctx)).wait())
         return write_grad_input(dx, ctx), (), (None,)
 
-    def _check(self, rows: Any, inverse_map: Any) -> None:
+    def _check(self, rows: _Shaped, inverse_map: _Shaped) -> None:
         """Check shapes and dtypes: of tensors, or of their specs."""
         if len(rows.shape) != 2:
             raise InputError(

@@ -167,7 +167,7 @@ class Bias(BasicOperation):
         self.register_parameter("bias", torch.nn.Parameter(zeros))
 
     @property
-    def tensor_parallel_group(self) -> Any | None:
+    def tensor_parallel_group(self) -> GroupArgument:
         """The argument of the constructor."""
         return self._group.group
 
@@ -182,7 +182,7 @@ class Bias(BasicOperation):
         self.local_size = divided("Bias's size", self.size, group_size("Bias", group))
         self.tensor_parallel, self._group = True, GroupRef(group)
 
-    def placement_of(self, name: str) -> tuple[int | None, Any]:
+    def placement_of(self, name: str) -> tuple[int | None, GroupArgument]:
         return (None, None) if self.local_size == self.size else (0, self.tensor_parallel_group)
 
     def extra_repr(self) -> str:

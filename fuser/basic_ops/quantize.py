@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -73,7 +72,7 @@ class Quantize(BasicOperation):
     def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         return True
 
-    def context_values(self, key: PlanKey) -> dict[str, Any]:
+    def context_values(self, key: PlanKey) -> dict[str, object]:
         """The op, and its quantizers of values and of gradients; as those of a linear.
 
         Empty for quantizers that must be looked up at each call.

@@ -77,7 +77,7 @@ class KeepsWeights(BasicOperation):
         before.keep(how, form)
         return form
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_kept_weight": None}
 
     # Both methods may swap a weight with another tensor. torch refuses to swap a tensor that has
@@ -130,7 +130,7 @@ class InitialisedWeights(KeepsWeights):
                 is_weight = name.startswith(("weight", "lora_A"))
                 self.initialise(name, fill_weight if is_weight else torch.nn.init.zeros_)
 
-    def initialise(self, name: str, fill: Callable[[torch.Tensor], Any]) -> None:
+    def initialise(self, name: str, fill: Callable[[torch.Tensor], object]) -> None:
         """As for other ops; a weight, or its shard on this rank, is quantized after that."""
         weight = fresh = getattr(self, name)
         if not name.startswith("weight"):

@@ -7,6 +7,7 @@ from fuser.communication.collectives import start_all_gather as start_all_gather
 from fuser.communication.collectives import start_all_reduce as start_all_reduce
 from fuser.communication.collectives import start_all_to_all as start_all_to_all
 from fuser.communication.collectives import start_reduce_scatter as start_reduce_scatter
+from fuser.communication.groups import Group as Group
 from fuser.communication.groups import GroupArgument as GroupArgument
 from fuser.communication.groups import GroupRef as GroupRef
 from fuser.communication.groups import PlannedGroup as PlannedGroup

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 GroupArgument: TypeAlias = "dist.ProcessGroup | DeviceMesh | PlannedGroup | None"
 """What an op takes as its process group: a mesh has one dimension, and None is all ranks."""
+Group: TypeAlias = "dist.ProcessGroup"
+"""A process group of torch."""
 
 
 class GroupRef:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fuser.communication.collectives import Pending, start_all_gather
+from fuser.communication.groups import Group
 from fuser.cuda.launch import call_each_time
 from fuser.errors import StateError
 from fuser.tensors import QuantizedTensor, Quantizer
@@ -44,7 +43,7 @@ def makes_columns(quantizer: Quantizer) -> bool:
 
 
 def start_quantized_gather(
-    tensor: QuantizedTensor, usage: str, group: Any, *, checks_scales: bool = False
+    tensor: QuantizedTensor, usage: str, group: Group, *, checks_scales: bool = False
 ) -> Pending[QuantizedTensor]:
     """Start to gather the ``"rowwise"`` or ``"columnwise"`` copy of the rows of all ranks.
 

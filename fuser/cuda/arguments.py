@@ -85,7 +85,7 @@ class Producer(NamedTuple):
     alone: Producer | None = None
 
 
-def layout_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def layout_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """Everything about a tensor that a launch depends on, except its address.
 
     None if its memory does not hold its values: it is of another class, lazily negated, one of
@@ -232,7 +232,7 @@ def _without_memory(where: str, tensor: torch.Tensor) -> str:
     return f"{got}; kernels read memory, and it has none: it was freed, or other tensors have it."
 
 
-def _described(arg: Any) -> str:
+def _described(arg: object) -> str:
     if isinstance(arg, np.ndarray):
         return f"a numpy array of {arg.size} elements of {arg.dtype}"
     if isinstance(arg, (bool, int, float)):
@@ -240,7 +240,7 @@ def _described(arg: Any) -> str:
     return f"an object of type {type(arg).__name__}"
 
 
-def _hint(arg: Any) -> str:
+def _hint(arg: object) -> str:
     if isinstance(arg, bool):
         return f"a kernel must know its size: pass numpy.bool_({arg})"
     if isinstance(arg, int):

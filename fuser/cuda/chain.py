@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -128,7 +127,7 @@ class TypedChain:
         return self.reads_input and all(map(self.reads_operand, needed))
 
     @functools.cached_property
-    def scalars(self) -> tuple[Any, ...]:
+    def scalars(self) -> tuple[object, ...]:
         """The scalars of all stages, as kernel arguments."""
         return tuple(scalar for stage in self.stages for scalar in _scalars(stage))
 
@@ -287,7 +286,7 @@ def scale_dtypes_of(stages: Stages, operands: Tensors) -> tuple[torch.dtype | No
     )
 
 
-def _scalars(stage: Stage) -> tuple[Any, ...]:
+def _scalars(stage: Stage) -> tuple[object, ...]:
     """The scalars of a stage, as arguments of its C++ struct."""
     if stage.name == "dropout":
         (p,) = stage.scalars

@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -207,7 +207,7 @@ class _Products(threading.local):
     """The products of a thread, by layout: a call writes addresses into their descriptors."""
 
     def __init__(self) -> None:
-        self.found: dict[Any, _Matmul | None] = {}
+        self.found: dict[Hashable, _Matmul | None] = {}
 
 
 _products = _Products()

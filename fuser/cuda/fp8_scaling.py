@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -115,7 +114,7 @@ def quantize(
     producer = as_producer(launcher, x)
     if finds_amax and (is_grouped or not is_one_tile(m, k)):
         raise InputError(f"{launcher} of a matrix {[m, k]} needs its amax; it is no single tile.")
-    fields: tuple[Any, ...] = (*scaling, row, col, recorded)
+    fields: tuple[object, ...] = (*scaling, row, col, recorded)
     if is_grouped:
         producer = producer if is_any else producer.alone or producer
         fields = (tiles, *scaling[:3], row, col, recorded, *scaling[3:])

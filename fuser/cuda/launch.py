@@ -121,7 +121,7 @@ class Kernel:
                 "your own is a pathlib.Path."
             )
 
-    def __call__(self, launch: Launch, *args: Any) -> None:
+    def __call__(self, launch: Launch, *args: object) -> None:
         """Launch over ``args``, in the order of the function's parameters.
 
         Parameters
@@ -152,7 +152,7 @@ class Kernel:
 class _ThreadRecorder(threading.local):
     """What a thread records its launches with."""
 
-    listener: Callable[[Kernel, Launch, tuple[Any, ...]], None] | None = None
+    listener: Callable[[Kernel, Launch, tuple[object, ...]], None] | None = None
     """Called at each launch; None without a recording."""
     recorder: Any = None
     """What records the other actions: that of :mod:`fuser.cuda.sequence`."""
@@ -169,7 +169,7 @@ class _FakeTensors(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.data_ptr:
             tensor = args[0]
@@ -227,7 +227,7 @@ def dry_run() -> Iterator[None]:
         recording.listener, recording.is_dry = outer
 
 
-def call_each_time(function: Callable[..., Result], *args: Any) -> Result | None:
+def call_each_time(function: Callable[..., Result], *args: object) -> Result | None:
     """``function(*args)``; the repetition of a recording calls it too. None in a dry run.
 
     It is recorded as a whole: a collective, or a check of values. Its result depends on tensors,
@@ -274,7 +274,7 @@ class LaunchBackend:
     A subclass that is set as :data:`backend` runs every launch in another place.
     """
 
-    def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
+    def run(self, kernel: Kernel, launch: Launch, args: tuple[object, ...]) -> None:
         """Run ``kernel`` over ``args``; no size in the launch's grid is 0."""
         if kernel.has_tensor_maps:
             _run_one_by_one(kernel, launch, args)
@@ -308,7 +308,7 @@ class LaunchBackend:
         """Whether a device has TMA copies and wgmma, which are Hopper's."""
         return bool(capability(device) == (9, 0))
 
-    def tensor_map(self, matrix: torch.Tensor, box_rows: int) -> tuple[Any, ...]:
+    def tensor_map(self, matrix: torch.Tensor, box_rows: int) -> tuple[object, ...]:
         """The fields of a ``TensorMap`` (fuser/core/sm90.cuh) of contiguous uint8 ``[M, K]``.
 
         The copy engine reads boxes of ``box_rows`` rows of 128 bytes.
@@ -342,7 +342,7 @@ def prepared(kernel: Kernel, launch: Launch, arguments: str, device: int) -> Pre
     return Prepared(function, launch.sizes, launch.shared_bytes, packer)
 
 
-def fire(ready: Prepared, values: Sequence[Any], device: int) -> None:
+def fire(ready: Prepared, values: Sequence[object], device: int) -> None:
     """Launch over ``values``, on torch's current stream of ``device``, the current device."""
     launches, buffer, size, stream, extra = begin(device)
     function, sizes, shared_bytes, packer = ready
@@ -366,7 +366,7 @@ def begin(device: int) -> tuple[Callable[..., None], Any, Any, int, int]:
     return module.driver_launch(), slot.buffer, slot.size, stream, slot.extra
 
 
-def _run_one_by_one(kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
+def _run_one_by_one(kernel: Kernel, launch: Launch, args: tuple[object, ...]) -> None:
     """Run a kernel with the address of each argument, of which the first has a tensor."""
     parts = [encode(kernel.symbol, (arg,)) for arg in args]
     device = next(part.device for part in parts if part.device is not None)
@@ -454,7 +454,7 @@ def shared_bytes(device: torch.device) -> int:
     return backend.shared_bytes(device)
 
 
-def _check_sizes(kind: str, sizes: Any, least: int, most: tuple[int, ...]) -> None:
+def _check_sizes(kind: str, sizes: object, least: int, most: tuple[int, ...]) -> None:
     if (
         not isinstance(sizes, tuple)
         or not 1 <= len(sizes) <= 3

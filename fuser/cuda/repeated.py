@@ -9,7 +9,7 @@ import torch
 
 from fuser.cuda import launch
 from fuser.cuda.arguments import layout_of
-from fuser.cuda.sequence import LaunchSequence, record
+from fuser.cuda.sequence import LaunchSequence, Result, record
 
 Cache = dict[Any, "LaunchSequence | None"]
 """What is known of earlier calls; it belongs to the owner of the tensors."""
@@ -22,10 +22,10 @@ def constant_launches(
     cache: Cache,
     what: Hashable,
     tensors: Sequence[torch.Tensor],
-    function: Callable[[], Any],
+    function: Callable[[], Result],
     inputs: Sequence[torch.Tensor] = (),
     objects: Sequence[Any] = (),
-) -> tuple[bool, Any]:
+) -> tuple[bool, Result]:
     """Call ``function``, which launches kernels over tensors that are the same at most calls.
 
     Its launches are recorded at the second call with the same tensors, known by their identity, and
@@ -60,9 +60,9 @@ def repeated_launches(
     cache: Cache,
     what: Hashable,
     tensors: Sequence[torch.Tensor],
-    function: Callable[[], Any],
-    objects: Sequence[Any] = (),
-) -> tuple[bool, Any]:
+    function: Callable[[], Result],
+    objects: Sequence[object] = (),
+) -> tuple[bool, Result]:
     """Call ``function``, which launches kernels over tensors of the same layouts at most calls.
 
     The rest is as in :func:`constant_launches`; of the tensors nothing is held.

@@ -97,7 +97,7 @@ class KernelLaunch(NamedTuple):
 
     kernel: Kernel
     shape: Launch
-    args: tuple[Any, ...]
+    args: tuple[object, ...]
 
 
 class RecordedCall(NamedTuple):
@@ -108,8 +108,8 @@ class RecordedCall(NamedTuple):
     """
 
     function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     places: tuple[int | None, ...]
     returns_tuple: bool
     view: Dense | None = None
@@ -123,7 +123,7 @@ class PythonCall(NamedTuple):
     """
 
     function: Callable[..., Any]
-    args: tuple[Any, ...]
+    args: tuple[object, ...]
     place: int | None
 
 
@@ -185,7 +185,7 @@ class LaunchSequence:
         """The place of the first tensor that the actions make."""
         return self.count + len(self.constants)
 
-    def returns(self, result: Any) -> None:
+    def returns(self, result: object) -> None:
         """Set the result, with slots in place of tensors; it may show what was not recorded."""
         self.result = result
         if reads_unwritten(self.actions, result):
@@ -238,7 +238,7 @@ class LaunchSequence:
         with torch.cuda.device(self._device):
             return written(inputs)
 
-    def drop_names(self, kept: Any = (), output: Any = ()) -> None:
+    def drop_names(self, kept: object = (), output: object = ()) -> None:
         """Leave out views of whole tensors, so that the tensors themselves are read.
 
         Not those of the slots in ``kept``, nor views of inputs in ``output``.
@@ -339,7 +339,7 @@ class LaunchSequence:
         leaving = set(_places(self.result))
         needed = _with_views_at_once(self._needed(leaving), leaving)
         actions = [one for one in needed if in_ranges or type(one) is not ProfilerRange]
-        place: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        place: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         # Inputs are process groups, too.
         tensors = [one for one in (*inputs, *self.constants) if isinstance(one, torch.Tensor)]
         result = self.result
@@ -361,7 +361,7 @@ class LaunchSequence:
         return _DriverCode(self._device, actions, tuple(map(Slot, read)))
 
     def _function(
-        self, units: Sequence[_ActionGroup], result: Any
+        self, units: Sequence[_ActionGroup], result: object
     ) -> Callable[[Sequence[torch.Tensor | None]], Any]:
         """A function that does what units say; a graph gets the tensors that it reads or writes."""
         returned = set(_places(result))
@@ -493,7 +493,7 @@ class LaunchSequence:
     # -- as CUDA graphs -------------------------------------------------------
 
     def _units(
-        self, actions: list[Action], tensors: Sequence[torch.Tensor], result: Any
+        self, actions: list[Action], tensors: Sequence[torch.Tensor], result: object
     ) -> tuple[list[_ActionGroup], str]:
         """The actions in units of which some have graphs, and why none has.
 
@@ -586,9 +586,9 @@ def _graphed(row: list[Action], read: set[int], device: torch.device) -> tuple[_
 class _DriverCode:
     """Writes launches as calls of CUDA's driver, over addresses."""
 
-    def __init__(self, device: int, actions: Sequence[Action], result: Any) -> None:
+    def __init__(self, device: int, actions: Sequence[Action], result: object) -> None:
         self.device = device
-        self.names: dict[str, Any] = {"begin": begin, "memset": module.driver_memset()}
+        self.names: dict[str, object] = {"begin": begin, "memset": module.driver_memset()}
         # Zeroed buffers that only launches read are parts of one, which one call clears.
         seen = set(_places(result))
         for action in actions:
@@ -667,7 +667,7 @@ class _BackendCode:
     """Writes launches as calls of another backend, over tensors."""
 
     def __init__(self) -> None:
-        self.names: dict[str, Any] = {"filled": filled, "run": launch.backend.run}
+        self.names: dict[str, object] = {"filled": filled, "run": launch.backend.run}
 
     def begin(self, src: SourceCode) -> None:
         """Nothing to prepare."""
@@ -735,7 +735,7 @@ def _call(src: SourceCode, number: int, action: RecordedCall, stem: str = "call"
     src.add(f"{target} = {callee}({', '.join(arguments)})  # {function}")
 
 
-def _expression(src: SourceCode, value: Any) -> str:
+def _expression(src: SourceCode, value: object) -> str:
     """The expression of a value with slots in it."""
     if type(value) is Slot:
         return f"t{value.place}"
@@ -822,7 +822,7 @@ def _with_views_at_once(actions: Sequence[Action], returned: set[int]) -> list[A
     return remaining
 
 
-def reads_unwritten(actions: Iterable[Action], result: Any) -> bool:
+def reads_unwritten(actions: Iterable[Action], result: object) -> bool:
     """Whether memory is read, or leaves in ``result``, that no action has written.
 
     Then something else has, such as a kernel that a user's op launches by other means.
@@ -1019,13 +1019,13 @@ class _SequenceRecorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyp
         self.sequence.actions.append(call)
         return tensor
 
-    def launched(self, kernel: Kernel, shape: Launch, args: tuple[Any, ...]) -> None:
+    def launched(self, kernel: Kernel, shape: Launch, args: tuple[object, ...]) -> None:
         """Record a launch."""
         if self.is_in_call:
             return
         self.sequence.actions.append(KernelLaunch(kernel, shape, tuple(map(self.slotted, args))))
 
-    def called(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def called(self, function: Callable[..., Result], args: tuple[object, ...]) -> Result:
         """Call, and record it as a whole: :func:`fuser.cuda.launch.call_each_time`."""
         if self.is_in_call:
             return function(*args)
@@ -1138,7 +1138,7 @@ class _SequenceRecorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyp
         self.sequence.refusal = self.sequence.refusal or reason
 
 
-def _is_on_meta(result: Any) -> bool:
+def _is_on_meta(result: object) -> bool:
     """Whether an operation returned tensors without values, which the layouts determine."""
     first = result[0] if isinstance(result, (tuple, list)) and result else result
     return isinstance(first, torch.Tensor) and first.is_meta

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from fuser.basic_ops import BasicLinear, Bias
-from fuser.communication import divided
+from fuser.communication import Group, divided
 from fuser.errors import InputError
 from fuser.fused_ops import Linear
 from fuser.modules import layers
@@ -100,7 +100,7 @@ class _Style:
                         "gather_quantized and fully_shard."
                     )
 
-    def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
+    def _shard(self, module: Any, group: Group, ranks: int) -> list[BasicOperation]:
         """Shard the ops of ``module``; returns those whose parameters become DTensors."""
         raise NotImplementedError
 
@@ -146,8 +146,8 @@ class _LinearStyle(_Style):
         self,
         *,
         sequence_parallel: bool = False,
-        input_layouts: Any = None,
-        output_layouts: Any = None,
+        input_layouts: object = None,
+        output_layouts: object = None,
         use_local_output: bool = True,
     ) -> None:
         from torch.distributed.tensor import Replicate, Shard
@@ -206,7 +206,7 @@ class Colwise(_LinearStyle):
         *(layers.Linear, layers.LayerNormLinear, layers.LayerNormMLP),
     )
 
-    def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
+    def _shard(self, module: Any, group: Group, ranks: int) -> list[BasicOperation]:
         if isinstance(module, Bias):
             if self.is_sequence:
                 raise InputError(
@@ -251,7 +251,7 @@ class Rowwise(_LinearStyle):
     whole, parted = "output", "input"
     taken = (Linear, BasicLinear, layers.Linear)
 
-    def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
+    def _shard(self, module: Any, group: Group, ranks: int) -> list[BasicOperation]:
         _linears(module)[0].shard("row", group, self.is_sequence)
         return _basic_ops(module)
 
@@ -279,7 +279,7 @@ class Replicated(_Style):
     def __init__(self, *, sequence_parallel: bool = False) -> None:
         super().__init__(sequence_parallel=sequence_parallel)
 
-    def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
+    def _shard(self, module: Any, group: Group, ranks: int) -> list[BasicOperation]:
         module.rows_are_sharded = self.is_sequence
         return [module]
 

@@ -36,7 +36,7 @@ def raise_amax(x: torch.Tensor | LazyTensor, out: torch.Tensor) -> None:
         kernels.amax(rows_of(x), out=out)
 
 
-def largest_of_ranks(amaxes: torch.Tensor, group: Any) -> None:
+def largest_of_ranks(amaxes: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
     """Replace ``amaxes`` by their maxima over the ranks of ``group``."""
     torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=group)
 

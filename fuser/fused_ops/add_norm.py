@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fuser.basic_ops import AddExtraInput, LayerNorm, MakeExtraOutput, RMSNorm
@@ -22,6 +20,8 @@ from fuser.op import (
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey
 
+Norm = LayerNorm | RMSNorm
+
 
 def _of_last(key: PlanKey) -> PlanKey:
     """The key of a window, narrowed to its last op."""
@@ -38,15 +38,14 @@ class _ForwardAddNorm(FusedOperation):
 
     @classmethod
     def refuses(
-        cls, add: Any, make: MakeExtraOutput | None, norm: Any, *, key: PlanKey
+        cls, add: object, make: MakeExtraOutput | None, norm: Norm, *, key: PlanKey
     ) -> str | None:
         extra, x = key.ops[0].extra_inputs[0].dtype, key.ops[0].input_dtype
-        refusal: str | None = norm.sum_refusal(extra, x, _of_last(key))
-        return refusal
+        return norm.sum_refusal(extra, x, _of_last(key))
 
     @classmethod
     def kernels(
-        cls, add: Any, make: MakeExtraOutput | None, norm: Any, *, side: str, key: PlanKey
+        cls, add: object, make: MakeExtraOutput | None, norm: Norm, *, side: str, key: PlanKey
     ) -> tuple[tuple[str, int], ...]:
         count, name = len(key.ops), type(norm).__name__.lower()
         if not norm.runs_in_kernel(_of_last(key)):
@@ -56,11 +55,10 @@ class _ForwardAddNorm(FusedOperation):
 
     @classmethod
     def fuses_quantize(
-        cls, add: Any, make: MakeExtraOutput | None, norm: Any, *, side: str, key: PlanKey
+        cls, add: object, make: MakeExtraOutput | None, norm: Norm, *, side: str, key: PlanKey
     ) -> bool:
         of_norm = _of_last(key)
-        fuses: bool = norm.runs_in_kernel(of_norm) and norm.fuses_quantize(side, of_norm)
-        return fuses
+        return norm.runs_in_kernel(of_norm) and norm.fuses_quantize(side, of_norm)
 
     def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
         add, norm, (extra,) = self.members[0], self.members[-1], inputs.extras
@@ -94,7 +92,7 @@ class _BackwardAddNorm(FusedOperation):
 
     @classmethod
     def refuses(
-        cls, add: AddExtraInput | None, make: MakeExtraOutput, norm: Any, *, key: PlanKey
+        cls, add: AddExtraInput | None, make: MakeExtraOutput, norm: Norm, *, key: PlanKey
     ) -> str | None:
         if add is None:
             return None
@@ -110,7 +108,7 @@ class _BackwardAddNorm(FusedOperation):
 
     @classmethod
     def kernels(
-        cls, add: AddExtraInput | None, make: MakeExtraOutput, norm: Any, *, side: str, key: PlanKey
+        cls, add: AddExtraInput | None, make: object, norm: Norm, *, side: str, key: PlanKey
     ) -> tuple[tuple[str, int], ...]:
         count = len(key.ops)
         name = f"{type(norm).__name__.lower()}_backward"
@@ -125,7 +123,7 @@ class _BackwardAddNorm(FusedOperation):
 
     @classmethod
     def fuses_quantize(
-        cls, add: AddExtraInput | None, make: MakeExtraOutput, norm: Any, *, side: str, key: PlanKey
+        cls, add: AddExtraInput | None, make: object, norm: Norm, *, side: str, key: PlanKey
     ) -> bool:
         return add is None and norm.fuses_quantize(side, key.window(1, 2))
 

@@ -14,6 +14,7 @@ from fuser.chain import Stage, Stages
 from fuser.functional import pointwise
 from fuser.functional.lazy import materialize
 from fuser.op import (
+    BasicOperation,
     Contexts,
     FusedOperation,
     StepGrads,
@@ -78,13 +79,13 @@ class PointwiseChain(FusedOperation):
 
     @classmethod
     def kernels(
-        cls, first: Any, rest: tuple[Any, ...], *, side: str, key: PlanKey
+        cls, first: BasicOperation, rest: tuple[BasicOperation, ...], *, side: str, key: PlanKey
     ) -> tuple[tuple[str, int], ...]:
         name = "+".join(_name(op) for op in (first, *rest))
         return ((name if side == "forward" else f"{name}_backward", len(key.ops)),)
 
     @classmethod
-    def fuses_quantize(cls, first: Any, rest: tuple[Any, ...], *, side: str, key: PlanKey) -> bool:
+    def fuses_quantize(cls, first: object, rest: object, *, side: str, key: PlanKey) -> bool:
         return quantizes_values(side, key)
 
     def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
@@ -180,7 +181,7 @@ def _reads_again(stages: Stages) -> bool:
     return any(stage.is_activation for stage in stages)
 
 
-def _dtype_refusal(ops: Sequence[Any], key: PlanKey) -> str | None:
+def _dtype_refusal(ops: Sequence[BasicOperation], key: PlanKey) -> str | None:
     """A sentence with two dtypes of the chain that differ; None if all are equal."""
     dtype = key.ops[0].input_dtype
     dtypes = []

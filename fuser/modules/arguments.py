@@ -23,7 +23,7 @@ _LINEAR_NAMES = {
 # fuser accepts only that value.
 _SHARDING = "a layer runs on one rank"
 _OVERLAP = "communication is not overlapped with GEMMs"
-OFF: dict[str, tuple[Any, str]] = {
+OFF: dict[str, tuple[object, str]] = {
     "return_bias": (False, "a layer adds its bias itself"),
     "return_layernorm_output": (False, "a layer returns its output alone"),
     "return_layernorm_output_gathered": (False, "a layer returns its output alone"),

@@ -147,7 +147,7 @@ class GroupedLinear(Layer):
         self._op.backward_dw()
 
     def register_wgrad_accumulation_and_reduce_hooks(
-        self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], object]
     ) -> None:
         """Call this hook, without arguments, at the end of each :meth:`backward_dw`."""
         self._op.register_wgrad_accumulation_and_reduce_hooks(wgrad_accumulation_and_reduce_hook)

@@ -160,7 +160,7 @@ class Layer(HiddenOps):
         pairs = zip(lengths, states, strict=True)
         return torch.cat([tensor for length, state in pairs for tensor in (length, state.float())])
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state: object) -> None:
         """Load such a state. The state of other libraries is pickled bytes, and is ignored."""
         if not isinstance(state, torch.Tensor):
             return

@@ -260,7 +260,7 @@ class LayerNormMLP(InputLayer):
 # -- ops ------------------------------------------------------------------------------
 
 
-def _factory(device: Any, params_dtype: Any, dtype: Any) -> dict[str, Any]:
+def _factory(device: object, params_dtype: object, dtype: object) -> dict[str, Any]:
     return {"device": device, "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype)}
 
 

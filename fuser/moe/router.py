@@ -218,7 +218,7 @@ class _Logits(torch.autograd.Function):
         return dx, dweight
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     """A context in which products are in the dtype of their operands."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return contextlib.nullcontext()

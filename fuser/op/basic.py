@@ -128,7 +128,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         self._number = note_op(self)
         PASSES.guest.new_op(self)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "get_quantizer" in cls.__dict__:  # the library then uses that method too
             cls.quantizer_value = cls._quantizer_value_of_view  # type: ignore[method-assign]
@@ -268,7 +268,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """
         return ()
 
-    def context_constants(self, key: PlanKey) -> dict[str, Any]:
+    def context_constants(self, key: PlanKey) -> dict[str, object]:
         """Attributes of the op's contexts that have one value in all calls of a plan."""
         return {}
 
@@ -286,7 +286,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
 
     # -- parameters -----------------------------------------------------------
 
-    def placement_of(self, name: str) -> tuple[int | None, Any]:
+    def placement_of(self, name: str) -> tuple[int | None, GroupArgument]:
         """How a ``DTensor`` that is parameter ``name`` must be placed.
 
         The dimension that is sharded, and the process group over whose ranks; ``(None, None)`` if
@@ -307,7 +307,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         if name not in self._registered_names:
             self._registered_names.append(name)
 
-    def initialise(self, name: str, fill: Callable[[torch.Tensor], Any]) -> None:
+    def initialise(self, name: str, fill: Callable[[torch.Tensor], object]) -> None:
         """Fill parameter ``name`` in place; if it is on meta, allocate it on the default device.
 
         Raises
@@ -448,7 +448,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             return None
         return self._made_quantizer(recipe, mode, index)
 
-    def context_values(self, key: PlanKey) -> dict[str, Any]:
+    def context_values(self, key: PlanKey) -> dict[str, object]:
         """Values that each call of the plan puts into the op's context, by attribute.
 
         Unlike :meth:`context_constants`, they live no longer than the plan.
@@ -723,12 +723,12 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         if prefix + "_extra_state" in missing_keys:
             missing_keys.remove(prefix + "_extra_state")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._number = note_op(self)
         PASSES.guest.new_op(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A factory may be a closure, which cannot be pickled. A copy calls it again.
         return {
             **super().__getstate__(),

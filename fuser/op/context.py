@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fuser.functional.lazy import LazyTensor
 from fuser.tensors import Quantizer
 
 
@@ -45,9 +46,9 @@ class OperationContext:
     """Whether a linear saves its input; if not, backward computes it again."""
     keeps_source: bool = False
     """Whether a dispatch saves the tokens, from which backward computes their rows again."""
-    rebuilt_input: Any = None
+    rebuilt_input: torch.Tensor | LazyTensor | None = None
     """In the backward of a grouped linear: its input, lazily, if that is computed again."""
-    rebuilt_output: Any = None
+    rebuilt_output: torch.Tensor | LazyTensor | None = None
     """In backward: the op's output, lazily, if a linear that defers its wgrad reads it again. The
     kernel that computes the gradient of the input may store it, over the gradient of the output,
     which nothing else reads then."""
@@ -105,7 +106,7 @@ class OperationContext:
         self.to_save = tensors
 
 
-def context_of(kind: type[OperationContext], attributes: dict[str, Any]) -> OperationContext:
+def context_of(kind: type[OperationContext], attributes: dict[str, object]) -> OperationContext:
     """A context of a class with these attributes, for a backward."""
     context = kind()
     context.to_save = context.saved_tensors = None

@@ -22,7 +22,7 @@ class _FixedOps(torch.nn.ModuleList):
         super().__init__(ops)
         self._is_fixed = True
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         names = ", ".join(type(op).__name__ for op in self)
         raise StateError(
             f"The basic ops [{names}] of a fused operation cannot be exchanged: replace the whole "
@@ -44,7 +44,7 @@ class _FixedOps(torch.nn.ModuleList):
         return self._refuse() if hasattr(self, "_is_fixed") else super().extend(modules)
 
 
-class _NoParameters(dict[str, Any]):
+class _NoParameters(dict[str, torch.nn.Parameter | None]):
     """The parameters of a fused op itself: always empty, and cannot be changed."""
 
     def __init__(self, owner: type, members: Sequence[FusibleOperation]) -> None:
@@ -52,7 +52,7 @@ class _NoParameters(dict[str, Any]):
         self._owner = owner.__name__
         self._members = " and ".join(type(op).__name__ for op in members)
 
-    def _refuse(self, name: str, *value: Any) -> Any:
+    def _refuse(self, name: str, *value: object) -> NoReturn:
         raise StateError(
             f"{self._owner} has no parameter {name!r} of its own, and cannot be given one: "
             f"parameters are those of its basic ops, {self._members}. Change, prune or normalize "
@@ -85,7 +85,7 @@ class FusedOperation(FusibleOperation):
         keyword too: ``ForwardLinearBiasAdd(linear=..., bias=None, add=...)``.
     """
 
-    window: ClassVar[tuple[Any, ...]] = ()
+    window: ClassVar[tuple[object, ...]] = ()
     side: ClassVar[FusionSide] = ""
     communicates: ClassVar[bool] = False
     """Whether the fusion does the communication of its basic ops (``BasicOperation.collectives``).

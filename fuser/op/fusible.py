@@ -46,7 +46,7 @@ class _SetByInit:
     Python prefers the object's own attribute, so this costs nothing after ``__init__``.
     """
 
-    def __get__(self, op: Any, cls: type) -> Any:
+    def __get__(self, op: object, cls: type) -> _SetByInit:
         if op is None:
             return self
         raise _no_init(cls)
@@ -104,7 +104,7 @@ class FusibleOperation(Stateful, abc.ABC):
         if name in METHODS:
             module_calls.change()
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         methods = (getattr(cls, name, None) for name in _RUNNING_METHODS)
         modules = {getattr(method, "__module__", None) or __name__ for method in methods}
@@ -128,7 +128,7 @@ class FusibleOperation(Stateful, abc.ABC):
                 return tensors[name] is not None
         return None
 
-    def implementation(self) -> tuple[Any, ...]:
+    def implementation(self) -> tuple[object, ...]:
         """The code that runs this op: its class, and methods that were set on the object."""
         return (type(self), *(self.__dict__.get(name) for name in METHODS))
 
@@ -239,11 +239,11 @@ class FusibleOperation(Stateful, abc.ABC):
         extra_counts = [op.num_extra_inputs for op in ops]
         return grad_input, rows(params, counts), rows(extras, extra_counts)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Without the slot.
         return self.__dict__.copy()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._count_change()
         self._describe()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -21,7 +20,7 @@ def count_optimizer_steps() -> None:
     register_optimizer_step_post_hook(_count)
 
 
-def _count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _count(optimizer: torch.optim.Optimizer, *_: object) -> None:
     global _steps
     _steps += 1
     if torch.compiler.is_compiling():

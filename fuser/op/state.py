@@ -39,7 +39,7 @@ class Stateful(torch.nn.Module):
         return state
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> Any:
         """As of any module, with its own keys or plain ones.
 
@@ -102,7 +102,7 @@ def _owner(module: torch.nn.Module, method: str) -> str:
     return getattr(getattr(type(module), method), "__module__", None) or ""
 
 
-def _try(module: torch.nn.Module, state_dict: Mapping[str, Any]) -> None:
+def _try(module: torch.nn.Module, state_dict: Mapping[str, object]) -> None:
     """Raise what loading the state would raise about keys and sizes; nothing changes.
 
     Empty tensors of these sizes take the places of the parameters for a moment.
@@ -123,7 +123,7 @@ def _try(module: torch.nn.Module, state_dict: Mapping[str, Any]) -> None:
                     setattr(part, name, tensor)  # a module may keep references of its own
 
 
-def _size(key: str, value: Any) -> Any:
+def _size(key: str, value: object) -> object:
     if not isinstance(value, torch.Tensor) or key.endswith("_extra_state"):
         return value
     # A parameter that needs a gradient takes floating-point numbers alone.

@@ -73,7 +73,7 @@ def structure_of(op: Any) -> str:
     return "; ".join(parts)
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     """A constant as text; None if it is no constant."""
     if isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype, enum.Enum)):
         return repr(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fuser.report.text import columns, format_bytes, format_time
 
@@ -101,7 +100,7 @@ class MemoryCurve:
         lines = (f"{line}  {row[-1]}" for line, row in zip(numbers, rows, strict=True))
         return "\n".join([f"kept for backward of {self.tokens} tokens", *lines])
 
-    def to_dict(self) -> list[dict[str, Any]]:
+    def to_dict(self) -> list[dict[str, object]]:
         """The table as plain lists, strings and numbers, ready for JSON."""
         return [
             {**vars(cost), "inputs": list(cost.inputs), "weights": list(cost.weights)}

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from fuser.basic_ops.activation import Activation, ScaledActivation
 from fuser.basic_ops.basic_linear import BasicLinear
 from fuser.basic_ops.grouped_linear import GroupedLinear
+from fuser.basic_ops.lora_adapters import LoRAAdapters
 from fuser.basic_ops.lora_linear import LoRAGroupedLinear, LoRALinear
 from fuser.basic_ops.moe import MoeCombine, MoeDispatch
 from fuser.basic_ops.normalization import AdaptiveLayerNorm, L2Normalization, LayerNorm, RMSNorm
@@ -35,16 +36,16 @@ Tensors = tuple[torch.Tensor, ...]
 EAGER, COMPILED = "torch eager", "torch.compile"
 
 
-def _linear(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
+def _linear(op: BasicLinear, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
     return F.linear(x, *params)
 
 
-def _lora_linear(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
+def _lora_linear(op: LoRALinear, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
     *frozen, a, b = params
     return _adapted(op, x, F.linear(x, *frozen), lambda x: F.linear(F.linear(x, a), b))
 
 
-def _adapted(op: Any, x: torch.Tensor, y: torch.Tensor, product: Any) -> torch.Tensor:
+def _adapted(op: LoRAAdapters, x: torch.Tensor, y: torch.Tensor, product: Any) -> torch.Tensor:
     """``y`` with the adapters' ``product``."""
     if op.is_merged:
         return y
@@ -59,7 +60,7 @@ def _grouped_linear(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) 
 
 
 def _lora_grouped_linear(
-    op: Any, x: torch.Tensor, extras: Tensors, params: Tensors
+    op: LoRAGroupedLinear, x: torch.Tensor, extras: Tensors, params: Tensors
 ) -> torch.Tensor:
     *frozen, a, b = params
 
@@ -89,7 +90,7 @@ def _dispatch(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> tor
     return x.reshape(-1, x.shape[-1]).index_select(0, places)
 
 
-def _combine(op: Any, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
+def _combine(op: MoeCombine, x: torch.Tensor, extras: Tensors, params: Tensors) -> torch.Tensor:
     places = torch.zeros(x.shape[0], dtype=torch.int64, device="meta")
     return x.new_zeros(extras[0].shape[0], x.shape[-1]).index_add(0, places, x)
 

@@ -616,7 +616,7 @@ def _moved(item: Any, by: int) -> Any:
     return replace(item, **{name: _shifted(getattr(item, name), by) for name in names})
 
 
-def _as_dict(item: Any) -> dict[str, Any]:
+def _as_dict(item: object) -> dict[str, Any]:
     """The fields of an entry of a plan, with lists in the place of tuples."""
     return {n: list(v) if isinstance(v, tuple) else v for n, v in vars(item).items()}
 

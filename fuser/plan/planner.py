@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fuser.doors import OBSERVER
 from fuser.errors import FuserWarning, StateError
@@ -57,7 +56,7 @@ def make_plan(
     backward_run = tuple(c for c in reversed(cover.backward) if c.stop > search.first)
     lost = [*unchosen(forward, cover.forward), *unchosen(backward, cover.backward)]
     lost += unchosen_joint(len(graph.ops), forward, backward, joint, cover)
-    joint_ops: dict[tuple[int, int, Any], FusibleOperation] = {}
+    joint_ops: dict[tuple[int, int, type[FusedOperation]], FusibleOperation] = {}
     run = {
         "forward": tuple(_operation(graph.ops, c, joint_ops) for c in cover.forward),
         "backward": tuple(_operation(graph.ops, c, joint_ops) for c in backward_run),
@@ -183,7 +182,9 @@ class _Search:
             pairs.append((forward, backward))
         return pairs
 
-    def _windows(self, side: str) -> Iterable[tuple[type[FusedOperation], range, tuple[Any, ...]]]:
+    def _windows(
+        self, side: str
+    ) -> Iterable[tuple[type[FusedOperation], range, tuple[object, ...]]]:
         """Windows that fusions of ``side`` match by type and that nothing rules out."""
         ops = self.graph.ops
         for fusion in self.key.fusions:
@@ -210,7 +211,7 @@ class _Search:
         return self.graph.channels_inside(window.start, window.stop)
 
     def _ask(
-        self, fusion: type[FusedOperation], window: range, bound: tuple[Any, ...], side: str
+        self, fusion: type[FusedOperation], window: range, bound: tuple[object, ...], side: str
     ) -> Candidate | None:
         """The candidate of ``fusion`` for ``window``; if refused, None, and the refusal is kept."""
         key = self.key.window(window.start, window.stop)
@@ -269,7 +270,7 @@ def _bytes_per_token(graph: OpGraph, side: str) -> tuple[float, ...]:
 def _operation(
     ops: Sequence[BasicOperation],
     candidate: Candidate,
-    joint_ops: dict[tuple[int, int, Any], FusibleOperation],
+    joint_ops: dict[tuple[int, int, type[FusedOperation]], FusibleOperation],
 ) -> tuple[FusibleOperation, tuple[int, ...]]:
     """The operation that runs ``candidate``; both sides of a joint window share one."""
     window = range(candidate.start, candidate.stop)

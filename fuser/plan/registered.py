@@ -11,7 +11,8 @@ from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.graph import OpGraph
 from fuser.specs import PlanKey
 
-FusionFunction = Callable[..., list[FusibleOperation]]
+Ops = list[FusibleOperation]
+FusionFunction = Callable[..., Ops]
 
 Pinned = dict[str, list[tuple[int, FusedOperation]]]
 
@@ -28,7 +29,7 @@ class RegisteredFusions:
 def apply_registered(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pinned:
     """For each side, the fused ops that registered functions inserted, with their first op."""
 
-    def run(functions: Iterable[FusionFunction], start: list[Any]) -> list[Any]:
+    def run(functions: Iterable[FusionFunction], start: Ops) -> Ops:
         for function in functions:
             start = list(function(start, recipe=key.recipe))
             _check_covers(graph.ops, start, function)
@@ -62,7 +63,7 @@ def check_has_methods(fusion: type[FusedOperation], side: str) -> None:
             )
 
 
-def _check_covers(ops: Sequence[BasicOperation], result: Sequence[Any], function: Any) -> None:
+def _check_covers(ops: Sequence[BasicOperation], result: Ops, function: FusionFunction) -> None:
     parts = (op.basic_ops if isinstance(op, FusedOperation) else [op] for op in result)
     flat: list[Any] = [op for part in parts for op in part]
     if len(flat) != len(ops) or any(a is not b for a, b in zip(flat, ops, strict=True)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -65,7 +65,7 @@ class MemoryBudget:
         budget.outer.append(budget.limit)
         budget.limit = self.limit
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         budget.limit = budget.outer.pop()
 
 

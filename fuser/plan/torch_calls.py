@@ -81,12 +81,12 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on_a_gpu.__enter__()  # type: ignore[no-untyped-call]
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._on_a_gpu.__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -101,14 +101,14 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.list(name, flops, (args, kwargs), result)
         return result
 
-    def list(self, name: str, flops: int, inputs: Any, outputs: Any) -> None:
+    def list(self, name: str, flops: int, inputs: object, outputs: object) -> None:
         """Add a call with the tensors in ``inputs`` and ``outputs``."""
         reads, writes = self._parts(inputs), self._parts(outputs)
         dtypes = [t.dtype for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
         precision = precision_of(dtypes[0] if dtypes else torch.float32)
         self._listed(TorchCall(name, flops, precision, reads, writes, torch.is_grad_enabled()))
 
-    def _parts(self, tree: Any) -> dict[Place, int]:
+    def _parts(self, tree: object) -> dict[Place, int]:
         parts: dict[Place, int] = {}
         for tensor in pytree.tree_leaves(tree):
             if isinstance(tensor, torch.Tensor):
@@ -129,7 +129,7 @@ class _AsOnAGpu(TorchFunctionMode):
         self._calls = calls
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.rms_norm and not self._calls.is_inside:

@@ -13,7 +13,7 @@ from fuser.op import COMPUTE_METHODS
 class Optional:
     """Zero or one op that matches ``element``; bound to None if absent."""
 
-    def __init__(self, element: Any) -> None:
+    def __init__(self, element: object) -> None:
         self.element = element
 
 
@@ -27,7 +27,7 @@ class OneOf:
 class Many:
     """One or more ops that match ``element``; bound to a tuple."""
 
-    def __init__(self, element: Any) -> None:
+    def __init__(self, element: object) -> None:
         self.element = element
 
 
@@ -54,7 +54,7 @@ def check_window(name: str, window: Any) -> None:
         )
 
 
-def _is_element(element: Any) -> bool:
+def _is_element(element: object) -> bool:
     if isinstance(element, (Optional, Many)):
         return _is_element(element.element)
     if isinstance(element, Having):
@@ -68,11 +68,11 @@ class Match:
     """One match of a pattern: the end of the window, and the ops bound to each element."""
 
     stop: int
-    bound: tuple[Any, ...]
+    bound: tuple[object, ...]
 
 
 def matches(
-    pattern: Sequence[Any], ops: Sequence[Any], at: int, bound: tuple[Any, ...] = ()
+    pattern: Sequence[object], ops: Sequence[object], at: int, bound: tuple[object, ...] = ()
 ) -> Iterator[Match]:
     """Every match of ``pattern`` in ``ops`` that begins at ``at``, after what is ``bound``."""
     if not pattern:
@@ -94,7 +94,7 @@ def matches(
         yield from matches(rest, ops, at + 1, (*bound, ops[at]))
 
 
-def _is(op: Any, element: Any) -> bool:
+def _is(op: object, element: Any) -> bool:
     if isinstance(element, Having):
         return _tells(type(op), element.name)
     if isinstance(element, OneOf):

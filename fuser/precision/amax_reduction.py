@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from fuser.communication import resolved
+from fuser.communication import Group, resolved
 from fuser.errors import InputError, StateError
 from fuser.formats import DType
-from fuser.precision.delayed_scaling import DelayedScales, Group, StateIdentity, alike
+from fuser.precision.delayed_scaling import DelayedScales, StateIdentity, alike
 from fuser.precision.op_numbers import existing_ops
 from fuser.recipe import DelayedScaling
 from fuser.torch_private import foreach_copy_
@@ -45,7 +45,7 @@ def _names_of(states: Sequence[DelayedScales]) -> str:
 
 
 def amaxes_over_ranks(
-    states: Mapping[DelayedScales, Group],
+    states: Mapping[DelayedScales, Group | None],
 ) -> dict[DelayedScales, torch.Tensor | None] | None:
     """Answer ``ParameterSource.amaxes``: the amaxes of each state, reduced over its group."""
     by_group = _by_group(states)
@@ -60,11 +60,11 @@ def amaxes_over_ranks(
 
 
 def _by_group(
-    states: Mapping[DelayedScales, Group],
-) -> list[tuple[dist.ProcessGroup, list[DelayedScales]]]:
+    states: Mapping[DelayedScales, Group | None],
+) -> list[tuple[Group, list[DelayedScales]]]:
     """The states whose amaxes are reduced, by their group of two ranks or more."""
     reduced = [state for state in states if state._recipe and state._recipe.reduce_amax]
-    by_group: dict[dist.ProcessGroup, list[DelayedScales]] = {}
+    by_group: dict[Group, list[DelayedScales]] = {}
     for some in alike(reduced, lambda state: id(states[state])):
         try:
             group = resolved("Delayed scaling", states[some[0]])
@@ -114,7 +114,7 @@ class AmaxReduction:
         self._without_op: weakref.WeakSet[StateIdentity] = weakref.WeakSet()
 
     def reduce(
-        self, states: Sequence[DelayedScales], group: dist.ProcessGroup
+        self, states: Sequence[DelayedScales], group: Group
     ) -> list[tuple[DelayedScales, torch.Tensor]]:
         """End a step in which this rank used ``states``.
 
@@ -153,7 +153,7 @@ class AmaxReduction:
         return [state for state in late if state._identity not in self._without_op]
 
     def _exchange(
-        self, states: Sequence[DelayedScales], device: torch.device, group: dist.ProcessGroup
+        self, states: Sequence[DelayedScales], device: torch.device, group: Group
     ) -> list[DelayedScales]:
         """Reduce the amaxes of states; returns those without a place, which are not sent."""
         late = self._without_place(states)
@@ -178,9 +178,7 @@ class AmaxReduction:
             parts = torch.split(self._message[2:], sizes)
         self._amaxes = dict(zip(self._places, parts, strict=True))
 
-    def _add(
-        self, states: Sequence[DelayedScales], device: torch.device, group: dist.ProcessGroup
-    ) -> None:
+    def _add(self, states: Sequence[DelayedScales], device: torch.device, group: Group) -> None:
         """Add the states that any rank has used to the list, on every rank."""
         gc.collect()  # an op counts as long as it exists, which must not depend on the collector
         ops = [op for op in existing_ops() if any(map(op.num_quantizers, _MODES))]
@@ -210,10 +208,10 @@ class AmaxReduction:
 
 
 _MODES = ("forward", "backward")
-_reductions: weakref.WeakKeyDictionary[Any, AmaxReduction] = weakref.WeakKeyDictionary()
+_reductions: weakref.WeakKeyDictionary[Group, AmaxReduction] = weakref.WeakKeyDictionary()
 
 
-def reduction_over(group: dist.ProcessGroup) -> AmaxReduction:
+def reduction_over(group: Group) -> AmaxReduction:
     """The reduction of a group."""
     return _reductions.setdefault(group, AmaxReduction())
 
@@ -242,7 +240,7 @@ def _flags_of(message: torch.Tensor) -> Flags | None:
 # -- agreement ----------------------------------------------------------------------
 
 
-def _agreed(here: _NewStates, group: dist.ProcessGroup) -> tuple[Used, list[int]]:
+def _agreed(here: _NewStates, group: Group) -> tuple[Used, list[int]]:
     """The states that any rank used, and the places in the list that no rank needs.
 
     Raises InputError on every rank, if their ops do not tell which states are the same.
@@ -296,14 +294,14 @@ def _from_the_end(step: _NewStates) -> tuple[object, ...]:
     return used, step.ops[min((number for number, _ in step.used), default=count) :]
 
 
-def _gathered(item: Result, group: dist.ProcessGroup) -> list[Result]:
+def _gathered(item: Result, group: Group) -> list[Result]:
     """The objects of all ranks."""
     objects: list[Result] = [item] * dist.get_world_size(group)
     _communicate(group, lambda: dist.all_gather_object(objects, item, group=group))
     return objects
 
 
-def _communicate(group: dist.ProcessGroup, collective: Callable[[], object]) -> None:
+def _communicate(group: Group, collective: Callable[[], object]) -> None:
     """Run a collective. Raises StateError if another rank does not take part."""
     try:
         collective()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from fuser.communication import GroupArgument, resolved
+from fuser.communication import Group, GroupArgument, resolved
 from fuser.errors import InputTypeError, refuse_unknown
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, Quantizer
@@ -172,7 +172,7 @@ class _AutocastFrame:
 
     owner: autocast
     recipe: Recipe | None
-    group: Any
+    group: Group | None
     regions: _Regions
     outer_recipe: Recipe | None
 
@@ -333,7 +333,7 @@ def is_autocast_entered() -> bool:
     return bool(_scopes.get()) or recomputed_state() is not None
 
 
-def _check_arguments(name: str, enabled: Any, recipe: Any) -> None:
+def _check_arguments(name: str, enabled: object, recipe: object) -> None:
     if enabled not in (True, False):
         raise InputTypeError(
             f"{name} got enabled={enabled!r}, its first argument, which is True or False. Give a "

@@ -15,11 +15,11 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
-from fuser.communication import is_initialized
+from fuser.communication import Group, is_initialized
 from fuser.doors import PARAMETERS
 from fuser.errors import FuserWarning, InputError
 from fuser.formats import DType
@@ -29,12 +29,6 @@ from fuser.precision.recomputation import may_be_in_function
 from fuser.recipe import DelayedScaling
 from fuser.tensors import Float8Quantizer, Quantizer
 from fuser.torch_private import graph_task, users_level, when_backward_ends
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-Group: TypeAlias = "dist.ProcessGroup | None"
-"""The ranks that reduce amaxes; None for all."""
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -122,7 +116,7 @@ def note_uses(states: Sequence[DelayedScales]) -> None:
             state._regions[weakref.ref(region)] = None
 
 
-def reduces_amaxes_over(group: Group) -> bool:
+def reduces_amaxes_over(group: Group | None) -> bool:
     """Whether delayed scaling, in the forward that runs now, reduces amaxes over ``group``.
 
     All ranks of it then have one scale.
@@ -134,7 +128,7 @@ def reduces_amaxes_over(group: Group) -> bool:
     return over is None or set(ranks(group)) <= set(ranks(over))
 
 
-def mixes_amaxes_of(group: Group) -> bool:
+def mixes_amaxes_of(group: Group | None) -> bool:
     """Whether two or more ranks of a group then have one scale."""
     recipe, _, over, _ = current_state()
     if not (isinstance(recipe, DelayedScaling) and recipe.reduce_amax and is_initialized()):
@@ -359,7 +353,7 @@ class DelayedScales:
                 region.past_scales.setdefault(self._identity, {})[self._recipe] = past
 
     @staticmethod
-    def end_step(states: Mapping[DelayedScales, Group]) -> None:
+    def end_step(states: Mapping[DelayedScales, Group | None]) -> None:
         """Reduce the amaxes of ``states`` over their groups, then roll histories and set scales.
 
         A state that was loaded or copied and not used since has recorded nothing. Over
@@ -455,7 +449,7 @@ class DelayedScales:
         state.amax_history = packed[start:stop].view(length, count).clone()
         return state, packed[stop:]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"mode": self.mode, "scale": self.scale, "amax_history": self.amax_history}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -490,7 +484,7 @@ class _EndOfBackward:
 
     def __init__(self) -> None:
         # By weak references: a backward that fails never ends.
-        self.states: dict[weakref.ref[DelayedScales], Group] = {}
+        self.states: dict[weakref.ref[DelayedScales], Group | None] = {}
         self.regions: dict[weakref.ref[AmaxStep], None] = {}
 
 
@@ -502,7 +496,7 @@ MAX_BACKWARDS = 64
 
 
 def end_with_backward(
-    states: Iterable[DelayedScales], group: Group, region: AmaxStep | None
+    states: Iterable[DelayedScales], group: Group | None, region: AmaxStep | None
 ) -> None:
     """Make the steps of gradients and of a forward end when the current backward ends.
 
@@ -536,7 +530,7 @@ def _end_backward(task: int) -> None:
         backward = _backwards.pop(task, None)
     if backward is None:
         return
-    states: dict[DelayedScales, Group] = {}
+    states: dict[DelayedScales, Group | None] = {}
     for region in [reference() for reference in backward.regions]:
         if region is not None:
             states |= region.take()

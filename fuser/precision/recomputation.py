@@ -20,6 +20,7 @@ from fuser.precision.contexts import UNQUANTIZED, AutocastState, current_state, 
 from fuser.recipe import Recipe
 from fuser.torch_private import (
     CheckpointCode,
+    Hooks,
     all_saved_tensor_hooks,
     graph_task,
     is_forward_ad_enabled,
@@ -39,7 +40,7 @@ class _Calls:
         # Keyed by op and not by pipeline: hooks that are added or removed after the forward regroup
         # the ops. The key is the op's attribute dict, shared with the implementation that runs.
         self._conditions: dict[int, list[AutocastState]] = {}
-        self._repeated: dict[Any, dict[int, int]] = {}
+        self._repeated: dict[object, dict[int, int]] = {}
         self._ops: dict[int, Any] = {}
 
     def note(self, ops: Ops, conditions: AutocastState) -> None:
@@ -47,7 +48,7 @@ class _Calls:
             self._ops[id(op.__dict__)] = op  # kept alive, so that no other op gets its id
             self._conditions.setdefault(id(op.__dict__), []).append(conditions)
 
-    def next(self, ops: Ops, recomputation: Any) -> AutocastState | None:
+    def next(self, ops: Ops, recomputation: object) -> AutocastState | None:
         """The state of the call that this one repeats; None if the forward had no such call.
 
         ``recomputation`` identifies the running recomputation: a retained graph has several.
@@ -64,7 +65,7 @@ class _Calls:
 
 # Keyed by the object that torch keeps while a recomputation is possible: the frame of a checkpoint,
 # or the node of a reentrant one.
-_calls: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
+_calls: weakref.WeakKeyDictionary[object, _Calls] = weakref.WeakKeyDictionary()
 
 
 def state_of_forward(ops: Ops) -> AutocastState | None:
@@ -169,7 +170,7 @@ def _known_codes() -> CheckpointCode | None:
 
 
 def _surroundings(
-    hooks: tuple[Any, Any] | None,
+    hooks: Hooks | None,
 ) -> tuple[Callable[[Ops], AutocastState | None] | None, list[_Calls]]:
     """The run that the current code repeats, None if none, and the checkpoints around it.
 
@@ -186,7 +187,7 @@ def _surroundings(
     return None if recomputation is None else _repetition(*recomputation), checkpoints
 
 
-def _repetition(key: Any, recomputation: Any) -> Callable[[Ops], AutocastState | None]:
+def _repetition(key: object, recomputation: object) -> Callable[[Ops], AutocastState | None]:
     calls = _calls.get(key)
     if calls is None:
         # Nothing was stored: no autocast had been entered then.
@@ -194,11 +195,11 @@ def _repetition(key: Any, recomputation: Any) -> Callable[[Ops], AutocastState |
     return lambda ops: calls.next(ops, recomputation)
 
 
-def _calls_of(key: Any, outer: tuple[_Calls, ...] = ()) -> _Calls:
+def _calls_of(key: object, outer: tuple[_Calls, ...] = ()) -> _Calls:
     return _calls.get(key) or _calls.setdefault(key, _Calls(outer))
 
 
-def _open_checkpoints(hooks: tuple[Any, Any] | None, codes: CheckpointCode) -> tuple[_Calls, ...]:
+def _open_checkpoints(hooks: Hooks | None, codes: CheckpointCode) -> tuple[_Calls, ...]:
     """The non-reentrant checkpoints whose function runs here for the first time."""
     if hooks is None:
         return ()

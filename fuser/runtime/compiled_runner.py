@@ -462,7 +462,7 @@ class PipelineRunner:
         for (held, name), parameter in zip(self._pipeline._slots.slots, params, strict=True):
             held[name] = parameter
 
-    def _layout(self, given: Tensors, params: Sequence[Any]) -> ParameterLayout | None:
+    def _layout(self, given: Tensors, params: Sequence[torch.Tensor]) -> ParameterLayout | None:
         """The layout of the parameters of these tensors; ``params`` are those not quantized."""
         addresses = tuple(map(torch.Tensor.data_ptr, given))
         guard, quantizers, layout = self._layouts.get(addresses, (None, None, None))

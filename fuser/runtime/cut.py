@@ -8,7 +8,7 @@ the same steps of the same plan, with equal results.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ class CuttablePlan(SplittablePlan):
         super().__init__(*contents)
         self.cuts = cuts
         self._watched = self._largest(cuts.at(default_buckets()))
-        self._cuts_of: dict[Any, tuple[int, ...]] = {}
+        self._cuts_of: dict[Hashable, tuple[int, ...]] = {}
         self._cut_plans: dict[tuple[int, ...], CutPlan] = {}
         # The result of ``waiting`` in the last forward outside of a backward.
         self._last: tuple[str, Sizes | None] | None = None

@@ -47,7 +47,7 @@ def explain_forward(
 
 
 def refuse_param_grads(
-    ops: Sequence[BasicOperation], counts: Sequence[int], rows: Sequence[Sequence[Any] | None]
+    ops: Sequence[BasicOperation], counts: Sequence[int], rows: Sequence[Sequence[object] | None]
 ) -> None:
     """Raise an error that names the op whose backward returned a wrong number of gradients."""
     for index, (op, count, row) in enumerate(zip(ops, counts, rows, strict=True)):
@@ -86,13 +86,13 @@ def note_extra_outputs(
         )
 
 
-def refuse_output(op: FusibleOperation, output: Any) -> NoReturn:
+def refuse_output(op: FusibleOperation, output: object) -> NoReturn:
     """Raise an error that names the method whose output is not a tensor."""
     method, kind = f"{type(op).__name__}.{method_of(op, 'forward')}", type(output).__name__
     raise StateError(f"The output of {method} must be a tensor; it is a {kind}.")
 
 
-def check_grad_input(op: FusibleOperation, grad_input: Any) -> None:
+def check_grad_input(op: FusibleOperation, grad_input: object) -> None:
     """Raise an error that names the method whose gradient of the input is not a tensor."""
     if grad_input is not None and not isinstance(grad_input, (torch.Tensor, LazyTensor)):
         method, kind = f"{type(op).__name__}.{method_of(op, 'backward')}", type(grad_input).__name__
@@ -158,7 +158,7 @@ def check_grad_shapes(
             _check_shape(owner, grad, tensor, shape)
 
 
-def _check_shape(owner: str, grad: Any, tensor: str, shape: tuple[int, ...]) -> None:
+def _check_shape(owner: str, grad: object, tensor: str, shape: tuple[int, ...]) -> None:
     """Raise if a gradient is no tensor, or autograd cannot sum it to the shape of its tensor."""
     if not isinstance(grad, torch.Tensor):
         raise StateError(

@@ -51,7 +51,7 @@ from fuser.runtime.gradient_paths import (
 from fuser.runtime.known_parameters import LayoutOfCall
 from fuser.runtime.saved_tensors import put_together, taken_apart
 from fuser.specs import OpKey
-from fuser.tensors import QuantizedTensor
+from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.observation import note_run, observed, observing
 from fuser.torch_private import (
     call_backward_directly,
@@ -325,7 +325,7 @@ def _for_caller(output: torch.Tensor, input_: torch.Tensor) -> torch.Tensor:
     return output if forward_ad_level() >= 0 else output.detach()  # which drops derivatives
 
 
-def _kinds(saved: Iterable[torch.Tensor | None]) -> list[Any]:
+def _kinds(saved: Iterable[torch.Tensor | None]) -> list[Quantizer | None]:
     """The quantizer of each saved tensor; None for unquantized tensors."""
     return [t._quantizer if isinstance(t, QuantizedTensor) else None for t in saved]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields
 from itertools import chain, groupby
 from typing import Any, NamedTuple
@@ -96,7 +96,7 @@ def buffers_reader(quantized: Quantized) -> BuffersOf:
     return buffers_of
 
 
-def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+def _getter(names: Sequence[str]) -> Callable[[object], tuple[Any, ...]]:
     """A function that returns the attributes of these names."""
     if len(names) > 1:
         return operator.attrgetter(*names)
@@ -173,7 +173,7 @@ class KnownParameters:
         # the ends of their memory, key and layout, and the method that adds the buffers of
         # quantized parameters, if there are any.
         self.state: tuple[object, ...] = (None, slice(0), None, (), None, None, None, None)
-        self._layouts: dict[Any, ParameterLayout] = {}
+        self._layouts: dict[Hashable, ParameterLayout] = {}
 
     def renew(self, params: Parameters) -> tuple[tuple[object, ...], ParameterLayout | None]:
         """Read the facts: those that a plan depends on, and the layout.
@@ -299,7 +299,7 @@ def _is_own(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "fuser"
 
 
-def _has_own_parts(quantizer: Any) -> bool:
+def _has_own_parts(quantizer: Quantizer) -> bool:
     """Whether a quantizer, and those in its fields, are this library's."""
     kind: Any = type(quantizer)
     values = [getattr(quantizer, name) for name in _field_names(kind)]

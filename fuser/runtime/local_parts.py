@@ -15,7 +15,7 @@ import torch
 from fuser.basic_ops import BasicLinear, Bias
 from fuser.basic_ops.linear_parallel import Parallelism
 from fuser.communication import WeakGroup, is_distributed, ranks_of, start_all_reduce
-from fuser.doors import PARAMETERS, ParameterSource
+from fuser.doors import PARAMETERS, Fill, ParameterSource
 from fuser.errors import InputError, StateError
 from fuser.op import BasicOperation
 from fuser.precision.amax_reduction import amaxes_over_ranks
@@ -225,13 +225,7 @@ class ShardedParameters(ParameterSource):
     are_gathered = staticmethod(are_gathered)
     memory_of = staticmethod(memory_of)
 
-    def initialise(
-        self,
-        op: Any,
-        name: str,
-        fill: Callable[[torch.Tensor], Any],
-        quantizer: Quantizer | None,
-    ) -> None:
+    def initialise(self, op: Any, name: str, fill: Fill, quantizer: Quantizer | None) -> None:
         make = None
         if quantizer is not None:
             is_kept = op._init.preserve_high_precision_init_val

@@ -25,7 +25,8 @@ from fuser.plan.graph import OpGraph
 from fuser.plan.model import ModelPart, ModelPlan, StepMemory, TorchModule, grouped
 from fuser.plan.plain_torch import COMPILED, EAGER, baselines_of
 from fuser.plan.plan import PIPELINE_INPUT, Baseline, FusionPlan
-from fuser.plan.saved_inputs import budget
+from fuser.plan.registered import RegisteredFusions
+from fuser.plan.saved_inputs import Limit, budget
 from fuser.plan.torch_calls import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -35,6 +36,7 @@ from fuser.plan.torch_calls import (
 )
 from fuser.precision.contexts import current_recipe
 from fuser.runtime.pipeline import OperationFuser
+from fuser.specs import PlanKey
 from fuser.torch_private import (
     FakeTensorMode,
     calling_module,
@@ -81,8 +83,8 @@ class ModelObserver(Observer):
         self,
         graph: OpGraph,
         plan: FusionPlan,
-        key_under: Any,
-        registered: Any,
+        key_under: Callable[[Limit], PlanKey],
+        registered: RegisteredFusions,
         target: Device | None = None,
         **others: Any,
     ) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from fuser.basic_ops.main_grad import accumulation, note_accumulation
 from fuser.basic_ops.shared_memory import Versions
 from fuser.basic_ops.weights import KeepsWeights, KeptBefore, as_list
-from fuser.communication import WeakGroup, resolved
+from fuser.communication import Group, WeakGroup, resolved
 from fuser.cuda import launch
 from fuser.cuda.arguments import PLAIN
 from fuser.cuda.pass_graphs import Switch
@@ -48,6 +48,7 @@ from fuser.precision.delayed_scaling import (
 )
 from fuser.precision.recomputation import is_in_checkpoint
 from fuser.recipe import DelayedScaling, Recipe
+from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.gradient_paths import Needed, needing
 from fuser.runtime.known_parameters import (
     MOST_LAYOUTS,
@@ -79,7 +80,7 @@ Groups = dict[Any, str]
 Reader = Callable[[Tensors], tuple[Hashable, ...] | None]
 # By op, the weights whose ``main_grad`` it adds to; None for one whose gradient it returns.
 Owners = dict[int, tuple[torch.Tensor | None, ...]]
-Forward = Callable[..., tuple[Any, ...]]
+Forward = Callable[..., tuple[object, ...]]
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
@@ -122,7 +123,9 @@ class RecordingPasses(PassRunner):
     constant_launches = staticmethod(constant_launches)
     repeated_launches = staticmethod(repeated_launches)
 
-    def recorded(self, plan: Any, steps: Iterable[FusibleOperation]) -> RecordedPasses | None:
+    def recorded(
+        self, plan: CompiledPlan, steps: Iterable[FusibleOperation]
+    ) -> RecordedPasses | None:
         recipe = plan.key.recipe
         others = [op for i, op in enumerate(plan.ops) if i not in plan.counters]
         counted = {id(plan.ops[i]) for i in plan.counters}
@@ -130,7 +133,7 @@ class RecordingPasses(PassRunner):
             return None
         return RecordedPasses(plan.ops, recipe if isinstance(recipe, DelayedScaling) else None)
 
-    def replays(self, plan: Any) -> list[tuple[str | None, str]]:
+    def replays(self, plan: CompiledPlan) -> list[tuple[str | None, str]]:
         if plan.recorded is not None:
             recorded: RecordedPasses = plan.recorded
             return recorded.described()
@@ -304,7 +307,7 @@ class RecordedPasses:
         """
         if any(vars(tensor) for tensor in inputs):
             return None
-        resolved_groups: dict[int, Any] = {}
+        resolved_groups: dict[int, Group] = {}
         groups: Groups = {}
         try:
             for op in self._communicating:
@@ -389,7 +392,7 @@ class _Keeps(NamedTuple):
     """Quantized weights that a forward keeps: of one of :attr:`Keywords.before`."""
 
     place: int
-    how: tuple[Any, ...]
+    how: tuple[object, ...]
     parts: list[Part]
     is_list: bool
 
@@ -441,7 +444,7 @@ class _Recording(NamedTuple):
     """The states of delayed scaling that record in it, in their order."""
     keeps: list[_Keeps]
     """The weights that it keeps for other microbatches."""
-    contexts: Sequence[tuple[type[OperationContext], dict[str, Any]]] = ()
+    contexts: Sequence[tuple[type[OperationContext], dict[str, object]]] = ()
     saved: Sequence[Part | _GivenParameter] = ()
     """How to make each saved tensor from those that the forward saves."""
     kept: tuple[int, ...] = ()
@@ -452,7 +455,7 @@ class _Recording(NamedTuple):
     read: tuple[_ReadLayouts, _ReadLayouts] = (_ReadLayouts((), None), _ReadLayouts((), None))
     """Of the saved tensors themselves, and where the last has the pieces."""
     ends: tuple[int, ...] = ()
-    specs: tuple[Any, ...] = ()
+    specs: tuple[object, ...] = ()
     """Shape and dtype of every extra output."""
     versioned: Sequence[tuple[int, str, Callable[[Tensors], Any]]] = ()
     """The ops whose contexts hold versions, with their owners, and what picks their tensors."""
@@ -516,8 +519,8 @@ class RecordedForward:
         self._last_again: tuple[BuffersOf | None, Hashable] = (None, None)
 
     def run(
-        self, tensors: Tensors, keywords: Keywords, groups: Groups, forward: Forward, *args: Any
-    ) -> tuple[Any, ...]:
+        self, tensors: Tensors, keywords: Keywords, groups: Groups, forward: Forward, *args: object
+    ) -> tuple[object, ...]:
         """The results of ``forward(*args)``, which reads ``tensors`` and has these ``keywords``.
 
         It communicates over ``groups``.
@@ -753,8 +756,8 @@ class RecordedForward:
         :meth:`run`; ``owners`` are by op the weights whose ``main_grad`` it adds their gradients
         to. None for ``needed``: all are.
         """
-        grads: list[Any] = [dx]
-        others: tuple[Any, ...] = ()
+        grads: list[torch.Tensor | None] = [dx]
+        others: tuple[object, ...] = ()
         if grad_extras is not None or owners:
             more, others = _other_tensors(grad_extras or (), owners)
             grads += more
@@ -764,7 +767,7 @@ class RecordedForward:
         is_packed = len(saved) < recording.saved_count
         read = recording.read[is_packed]
         known = layout = None
-        buffers: list[Any] | None = []
+        buffers: Sequence[torch.Tensor] | None = []
         facts: Hashable = None
         if read.buffers_of is not None:  # None if one is quantized otherwise since the forward
             buffers = read.buffers_of([*parameters, *saved])
@@ -885,8 +888,8 @@ def _copy_of_gathered(
 
 
 def _saved(
-    part: Part | _GivenParameter, held: Sequence[torch.Tensor], parameters: Sequence[Any]
-) -> Any:
+    part: Part | _GivenParameter, held: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> torch.Tensor | None:
     """A saved tensor, from those of a call and the parameters that it was given."""
     return part.of(parameters) if isinstance(part, _GivenParameter) else tensor_of(part, held)
 
@@ -948,13 +951,13 @@ def _like(value: Any, parts: list[Any]) -> Any:
 
 def _other_tensors(
     extras: Sequence[torch.Tensor | None], owners: Owners
-) -> tuple[list[Any], tuple[Any, ...]]:
+) -> tuple[list[torch.Tensor | None], tuple[object, ...]]:
     """The tensors besides dx that a backward reads: gradients of extra outputs, and ``main_grad``.
 
     And what it depends on besides them. A buffer that is not there is None.
     """
-    tensors: list[Any] = []
-    key: list[Any] = []
+    tensors: list[torch.Tensor | None] = []
+    key: list[object] = []
     for grad in extras:
         key.append(grad is None)
         if grad is not None:
@@ -988,7 +991,7 @@ def _picked(
     return operator.itemgetter(*places)
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return any(map(_holds_tensors, value))
     return isinstance(value, (torch.Tensor, LazyTensor))

@@ -24,7 +24,7 @@ def keeping_inputs(
     model: torch.nn.Module,
     forward: Callable[..., CallResult],
     inputs: tuple[torch.Tensor, ...],
-    op_kwargs: Any,
+    op_kwargs: object,
 ) -> CallResult:
     """``forward(model, *inputs, op_kwargs=op_kwargs)``, which keeps ``inputs`` for backward alone.
 

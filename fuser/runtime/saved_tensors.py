@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.nn import Parameter
 
-from fuser.tensors import QuantizedTensor
+from fuser.tensors import QuantizedTensor, Quantizer
 
 
 class QuantizedPart(NamedTuple):
@@ -19,7 +19,7 @@ class QuantizedPart(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    quantizer: Any
+    quantizer: Quantizer
     is_read_only: bool
 
     def tensor(self, held: Sequence[torch.Tensor]) -> QuantizedTensor:

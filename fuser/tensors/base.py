@@ -142,7 +142,7 @@ class QuantizedTensor(WrapperTensor):
     fsdp_pre_all_gather: Callable[..., Any]  # set by tensors/gathering.py
     fsdp_post_all_gather: Callable[..., Any]
 
-    def __init_subclass__(cls, layout: Layout | None = None, **kwargs: Any) -> None:
+    def __init_subclass__(cls, layout: Layout | None = None, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
         if layout is not None:
@@ -193,7 +193,7 @@ class QuantizedTensor(WrapperTensor):
             self._view_of = view_of
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         usage = [u for u in ("rowwise", "columnwise") if self._has(u)]
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, "
@@ -514,7 +514,7 @@ class QuantizedTensor(WrapperTensor):
         if not source.__dict__.keys() <= self._own_names:
             self.__dict__.update(source._attributes())
 
-    def _attributes(self) -> dict[str, Any]:
+    def _attributes(self) -> dict[str, object]:
         """The attributes that the user set on this tensor."""
         return {k: v for k, v in self.__dict__.items() if k not in self._own_names}
 
@@ -726,7 +726,7 @@ class QuantizedTensor(WrapperTensor):
             )
         return super().share_memory_()
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         # A view or a read-only copy is pickled as a tensor of its own, without its parent.
         is_part = self._view_of is not None or self._is_read_only
         source = self._like(torch.clone) if is_part else self._present()
@@ -766,7 +766,7 @@ class QuantizedTensor(WrapperTensor):
         memo[id(self)] = copied
         return copied
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
         """The names of the buffers, and everything else as a constant, for ``torch.compile``."""
         names = [name for name, buffer in self.buffers().items() if buffer is not None]
         # A graph receives only the buffers, so it cannot write to the parent of a view, or by the
@@ -786,8 +786,8 @@ class QuantizedTensor(WrapperTensor):
     def __tensor_unflatten__(
         buffers: dict[str, torch.Tensor | None],
         constants: tuple[Any, ...],
-        shape: Any,
-        strides: Any,
+        shape: Sequence[int],
+        strides: Sequence[int],
     ) -> QuantizedTensor:
         quantizer, dtype, is_read_only = constants
         device = next(b.device for b in buffers.values() if b is not None)
@@ -852,7 +852,7 @@ def rebuild(
     quantizer: Any,
     requires_grad: bool,
     is_parameter: bool = False,
-    attributes: dict[str, Any] | None = None,
+    attributes: dict[str, object] | None = None,
 ) -> torch.Tensor:
     """Unpickle a quantized tensor; safe for ``torch.load(weights_only=True)``."""
     if unknown := buffers.keys() - set(cls.buffer_names):

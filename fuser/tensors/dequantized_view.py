@@ -51,7 +51,7 @@ class DequantizedView(WrapperTensor):
         self._path = path
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._values()!r}, of {self._root!r})"
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -70,10 +70,10 @@ class DequantizedView(WrapperTensor):
         self._root.share_memory_()
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         # A view is pickled as a tensor of its own, as a view of rows is.
         alone = self._alone()
-        reduced: tuple[Any, ...] = alone.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        reduced: tuple[object, ...] = alone.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return reduced
 
     def _alone(self) -> torch.Tensor:
@@ -95,7 +95,7 @@ class DequantizedView(WrapperTensor):
         memo[id(self)] = copied
         return copied
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
         """The quantized tensor, and everything else as a constant, for ``torch.compile``."""
         return ["_root"], (self._path, self.dtype, int(self.storage_offset()))
 

@@ -10,7 +10,7 @@ import functools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -198,13 +198,13 @@ def _view_at(tensor: WrapperTensor, seen: torch.Tensor, step: Step) -> WrapperTe
     return DequantizedView(root._alias() if root is tensor else root, (*path, step), seen)
 
 
-def _geometry(tensor: WrapperTensor) -> tuple[Any, int]:
+def _geometry(tensor: WrapperTensor) -> tuple[Sequence[int], int]:
     if isinstance(tensor, QuantizedTensor):
         return geometry(tensor.shape, tensor._view_of)
     return tensor.stride(), int(tensor.storage_offset())
 
 
-def _inference_as(tensor: WrapperTensor) -> contextlib.AbstractContextManager[Any]:
+def _inference_as(tensor: WrapperTensor) -> contextlib.AbstractContextManager[object]:
     """Context in which to make views: a view of a normal tensor is never an inference tensor."""
     if _is_inference_mode() and not tensor.is_inference():
         return torch.inference_mode(False)
@@ -290,7 +290,7 @@ def _entries(buffer: torch.Tensor, dim: int, unit: int, start: int, stop: int) -
 # -- handlers: return NotImplemented to run the op on a dequantized copy -------------------
 
 
-def _alias(func: Any, tensor: WrapperTensor, *args: Any, **kwargs: Any) -> Any:
+def _alias(func: object, tensor: WrapperTensor, *args: object, **kwargs: object) -> Any:
     if not isinstance(tensor, QuantizedTensor):
         return NotImplemented
     if _is_inference_mode():
@@ -302,11 +302,11 @@ def _alias(func: Any, tensor: WrapperTensor, *args: Any, **kwargs: Any) -> Any:
     return alias
 
 
-def _clone(func: Any, tensor: WrapperTensor, *args: Any, **kwargs: Any) -> Any:
+def _clone(func: object, tensor: WrapperTensor, *args: object, **kwargs: object) -> Any:
     return tensor._like(torch.clone) if isinstance(tensor, QuantizedTensor) else NotImplemented
 
 
-def _to_copy(func: Any, tensor: WrapperTensor, **kwargs: Any) -> Any:
+def _to_copy(func: object, tensor: WrapperTensor, **kwargs: Any) -> Any:
     """Another device: bytes and scales are copied unchanged. Another dtype: plain values.
 
     In the conversion of a module the bytes stay, and only the nominal dtype changes.
@@ -328,7 +328,7 @@ def _to_copy(func: Any, tensor: WrapperTensor, **kwargs: Any) -> Any:
     return copy
 
 
-def copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
+def copy_(func: object, target: Any, source: Any, non_blocking: bool = False) -> Any:
     """A copy of bytes if they are the same in the target, else of values that are quantized."""
     if not isinstance(target, WrapperTensor):
         return target.copy_(_plain(source), non_blocking)
@@ -388,7 +388,7 @@ def _warn_of_other_format(target: QuantizedTensor, source: QuantizedTensor) -> N
         )
 
 
-def new_zeros(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any) -> Any:
+def new_zeros(func: object, tensor: WrapperTensor, shape: list[int], **kwargs: Any) -> Any:
     """Quantized zeros if only the number of rows differs; else plain zeros.
 
     Plain zeros also for a number of rows that is not whole blocks: a chunk of that many rows
@@ -405,7 +405,7 @@ def new_zeros(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any)
     return quantizer(zeros) if is_like and is_taken else zeros
 
 
-def _new_empty(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any) -> Any:
+def _new_empty(func: object, tensor: WrapperTensor, shape: list[int], **kwargs: Any) -> Any:
     """A quantized tensor without buffers for ``dcp.async_save``, which sets copies of them."""
     is_like = isinstance(tensor, QuantizedTensor) and torch.Size(shape) == tensor.shape
     if not is_like or not is_called_from(STAGER):
@@ -415,11 +415,11 @@ def _new_empty(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any
     return type(tensor)({}, tensor.shape, tensor.dtype, device, tensor._quantizer)
 
 
-def _is_pinned(func: Any, tensor: WrapperTensor, *args: Any) -> Any:
+def _is_pinned(func: object, tensor: WrapperTensor, *args: object) -> bool:
     return all(buffer.is_pinned() for buffer in tensor._memory())
 
 
-def _pin_memory(func: Any, tensor: WrapperTensor, *args: Any) -> Any:
+def _pin_memory(func: object, tensor: WrapperTensor, *args: object) -> Any:
     if not isinstance(tensor, QuantizedTensor):
         return NotImplemented
     pinned = tensor._like(lambda buffer: buffer.pin_memory())
@@ -427,7 +427,7 @@ def _pin_memory(func: Any, tensor: WrapperTensor, *args: Any) -> Any:
     return pinned
 
 
-def _record_stream(func: Any, tensor: WrapperTensor, stream: Any) -> None:
+def _record_stream(func: object, tensor: WrapperTensor, stream: Any) -> None:
     for buffer in tensor._memory():
         buffer.record_stream(stream)
 

@@ -273,7 +273,7 @@ class Float8Quantizer(Quantizer):
     def __hash__(self) -> int:
         return hash(self._contents())
 
-    def _contents(self) -> tuple[Any, ...]:
+    def _contents(self) -> tuple[object, ...]:
         usage = (self.rowwise, self.columnwise)
         return (id(self.scale), id(self.amax), self.fp8_dtype, *usage, self.saturates)
 

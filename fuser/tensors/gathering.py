@@ -25,6 +25,7 @@ import torch
 from fuser.errors import StateError
 from fuser.recipe import Recipe
 from fuser.tensors.base import USAGES, QuantizedTensor, fitted
+from fuser.tensors.quantizer import Quantizer
 from fuser.tensors.sharding import Gathered, Sharding, check_is_of_one_format, is_exact, size_of
 from fuser.torch_private import (
     forwards_without_backward,
@@ -189,11 +190,11 @@ class KnownSignature:
 
 def fsdp_pre_all_gather(
     self: QuantizedTensor,
-    mesh: Any,
+    mesh: object,
     outer_size: torch.Size,
     outer_stride: tuple[int, ...],
     module: torch.nn.Module,
-    mp_policy: Any,
+    mp_policy: object,
 ) -> tuple[tuple[torch.Tensor, ...], Any]:
     """What ``fully_shard`` gathers: the bytes and scales of this shard that the pass needs."""
     return gather(self, calling_gatherer(self), outer_size)
@@ -294,7 +295,7 @@ def fsdp_post_all_gather(
 # -- this rank's part --------------------------------------------------------------------
 
 
-def _copies_read(quantizer: Any, sharding: Sharding, gathered: Gathered) -> tuple[str, ...]:
+def _copies_read(quantizer: Quantizer, sharding: Sharding, gathered: Gathered) -> tuple[str, ...]:
     """The copies that a gathered parameter needs until it is resharded.
 
     Forward reads the rowwise copy. Backward reads what the ops said in their forward. If they said

@@ -193,7 +193,7 @@ class NVFP4GroupsQuantizer(_OfGroups, Quantizer):
     def is_repeatable(self) -> bool:
         return self.alone.is_repeatable
 
-    def encoding(self) -> tuple[Any, ...]:
+    def encoding(self) -> tuple[object, ...]:
         return self.alone.encoding()
 
     def unbound(self) -> Quantizer:

@@ -119,7 +119,7 @@ class HybridQuantizer(Quantizer):
     def format(self) -> NumberFormat:
         return hybrid_format(self.rowwise_quantizer.format, self.columnwise_quantizer.format)
 
-    def encoding(self) -> tuple[Any, ...]:
+    def encoding(self) -> tuple[object, ...]:
         parts = (self.rowwise_quantizer, self.columnwise_quantizer)
         return tuple((part.format, part.encoding()) for part in parts)
 

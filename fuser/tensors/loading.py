@@ -22,10 +22,10 @@ from fuser.tensors.dispatch import HANDLERS, aten, copy_, has_bytes_for, take_by
 from fuser.torch_private import running_load
 
 # By the first buffer of a tensor, the plan of the load that wrote rows of it last.
-_loads: MutableMapping[torch.Tensor, weakref.ref[Any]] = WeakTensorKeyDictionary()
+_loads: MutableMapping[torch.Tensor, weakref.ref[object]] = WeakTensorKeyDictionary()
 
 
-def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
+def _copy_(func: object, target: Any, source: Any, non_blocking: bool = False) -> Any:
     """A copy to rows of a tensor, which notes those that the running load has written."""
     view = target._view_of if isinstance(target, QuantizedTensor) else None
     if view is None:
@@ -48,7 +48,7 @@ HANDLERS[aten.copy_.default] = _copy_
 
 
 def _takes_chunk(
-    target: QuantizedTensor, source: QuantizedTensor, plan: Any, state: Mapping[str, Any]
+    target: QuantizedTensor, source: QuantizedTensor, plan: object, state: Mapping[str, object]
 ) -> bool:
     """Whether the bytes of a checkpoint's chunk can be written to rows of a tensor with one scale.
 
@@ -87,7 +87,7 @@ def _takes_chunk(
     return False
 
 
-def _is_whole(value: Any, first: torch.Tensor) -> bool:
+def _is_whole(value: object, first: torch.Tensor) -> bool:
     """Whether an entry of a state has this first buffer, and all rows but padding of a shard."""
     local = getattr(value, "_local_tensor", value)
     if not isinstance(local, QuantizedTensor):

@@ -110,7 +110,7 @@ class MasterWeight(torch.Tensor):
         self._state = state
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"MasterWeight({self._plain!r}, {self._state.quantizer!r})"
 
     def __deepcopy__(self, memo: dict[int, object]) -> MasterWeight:
@@ -126,7 +126,7 @@ class MasterWeight(torch.Tensor):
         memo[id(self)] = copied
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         plain = self._plain
         if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain.detach(), self.requires_grad)
@@ -134,7 +134,7 @@ class MasterWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         plain_args = pytree.tree_map_only(MasterWeight, lambda one: one._plain, args)
@@ -152,7 +152,7 @@ class MasterWeight(torch.Tensor):
             )
         return result
 
-    def _state_of_result(self, func: Any) -> _State:
+    def _state_of_result(self, func: object) -> _State:
         """The same for a view of these values and for ``fully_shard``'s copy on another device.
 
         Another weight, such as a clone or the shard of a weight, has a state of its own.
@@ -166,7 +166,7 @@ class MasterWeight(torch.Tensor):
         return _State(state.recipe, state.quantizer, state.joint) if is_another else state
 
     @property
-    def data(self) -> Any:
+    def data(self) -> torch.Tensor:
         """The values without their history, as a master weight that shares them."""
         return self.detach()
 
@@ -179,11 +179,11 @@ class MasterWeight(torch.Tensor):
     @KnownSignature
     def fsdp_pre_all_gather(
         self,
-        mesh: Any,
+        mesh: object,
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
         module: torch.nn.Module,
-        mp_policy: Any,
+        mp_policy: object,
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """The bytes and scales of this shard that the pass needs, as of a quantized parameter."""
         state, gathered = self._state, calling_gatherer(self)

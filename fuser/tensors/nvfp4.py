@@ -185,7 +185,7 @@ class NVFP4Quantizer(Quantizer):
     def is_repeatable(self) -> bool:
         return not self.stochastic_rounding or self.seed is not None  # else each call draws one
 
-    def encoding(self) -> tuple[Any, ...]:
+    def encoding(self) -> tuple[object, ...]:
         transform = (self.with_rht, self.with_random_sign_mask)
         scales = (self.row_scaled_nvfp4, self.nvfp4_e4m3_max)
         return (self.with_2d_quantization, *transform, *scales)

@@ -65,7 +65,7 @@ def observed(function: Callable[..., Result], steps: Steps) -> Callable[..., Res
     return observed_pass
 
 
-def note_run(ops: Sequence[Any], steps: Steps, *, has_recipe: bool) -> None:
+def note_run(ops: Sequence[object], steps: Steps, *, has_recipe: bool) -> None:
     """Show the inspector that the forward of ``ops`` runs."""
     for op in ops:
         step = steps.get(id(op.__dict__))
@@ -81,7 +81,7 @@ def keep_source(tensor: QuantizedTensor, source: torch.Tensor | LazyTensor) -> N
 
 
 def note_operands(
-    op: Any, *, groups: object | None = None, only_new: bool = False, **operands: Any
+    op: object, *, groups: object | None = None, only_new: bool = False, **operands: object
 ) -> None:
     """Show the inspector the quantized tensors that ``op`` reads, by role.
 
@@ -102,7 +102,7 @@ def note_operands(
             step.saw(key, role, tensors, of_rows, is_repeated=observing.is_repeated_now)
 
 
-def _quantized_in(operand: Any, only_new: bool) -> Iterator[QuantizedTensor]:
+def _quantized_in(operand: object, only_new: bool) -> Iterator[QuantizedTensor]:
     if isinstance(operand, QuantizedTensor):
         seen = operand._observation
         is_new = seen is not None and seen.source is not None and not operand._is_transposable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -60,7 +60,7 @@ class Quantizer:
     # The quantizers that differ only in usage, by usage; all of them share this dictionary.
     _family: ClassVar[dict[tuple[bool, bool], Quantizer]]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
         declares_format = "tensor_class" in cls.__dict__
@@ -220,7 +220,7 @@ class Quantizer:
         """The PyTorch implementation of :meth:`buffers_of`; ``x [M, K]`` has whole blocks."""
         raise NotImplementedError
 
-    def encoding(self) -> tuple[Any, ...]:
+    def encoding(self) -> tuple[object, ...]:
         """Describes the bytes: tensors of one class with equal encodings can exchange bytes."""
         return (self.format,)
 
@@ -241,7 +241,7 @@ class Quantizer:
         member: Quantizer = family[rowwise, columnwise]
         return member
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         attributes, cls = self.__dict__.items(), type(self)
         # Cached properties are computed again after unpickling.
         return {
@@ -306,8 +306,8 @@ class RankRows(NamedTuple):
 
     quantizer: Quantizer
     values: torch.Tensor
-    group: Any = None
-    joint: Any = None
+    group: torch.distributed.ProcessGroup | None = None
+    joint: Hashable = None
 
 
 def quantized_parts(parts: Sequence[RankRows]) -> Iterator[QuantizedTensor]:
@@ -318,8 +318,8 @@ def quantized_parts(parts: Sequence[RankRows]) -> Iterator[QuantizedTensor]:
     does not depend on the values, or on kernels, whether a rank reduces: others would wait.
     """
     quantizers: list[Quantizer] = []
-    by_group: dict[tuple[Any, torch.device], list[torch.Tensor]] = {}
-    joint_amaxes: dict[Any, list[torch.Tensor]] = {}
+    by_group: dict[tuple[torch.distributed.ProcessGroup, torch.device], list[torch.Tensor]] = {}
+    joint_amaxes: dict[Hashable, list[torch.Tensor]] = {}
     for quantizer, values, group, joint in parts:
         amaxes = None
         if group is not None or joint is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ class Sharding:
     equally large.
     """
 
-    group: Any
+    group: torch.distributed.ProcessGroup | None
     rows: int
     is_exact: bool
     """Whether the bytes of shards, and their scales, are those of the whole parameter."""
@@ -58,7 +58,7 @@ class Sharding:
     def __deepcopy__(self, memo: dict[int, object]) -> Sharding:
         return replace(self, backward_reads=set())  # the group itself cannot be copied
 
-    def write(self, quantizer: Any, values: torch.Tensor) -> RankRows:
+    def write(self, quantizer: Quantizer, values: torch.Tensor) -> RankRows:
         """A write to this shard: its amax is reduced, if the format has one."""
         self.is_agreed = True
         return RankRows(quantizer, values, self.group if self.is_exact and self.ranks > 1 else None)
@@ -69,7 +69,7 @@ class Sharding:
         return size_of(self.group)
 
 
-def _new_zeros(func: Any, tensor: Any, shape: list[int], **kwargs: Any) -> Any:
+def _new_zeros(func: object, tensor: Any, shape: list[int], **kwargs: Any) -> Any:
     is_asked = isinstance(tensor, QuantizedTensor) and not kwargs.keys() - {"pin_memory"}
     shard = _zeros_of_shard(tensor, shape) if is_asked else None
     return new_zeros(func, tensor, shape, **kwargs) if shard is None else shard
@@ -112,9 +112,9 @@ def shard_of_values(
 
 
 def shards_of_values(
-    parameters: Sequence[tuple[torch.Tensor, Any, Sequence[int]]],
-    group: Any,
-    joints: Sequence[Any] = (),
+    parameters: Sequence[tuple[torch.Tensor, Quantizer, Sequence[int]]],
+    group: torch.distributed.ProcessGroup | None,
+    joints: Sequence[Hashable] = (),
     known: dict[Any, Any] | None = None,
 ) -> list[QuantizedTensor]:
     """This rank's shards of several parameters, given as arguments of :func:`shard_of_values`.
@@ -232,7 +232,7 @@ def _find_gatherer(parameter: torch.Tensor) -> tuple[Any, Any] | None:
 
 def initialise_shard(
     parameter: Any,
-    fill: Callable[[torch.Tensor], Any],
+    fill: Callable[[torch.Tensor], object],
     make: Callable[..., QuantizedTensor] | None,
     part: tuple[int, Sequence[int]] | None = None,
 ) -> None:
@@ -299,7 +299,7 @@ def _new_sharding(tensor: QuantizedTensor, param: Any) -> Sharding:
     return Sharding(group, rows, is_exact(tensor, tensor._usage(), size_of(group)), values)
 
 
-def check_is_of_one_format(quantizer: Any, description: str) -> None:
+def check_is_of_one_format(quantizer: Quantizer, description: str) -> None:
     """Refuse to shard a parameter whose two copies are in two formats."""
     if quantizer.format.parts is not None:
         raise InputError(
@@ -320,7 +320,7 @@ def _usage_of_shard(whole: QuantizedTensor, quantizer: Any, is_whole: bool) -> d
 
 
 def is_exact(
-    whole: QuantizedTensor, quantizer: Any, ranks: int, shape: torch.Size | None = None
+    whole: QuantizedTensor, quantizer: Quantizer, ranks: int, shape: torch.Size | None = None
 ) -> bool:
     """Whether the bytes of shards are those of the whole tensor, for all of its copies.
 
@@ -346,5 +346,5 @@ def is_exact(
     return all(rows // ranks % units[name][1] == 0 for name in names if name in units)
 
 
-def size_of(group: Any) -> int:
+def size_of(group: torch.distributed.ProcessGroup | None) -> int:
     return 1 if group is None else int(group.size())

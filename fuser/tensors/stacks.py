@@ -39,7 +39,7 @@ class _StackQuantizer(Quantizer):
         options = {one.name: getattr(self, one.name) for one in fields(self.of_one)}
         return self.of_one(**options)
 
-    def encoding(self) -> tuple[Any, ...]:
+    def encoding(self) -> tuple[object, ...]:
         return (*super().encoding(), self.stacked_rows)
 
     def of_view(self, root: Quantizer, start: int) -> Quantizer:
