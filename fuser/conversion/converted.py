@@ -96,7 +96,7 @@ def _run(self: Any, cls: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -
     if runner is not None:
         if runner.shared is not None:
             product, name = runner.shared
-            output = product.output_of(name, args, keywords)
+            output = product.output_of(name, self, args, keywords)
             if output is not None:
                 return output
         refusal = runner.refusal(self)

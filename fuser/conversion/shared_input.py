@@ -55,11 +55,16 @@ class SharedProduct:
             self._known = None
 
     def output_of(
-        self, name: str, args: Sequence[Any], keywords: dict[str, Any]
+        self, name: str, linear: torch.nn.Module, args: Sequence[Any], keywords: dict[str, Any]
     ) -> torch.Tensor | None:
-        """The output of a linear for such a call; None if it has to compute that itself."""
+        """The output of a linear for such a call; None if it has to compute that itself.
+
+        So has one that is not the owner's child ``name`` any more.
+        """
         owner = self._owner
         if owner is None or len(args) != 1 or keywords or not isinstance(args[0], torch.Tensor):
+            return None
+        if child_of(owner, name) is not linear:
             return None
         (x,) = args
         if not torch.compiler.is_compiling() and x.is_inference():

@@ -211,3 +211,14 @@ def test_outputs_of_one_product_have_one_backward() -> None:
         torch.autograd.backward([part.sum() for part in module(_input())])
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("names", [("k_proj", "v_proj"), ("q_proj", "v_proj")])
+def test_linears_that_change_places_compute_their_own_outputs(names: tuple[str, str]) -> None:
+    plain, model = _pair(Calm)
+    for module in (plain, model):
+        one, other = (getattr(module, name) for name in names)
+        setattr(module, names[0], other)
+        setattr(module, names[1], one)
+    for result, expected in zip(model(_input()), plain(_input()), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)

@@ -21,6 +21,14 @@ AUTOCAST = "test_torchs_autocast.py::test_"
 
 CONVERTING = (
     Mutant(
+        "a linear takes the part of the one whose place it had",
+        SHARED,
+        "SharedProduct.output_of",
+        "child_of(owner, name) is not linear",
+        "False",
+        "test_shared_input_attacks.py::test_linears_that_change_places_compute_their_own_outputs",
+    ),
+    Mutant(
         "a linear takes its part of a product of another tensor",
         SHARED,
         "SharedProduct.output_of",
