@@ -66,8 +66,12 @@ class Module:
 
     @functools.cached_property
     def nodes(self) -> tuple[ast.AST, ...]:
-        """The syntax tree without what only a type checker reads."""
-        return tuple(_executed(ast.parse(self.path.read_text(encoding="utf-8"))))
+        """The syntax tree without what only a type checker reads.
+
+        A package has these names by its ``__getattr__``.
+        """
+        tree = ast.parse(self.path.read_text(encoding="utf-8"))
+        return tuple(ast.walk(tree) if self.is_package else _executed(tree))
 
     @functools.cached_property
     def imports(self) -> dict[str, tuple[str, str]]:

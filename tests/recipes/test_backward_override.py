@@ -174,7 +174,8 @@ def test_what_dequantized_saves_is_rowwise_only_and_stays_where_it_is(make: Any)
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
         y = model(x)
-    assert len(saved) == 3  # the second input is quantized again
+    # With plans of memory the second input is quantized again.
+    assert len(saved) == (3 if hasattr(fuser, "activation_memory_budget") else 4)
 
     def layout() -> list[dict[str, int | None]]:
         return [
