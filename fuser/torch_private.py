@@ -365,6 +365,19 @@ def compiled_from(module: torch.nn.Module) -> torch.nn.Module | None:
     return module._orig_mod if is_result else None  # type: ignore[return-value]
 
 
+def call_with_writes(function: Callable[..., Any], *args: Any) -> Any:
+    """In traced code: call ``function``, which may write to objects that were there before.
+
+    In a function that a part of the graph calls, such as a checkpointed one, Dynamo refuses such
+    writes, for a recomputation would not repeat them. Here ``function`` takes them all back.
+    """
+    import torch._dynamo.utils as utils
+
+    name = "_disable_side_effect_safety_checks_for_current_subtracer"
+    allow = getattr(utils, name, None)
+    return function(*args) if allow is None else allow(function, *args)
+
+
 def graph_break(reason: str) -> None:
     """In traced code: end the graph here; an error with this reason under ``fullgraph=True``."""
     import torch._dynamo

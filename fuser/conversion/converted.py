@@ -20,7 +20,7 @@ from fuser.op import BasicOperation, FusedOperation
 from fuser.precision.contexts import current_recipe, default_autocast, is_autocast_entered
 from fuser.recipe import Recipe
 from fuser.runtime.joined_weights import join
-from fuser.torch_private import call_while_tracing, traced_subject, users_level
+from fuser.torch_private import call_while_tracing, call_with_writes, traced_subject, users_level
 
 RECIPE, RUNNER = "_fuser_recipe", "_fuser_runner"
 UNIT, SCALES = "_fuser_unit", "_fuser_scales"
@@ -102,7 +102,10 @@ def _run(self: Any, cls: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -
         refusal = runner.refusal(self)
         if runner.product is not None:
             if refusal is None:
-                return runner.product.during(self, cls.forward, args, keywords)
+                during = runner.product.during
+                if torch.compiler.is_dynamo_compiling():
+                    return call_with_writes(during, self, cls.forward, args, keywords)
+                return during(self, cls.forward, args, keywords)
             return cls.forward(self, *args, **keywords)  # each linear computes its own product
         if refusal is None:
             bound = runner.bound(args, keywords)

@@ -6,8 +6,11 @@ import contextlib
 import copy
 import enum
 import functools
+import inspect
+import itertools
+import sys
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +30,8 @@ OTHERS = (
 LIBRARIES = ("torch", "builtins", "numpy")
 """Whose objects hold what is theirs."""
 
+CALLED = (types.FunctionType, staticmethod, classmethod, property)
+
 SPECIAL = ("__call__", "__contains__", "__iter__", "__len__", "__bool__", "__eq__", "__hash__")
 
 
@@ -35,16 +40,18 @@ class Read:
     """A value that a forward has read from an object; AttributeError if there was none.
 
     ``path`` is that of the module that holds the object, from the owner of the forward. ``steps``
-    from there have whether each is an item, and its name.
+    from there have whether each is an item, and its name. They begin at the Python module
+    ``source`` if that has a name: it is a global.
     """
 
     path: str
     steps: tuple[tuple[bool, Any], ...]
     value: Any
+    source: str = ""
 
     def is_as_before(self, module: torch.nn.Module | None) -> bool:
         """Whether the same is read now; ``module`` is the one at the path."""
-        value: Any = module
+        value: Any = sys.modules.get(self.source) if self.source else module
         for is_item, name in self.steps:
             try:
                 value = value[name] if is_item else getattr(value, name)
@@ -55,7 +62,8 @@ class Read:
     @property
     def text(self) -> str:
         """The value in a sentence."""
-        return "".join(f"[{name!r}]" if is_item else f".{name}" for is_item, name in self.steps)[1:]
+        steps = "".join(f"[{n!r}]" if is_item else f".{n}" for is_item, n in self.steps)[1:]
+        return f"{steps} of {self.source or self.path or 'it'}"
 
 
 Steps = tuple[tuple[bool, Any], ...]
@@ -74,11 +82,13 @@ class Reads:
 
     def inside(self, owner: torch.nn.Module, paths: Collection[str]) -> tuple[Read, ...]:
         """What the modules at ``paths`` have read, by their paths from ``owner``."""
-        return tuple(
-            Read(path, steps, value)
-            for path in dict.fromkeys(paths)
-            for steps, value in self._of_modules.get(id(owner.get_submodule(path)), {}).items()
-        )
+        reads: list[Read] = []
+        for path in dict.fromkeys(paths):
+            module = owner.get_submodule(path)
+            noted = self._of_modules.get(id(module), {})
+            reads += (Read(path, steps, value) for steps, value in noted.items())
+            reads += _named_in_code(module, path)
+        return tuple(reads)
 
 
 _reads: ContextVar[Reads | None] = ContextVar("reads", default=None)
@@ -92,6 +102,53 @@ def recorded_reads() -> Iterator[Reads]:
         yield _reads.get()  # type: ignore[misc]
     finally:
         _reads.reset(token)
+
+
+def _named_in_code(module: torch.nn.Module, path: str) -> Iterator[Read]:
+    """The plain globals and attributes of its class that the forward of a module may read.
+
+    That is what its code, and the methods and functions of Python which it names, name.
+    """
+    cls: Any = getattr(type(module), "_class_before_fuser", type(module))
+    seen: set[types.CodeType] = set()
+    functions: list[Any] = [cls.forward]
+    while functions:
+        function = functions.pop()
+        function = getattr(function, "fget", getattr(function, "__func__", function))
+        if type(function) is not types.FunctionType or function.__code__ in seen:
+            continue
+        source = function.__globals__.get("__name__", "")
+        if source.split(".")[0] in LIBRARIES:
+            continue
+        seen.add(function.__code__)
+        names = _names_in(function.__code__)
+        of_class = [name for name in names if name not in module.__dict__]
+        holders = (cls, of_class, ""), (sys.modules.get(source), names, source)
+        for holder, named, own in holders:
+            for steps, value in _plain_or_called(holder, named):
+                if is_plain(value):
+                    yield Read(path, steps, value, own)
+                else:
+                    functions.append(value)
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    inner = (_names_in(const) for const in code.co_consts if type(const) is types.CodeType)
+    names = (name for name in code.co_names if not name.startswith("__"))
+    return list(dict.fromkeys([*names, *itertools.chain.from_iterable(inner)]))
+
+
+def _plain_or_called(holder: Any, names: Sequence[str], *above: str) -> Iterator[tuple[Steps, Any]]:
+    """What an object has by these names, or an object has that it has by one of them."""
+    for name in names:
+        value = inspect.getattr_static(holder, name, None)
+        library = str(getattr(value, "__module__", None) or getattr(value, "__name__", ""))
+        if value is None or library.split(".")[0] in LIBRARIES:
+            continue
+        if is_plain(value) or isinstance(value, CALLED):
+            yield tuple((False, step) for step in (*above, name)), value
+        elif not above and not isinstance(value, torch.Tensor):
+            yield from _plain_or_called(value, names, name)
 
 
 def tensors_of(module: torch.nn.Module) -> list[str]:

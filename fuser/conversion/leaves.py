@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fuser import basic_ops
 from fuser.conversion.held_objects import tensors_of
-from fuser.conversion.modules import bare, original_class
+from fuser.conversion.modules import bare, enters_contexts, forward_of, original_class
 from fuser.conversion.parts import (
     ACTIVATIONS,
     ActivationPart,
@@ -122,7 +122,8 @@ def _has_linears_forward(module: torch.nn.Module) -> bool:
 
 def _is_transposed(module: torch.nn.Module) -> bool | None:
     """Whether a linear's weights are ``[in, out]``; None if it is no linear."""
-    if isinstance(module, torch.nn.Embedding):
+    code = getattr(forward_of(module), "__code__", None)
+    if isinstance(module, torch.nn.Embedding) or (code is not None and enters_contexts(code)):
         return None
     generator = torch.Generator().manual_seed(0)
     rows, columns = module._parameters["weight"].shape  # type: ignore[union-attr]

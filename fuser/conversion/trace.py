@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,19 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
-from fuser.conversion.modules import attributes_of, bare, forward_of, written_attributes
+from fuser.conversion.modules import (
+    attributes_of,
+    bare,
+    enters_contexts,
+    forward_of,
+    written_attributes,
+)
+from fuser.torch_private import frames, module_of, saved_tensor_hooks
 
 AUTOCASTS = ("cpu", "cuda")
+
+TRACING = ("torch.fx", "torch.overrides", __name__)
+"""Modules whose contexts are those of a trace."""
 
 OTHER_KEYWORDS = "other_keywords"
 """The input of a graph that stands for everything that a ``**kwargs`` takes."""
@@ -50,7 +61,11 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         # A graph does not have contexts: what they do to a step would be lost.
         if _modes() != self._modes:
-            raise Untraceable("its forward changes autocast or whether gradients are recorded")
+            raise Untraceable("its forward changes autocast, or what is recorded for gradients")
+        if (function := _function_with_contexts()) is not None:
+            raise Untraceable(
+                f"a step of its forward runs in {function}, which has a with statement"
+            )
         return super().create_node(*args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -69,9 +84,21 @@ class _Tracer(fx.Tracer):
 
 
 def _modes() -> tuple[object, ...]:
-    """What contexts change: gradients, and autocast for a CPU and a GPU."""
+    """What contexts change: gradients, hooks of saved tensors, autocast for a CPU and a GPU."""
     autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in AUTOCASTS]
-    return torch.is_grad_enabled(), *autocast
+    return torch.is_grad_enabled(), saved_tensor_hooks(True), *autocast
+
+
+def _function_with_contexts() -> str | None:
+    """The function around the present step of a traced forward that has a ``with``; or None."""
+    inside = itertools.takewhile(
+        lambda frame: frame.f_code is not fx.Tracer.trace.__code__, frames()
+    )
+    for frame in inside:
+        is_tracing = module_of(frame).startswith(TRACING)
+        if not is_tracing and enters_contexts(frame.f_code):
+            return frame.f_code.co_name
+    return None
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ class Unit:
         """Why what the forward read from objects is out of date; None if it is not."""
         for read in self.reads:
             if not read.is_as_before(child_of(owner, read.path)):
-                return f"{read.text} of {read.path or 'it'} was changed"
+                return f"{read.text} was changed"
         return None
 
     @property

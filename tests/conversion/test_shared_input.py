@@ -16,7 +16,11 @@ import torch
 from other_sums import IS_TRIED
 from torch import nn
 from torch.nn.utils import prune
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fuser
 from fuser import recipe as recipes
@@ -51,6 +55,17 @@ class Projections(nn.Module):
         self.between()
         keys, values = self.k_proj(hidden), self.v_proj(hidden)
         return queries, keys, values
+
+
+class Summed(Projections):
+    """One output of the size of the input."""
+
+    def __init__(self) -> None:
+        super().__init__(sizes=(HIDDEN,) * 3)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        queries, keys = self.q_proj(hidden), self.k_proj(hidden)
+        return torch.cumsum(queries * keys.sigmoid(), 1) + self.v_proj(hidden)
 
 
 class Cross(Projections):
@@ -489,6 +504,39 @@ def test_a_compiled_forward_is_one_graph(recipe: Any, kind: Any) -> None:
         results = _step(compiled, *others)
         for one, other in zip(results, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def _selective() -> Any:
+    def policy(ctx: Any, op: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
+        is_kept = op is torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT, recipes.DelayedScaling()], ids=str)
+@pytest.mark.parametrize("contexts", [None, _selective], ids=["whole", "selective"])
+def test_a_checkpoint_in_a_compiled_graph_shares(recipe: Any, contexts: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Summed(), Summed()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            options = {} if contexts is None else {"context_fn": contexts}
+            y: torch.Tensor = self.first(x)  # not all of them in checkpoints
+            z: torch.Tensor = checkpoint(self.second, y, use_reentrant=False, **options)
+            return z
+
+    torch.manual_seed(0)
+    module = Model()
+    report = fuser.convert(module, recipe=recipe, linears="all", keep=())
+    assert [row.text.count("as one product") for row in report.converted] == [1, 1]
+    expected = _step(copy.deepcopy(module))
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for one, other in zip(_step(compiled), expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_linear_that_is_called_from_outside_computes_its_own(
