@@ -24,8 +24,8 @@ from fuser.torch_private import frames, module_of, saved_tensor_hooks
 
 AUTOCASTS = ("cpu", "cuda")
 
-TRACING = ("torch.fx", "torch.overrides", __name__)
-"""Modules whose contexts are those of a trace."""
+TRACING = ("torch.fx", "torch.overrides", "torch._dynamo", __name__)
+"""Modules whose contexts change no step."""
 
 OTHER_KEYWORDS = "other_keywords"
 """The input of a graph that stands for everything that a ``**kwargs`` takes."""

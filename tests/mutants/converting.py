@@ -11,7 +11,11 @@ CHAINS = "conversion/chains.py"
 LEAVES = "conversion/leaves.py"
 SHARED = "conversion/shared_input.py"
 KNOWN = "conversion/known_modules.py"
+TRACE = "conversion/trace.py"
+HELD = "conversion/held_objects.py"
 TRACED = "runtime/traced.py"
+
+CODE = "test_code_of_forwards.py::test_"
 
 TEST = "test_convert.py::test_"
 CHANGED = f"{TEST}a_child_that_was_changed_is_what_runs"
@@ -798,5 +802,61 @@ CONVERTING = (
         "self._gate(node, one, two, stops) or self._gate(node, two, one, stops)",
         "self._gate(node, one, two, stops)",
         "test_convert.py::test_products_and_sums_are_converted_in_either_order",
+    ),
+    Mutant(
+        "a step that a forward checkpoints runs in no checkpoint",
+        TRACE,
+        "_modes",
+        "torch.is_grad_enabled(), saved_tensor_hooks(True), *autocast",
+        "torch.is_grad_enabled(), *autocast",
+        f"{CODE}a_forward_with_a_context_around_a_step_stays",
+    ),
+    Mutant(
+        "a step that a forward has in a with statement runs outside of it",
+        TRACE,
+        "_function_with_contexts",
+        "not is_tracing and enters_contexts(frame.f_code)",
+        "False",
+        f"{CODE}the_recipe_around_layers_is_not_lost",
+    ),
+    Mutant(
+        "a linear whose forward turns quantization off is quantized",
+        LEAVES,
+        "_is_transposed",
+        "(code is not None and enters_contexts(code))",
+        "False",
+        f"{CODE}a_linear_that_enters_a_context_stays",
+    ),
+    Mutant(
+        "a global that a method reads is the value of the conversion",
+        HELD,
+        "_named_in_code",
+        "functions.append(value)",
+        "pass",
+        f"{CODE}what_the_code_names_counts_as_it_is_now",
+    ),
+    Mutant(
+        "an attribute of a class counts, though the object has another value",
+        HELD,
+        "_named_in_code",
+        "[name for name in names if name not in module.__dict__]",
+        "names",
+        f"{CODE}an_attribute_of_a_class_that_the_object_has_too_does_not_count",
+    ),
+    Mutant(
+        "what inner functions read is the value of the conversion",
+        HELD,
+        "_names_in",
+        "[*names, *itertools.chain.from_iterable(inner)]",
+        "names",
+        f"{CODE}what_the_code_names_counts_as_it_is_now",
+    ),
+    Mutant(
+        "a shared product in a checkpoint that is compiled is no graph",
+        "conversion/converted.py",
+        "_run",
+        "call_with_writes(during, self, cls.forward, args, keywords)",
+        "during(self, cls.forward, args, keywords)",
+        "test_shared_input.py::test_a_checkpoint_in_a_compiled_graph_shares",
     ),
 )
