@@ -19,7 +19,14 @@ from fuser.conversion.leaves import (
     linear_part,
     norm_part,
 )
-from fuser.conversion.modules import attributes_of, bare, hooks_of, original_class, prefixes
+from fuser.conversion.modules import (
+    attributes_of,
+    bare,
+    hooks_of,
+    original_class,
+    prefixes,
+    written_attributes,
+)
 from fuser.conversion.parts import (
     AddPart,
     ForkPart,
@@ -358,7 +365,8 @@ def _in_both_modes(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         before = [attributes_of(m) for copy in tried for m in copy.modules()]
         version = x._version
         results: list[torch.Tensor] = [copy(x) for copy in tried]
-    if [attributes_of(m) for copy in tried for m in copy.modules()] != before:
+    is_changed = [attributes_of(m) for copy in tried for m in copy.modules()] != before
+    if is_changed or any(map(written_attributes, tried)):
         raise ValueError("it keeps something")
     if x._version != version or not torch.equal(results[0], results[1]):
         raise ValueError("it writes into its input, or its mode decides")

@@ -45,6 +45,7 @@ from fuser.sequential import Sequential
 Filter = Callable[[str, torch.nn.Module], bool]
 
 
+UNKNOWN = object()
 NEVER = ", never quantized"
 """In a row of a conversion with a recipe."""
 OTHER_NORM = (
@@ -244,7 +245,7 @@ class _UnitSearch:
         self._linears, self._norms, self._kept, self._routers = linears, norms, kept, routers
         self._never = never
         self._seen: set[torch.nn.Module] = set()
-        self._known: dict[object, Unit | str | None] = {}
+        self._known: dict[object, Any] = {}
         self._chains: dict[torch.nn.Module, Unit] = {}
         # Linears that are converted alone, and whether they are quantized, until one forward that
         # calls them has been read.
@@ -410,14 +411,15 @@ class _UnitSearch:
     def _unit(self, module: torch.nn.Module, path: str) -> Unit | str | None:
         """What :func:`_find_unit` returns; modules that are alike are looked at once."""
         kind = _kind(module, self._chains)
-        if kind not in self._known:
+        unit = self._known.get(kind, UNKNOWN)
+        # Modules that are alike may still differ in what the forward reads of their children.
+        if unit is UNKNOWN or (isinstance(unit, Unit) and unit.changed_read(module) is not None):
             opened = [m for m in module.modules() if m in self._chains]
             with recorded_reads() as reads:
                 unit = _find_unit(module, opened, takes_norms=self._norms != "none")
             if isinstance(unit, Unit):
                 unit = replace(unit, reads=reads.inside(module, unit.watched))
             self._known[kind] = unit
-        unit = self._known[kind]
         if not isinstance(unit, Unit):
             return unit
         for name in unit.watched:
@@ -435,12 +437,20 @@ def _kind(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> objec
     children: list[tuple[str, object]] = []
     for name, child in module._modules.items():
         if child is None:
+            children.append((name, None))
             continue
         # A module with children and parameters is a call in the graph, unless it is opened.
         is_call = child._modules and child not in opened and any(True for _ in child.parameters())
-        children.append((name, type(child) if is_call else _kind(child, opened)))
+        children.append((name, _structure(child) if is_call else _kind(child, opened)))
     own = attributes_of(module)
     return original_class(module), hooks_of(module), own, tuple(parameters), tuple(children)
+
+
+def _structure(module: torch.nn.Module) -> object:
+    """The classes and names of a module and of those in it, and which parameters they have."""
+    parameters = [(name, p is None) for name, p in module._parameters.items()]
+    children = [(n, c and _structure(c)) for n, c in module._modules.items()]
+    return original_class(module), tuple(parameters), tuple(children)
 
 
 def _find_unit(

@@ -12,7 +12,13 @@ import torch
 from fuser import basic_ops
 from fuser.conversion.held_objects import tensors_of
 from fuser.conversion.leaves import are_close
-from fuser.conversion.modules import bare, joint, original_class
+from fuser.conversion.modules import (
+    attributes_of,
+    bare,
+    joint,
+    original_class,
+    written_attributes,
+)
 from fuser.conversion.parts import PLAIN_TENSORS, Chain, Part
 from fuser.conversion.trace import parameters_of
 from fuser.conversion.unit import REQUIRED, ChainPipeline, Ref, Unit, UnitStep
@@ -269,10 +275,13 @@ def _trials(module: torch.nn.Module, part: ExpertsPart) -> list[_Trial] | str:
         probs = torch.randn(chosen.shape, generator=generator)
         inputs = -x.abs() if weights is below else x, chosen, probs
         tried = bare(module, weights).train(len(trials) % 2 == 1).requires_grad_()
+        before = [attributes_of(m) for m in tried.modules()]
         try:
             results = _results(tried, tried, *inputs)
         except Exception as error:
             sentence = str(error).partition("\n")[0] or type(error).__name__
             return f"its forward fails with tokens, experts and their weights: {sentence:.150}"
+        if [attributes_of(m) for m in tried.modules()] != before or written_attributes(tried):
+            return "its forward keeps something"
         trials.append(_Trial(tried, inputs, results if spread < 30 else results[:1]))
     return trials

@@ -10,12 +10,14 @@ import inspect
 import itertools
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from fuser.conversion.allowed import TRUSTED, Untraceable, is_asked_by_forward
 
 NEVER_MATTER = ("_experts_implementation",)
 """What transformers reads to choose among implementations of equal values."""
@@ -31,6 +33,9 @@ LIBRARIES = ("torch", "builtins", "numpy")
 """Whose objects hold what is theirs."""
 
 CALLED = (types.FunctionType, staticmethod, classmethod, property)
+CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
+"""What few forwards read themselves: of others, the call around the forward does."""
+_ABSENT = object()
 
 SPECIAL = ("__call__", "__contains__", "__iter__", "__len__", "__bool__", "__eq__", "__hash__")
 
@@ -81,13 +86,13 @@ class Reads:
             self._of_modules.setdefault(id(module), {})[steps] = value
 
     def inside(self, owner: torch.nn.Module, paths: Collection[str]) -> tuple[Read, ...]:
-        """What the modules at ``paths`` have read, by their paths from ``owner``."""
+        """What ``owner`` and the modules in it have read, those at ``paths`` also of globals."""
         reads: list[Read] = []
-        for path in dict.fromkeys(paths):
-            module = owner.get_submodule(path)
+        for path, module in owner.named_modules():
             noted = self._of_modules.get(id(module), {})
             reads += (Read(path, steps, value) for steps, value in noted.items())
-            reads += _named_in_code(module, path)
+        for path in dict.fromkeys(paths):
+            reads += _named_in_code(owner.get_submodule(path), path)
         return tuple(reads)
 
 
@@ -107,29 +112,54 @@ def recorded_reads() -> Iterator[Reads]:
 def _named_in_code(module: torch.nn.Module, path: str) -> Iterator[Read]:
     """The plain globals and attributes of its class that the forward of a module may read.
 
-    That is what its code, and the methods and functions of Python which it names, name.
+    That is what its code names, and that of the functions and methods of Python that are named.
     """
     cls: Any = getattr(type(module), "_class_before_fuser", type(module))
-    seen: set[types.CodeType] = set()
     functions: list[Any] = [cls.forward]
+    names: dict[str, None] = {}
+    sources: dict[str, Any] = {}
+    seen: set[types.CodeType] = set()
+    values: dict[tuple[str, Steps], Any] = {}
     while functions:
-        function = functions.pop()
-        function = getattr(function, "fget", getattr(function, "__func__", function))
-        if type(function) is not types.FunctionType or function.__code__ in seen:
-            continue
-        source = function.__globals__.get("__name__", "")
-        if source.split(".")[0] in LIBRARIES:
-            continue
-        seen.add(function.__code__)
-        names = _names_in(function.__code__)
+        for function in map(_unbound, functions):
+            if type(function) is not types.FunctionType or function.__code__ in seen:
+                continue
+            seen.add(function.__code__)
+            functions = [*functions, *_inside(function)]
+            source = function.__globals__.get("__name__", "")
+            if source.split(".")[0] not in LIBRARIES and not source.startswith(TRUSTED):
+                sources[source] = sys.modules.get(source)
+                names |= dict.fromkeys(_names_in(function.__code__))
         of_class = [name for name in names if name not in module.__dict__]
-        holders = (cls, of_class, ""), (sys.modules.get(source), names, source)
-        for holder, named, own in holders:
-            for steps, value in _plain_or_called(holder, named):
-                if is_plain(value):
-                    yield Read(path, steps, value, own)
-                else:
-                    functions.append(value)
+        values = dict(_values_named(cls, of_class, ""))
+        for source, holder in sources.items():
+            values |= _values_named(holder, names, source)
+        held_functions = (module.__dict__.get(name) for name in names)
+        bases = (base.__dict__.get(name) for base in cls.__mro__ for name in names)
+        called = [*values.values(), *held_functions, *functions, *bases]
+        functions = [f for f in map(_unbound, called) if _is_new(f, seen)]
+    for (source, steps), value in values.items():
+        if _is_data(value):
+            yield Read(path, steps, copy.deepcopy(value), source)
+
+
+def _unbound(function: Any) -> Any:
+    """The function of a method or a property."""
+    if isinstance(function, property):
+        return function.fget
+    is_bound = isinstance(function, (staticmethod, classmethod, types.MethodType))
+    return function.__func__ if is_bound else function
+
+
+def _inside(function: types.FunctionType) -> list[Any]:
+    """What a decorator has put another function around."""
+    cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
+    return [getattr(function, "__wrapped__", None), *(cell.cell_contents for cell in cells)]
+
+
+def _is_new(function: Any, seen: set[types.CodeType]) -> bool:
+    is_library = str(getattr(function, "__module__", "")).split(".")[0] in LIBRARIES
+    return type(function) is types.FunctionType and not is_library and function.__code__ not in seen
 
 
 def _names_in(code: types.CodeType) -> list[str]:
@@ -138,17 +168,22 @@ def _names_in(code: types.CodeType) -> list[str]:
     return list(dict.fromkeys([*names, *itertools.chain.from_iterable(inner)]))
 
 
-def _plain_or_called(holder: Any, names: Sequence[str], *above: str) -> Iterator[tuple[Steps, Any]]:
-    """What an object has by these names, or an object has that it has by one of them."""
+def _values_named(
+    holder: Any, names: Iterable[str], source: str, *above: str
+) -> Iterator[tuple[tuple[str, Steps], Any]]:
+    """What an object has by these names, and what that has by them, as long as it is no library's.
+
+    With each, the Python module and the steps to it.
+    """
     for name in names:
-        value = inspect.getattr_static(holder, name, None)
-        library = str(getattr(value, "__module__", None) or getattr(value, "__name__", ""))
-        if value is None or library.split(".")[0] in LIBRARIES:
+        value = inspect.getattr_static(holder, name, _ABSENT)
+        module = str(getattr(value, "__module__", None) or getattr(value, "__name__", ""))
+        if value is _ABSENT or module.split(".")[0] in LIBRARIES or name in CHECKPOINTING:
             continue
-        if is_plain(value) or isinstance(value, CALLED):
-            yield tuple((False, step) for step in (*above, name)), value
-        elif not above and not isinstance(value, torch.Tensor):
-            yield from _plain_or_called(value, names, name)
+        if _is_data(value) or isinstance(value, CALLED):
+            yield (source, tuple((False, step) for step in (*above, name))), value
+        elif len(above) < 2 and not isinstance(value, (torch.Tensor, types.BuiltinFunctionType)):
+            yield from _values_named(value, names, source, *above, name)
 
 
 def tensors_of(module: torch.nn.Module) -> list[str]:
@@ -170,6 +205,32 @@ def held(module: torch.nn.Module, name: str, value: Any) -> Any:
     if reads is None or is_plain(value):
         return value  # the owner's attributes are compared in any case
     return _noting(value, ((False, name),), functools.partial(reads.note, module))
+
+
+def noting_children(tried: torch.nn.Module, owner: torch.nn.Module, paths: Iterable[str]) -> None:
+    """Let a bare copy of a module note what its forward reads of its children at ``paths``."""
+    reads = _reads.get()
+    for path in paths if reads is not None else ():
+        child = tried.get_submodule(path)
+        child.__dict__["_fuser_note"] = functools.partial(reads.note, owner.get_submodule(path))
+        child.__class__ = _noting_class(type(child))
+
+
+@functools.cache
+def _noting_class(cls: Any) -> Any:
+    """A subclass of a module's class whose objects note which plain attributes are read."""
+
+    def get(self: Any, name: str) -> Any:
+        value = cls.__getattribute__(self, name)
+        is_noted = (value is None or is_plain(value)) and not name.startswith("__")
+        if is_noted and is_asked_by_forward():
+            if name == "training":
+                raise Untraceable("its forward reads the mode of another module")
+            cls.__getattribute__(self, "__dict__")["_fuser_note"](((False, name),), value)
+        return value
+
+    members = {"__getattribute__": get, "_class_before_fuser": cls, "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), members)
 
 
 def _noting(value: Any, steps: Steps, note: Callable[[Steps, object], None]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,14 @@ from torch.nn import functional as F
 
 from fuser import basic_ops
 from fuser.conversion.held_objects import tensors_of
-from fuser.conversion.modules import bare, enters_contexts, forward_of, original_class
+from fuser.conversion.modules import (
+    attributes_of,
+    bare,
+    enters_contexts,
+    forward_of,
+    original_class,
+    written_attributes,
+)
 from fuser.conversion.parts import (
     ACTIVATIONS,
     ActivationPart,
@@ -133,12 +141,48 @@ def _is_transposed(module: torch.nn.Module) -> bool | None:
         if module._parameters.get("bias") is not None:
             bias = torch.randn(columns if is_transposed else rows, generator=generator)
             values["bias"] = bias
-        x = torch.randn(3, rows if is_transposed else columns, generator=generator)
-        y = _called(module, values, x)
-        expected = F.linear(x, weight.t() if is_transposed else weight, values.get("bias"))
-        if are_close(y, expected):
-            return is_transposed
+        x = torch.randn(3, 2, rows if is_transposed else columns, generator=generator)
+        x[1] *= 1e4  # which a clamp would change
+
+        def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, t=is_transposed) -> Any:
+            return F.linear(x, weight.t() if t else weight, bias)
+
+        if are_close(_called(module, values, x), linear(x, *values.values())):
+            return is_transposed if _is_trained_as(module, values, x, linear) else None
     return None
+
+
+def _is_trained_as(
+    module: torch.nn.Module,
+    values: dict[str, torch.Tensor],
+    x: torch.Tensor,
+    function: Callable[..., torch.Tensor],
+) -> bool:
+    """Whether a module has the gradients of ``function``, and gives 16 bits for 16 bits.
+
+    ``function`` gets the input and the parameters.
+    """
+    tried = bare(module, values).requires_grad_()
+    leaves = [t.clone().requires_grad_() for t in (x, *values.values())]
+    weights = torch.randn(x.shape[0], generator=torch.Generator().manual_seed(1))
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            y = tried(leaves[0])
+            expected = function(*leaves)
+            parts = weights.reshape(-1, *[1] * (y.dim() - 1)) / y.detach().abs().amax().clamp(1e-30)
+            of = [leaves[0], *(tried.get_parameter(name) for name in values)]
+            grads = torch.autograd.grad((y * parts).sum(), of, allow_unused=True)
+            others = torch.autograd.grad((expected * parts).sum(), leaves)
+    except Exception:
+        return False
+    small = {name: value.bfloat16() for name, value in values.items()}
+    in_16_bits = _called(module, small, x.bfloat16())
+    is_rounded = in_16_bits is not None and in_16_bits.dtype is torch.bfloat16
+    return is_rounded and all(
+        grad is not None
+        and bool(torch.isclose(grad, other, rtol=1e-3, atol=1e-4 * float(other.abs().max())).all())
+        for grad, other in zip(grads, others, strict=True)
+    )
 
 
 def norm_part(module: torch.nn.Module, name: str) -> NormPart | None:
@@ -163,15 +207,17 @@ def norm_part(module: torch.nn.Module, name: str) -> NormPart | None:
     if module.__dict__.get("eps", 0.0) is None and _has_eps_of_fp32(module, values, x):
         floats.add(EPS_OF_FP32)
     for eps in sorted(floats):
-        if has_bias:
-            expected = F.layer_norm(x, (size,), values["weight"], values["bias"], eps)
-            if _rows_are_close(y, expected):
-                return NormPart(name, "LayerNorm", size, eps)
-            continue
-        normalized = F.rms_norm(x, (size,), eps=eps)
-        for is_zero_centered in (False, True):
-            if _rows_are_close(y, normalized * (values["weight"] + is_zero_centered)):
-                return NormPart(name, "RMSNorm", size, eps, is_zero_centered)
+        for is_zero_centered in (False,) if has_bias else (False, True):
+
+            def norm(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+                if has_bias:
+                    return F.layer_norm(x, (size,), weight, *bias, eps)  # noqa: B023
+                return F.rms_norm(x, (size,), eps=eps) * (weight + is_zero_centered)  # noqa: B023
+
+            if _rows_are_close(y, norm(x, *values.values())):
+                op = "LayerNorm" if has_bias else "RMSNorm"
+                part = NormPart(name, op, size, eps, is_zero_centered)
+                return part if _is_trained_as(module, values, x, norm) else None
     return None
 
 
@@ -207,7 +253,11 @@ def _called(
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for is_training in (False, True):
-                results.append(bare(module, values).train(is_training)(x.clone()))
+                tried = bare(module, values).train(is_training)
+                before = attributes_of(tried)
+                results.append(tried(x.clone()))
+                if attributes_of(tried) != before or written_attributes(tried):
+                    return None  # it keeps something
     except Exception:
         return None
     y, in_training = results

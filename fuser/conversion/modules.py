@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dis
 import functools
+import inspect
 import itertools
 import operator
 import types
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from fuser import torch_private
-from fuser.conversion.held_objects import held, is_plain
+from fuser.conversion.held_objects import CHECKPOINTING, held, is_plain
 
 OWN_FORWARD = "a forward of its own"
 
@@ -61,7 +62,6 @@ INTERNALS = frozenset(
         # What torch, transformers and accelerate set on modules, and no forward computes with.
         *("_compiled_call_impl", "_is_torch_compile"),
         *("_is_hf_initialized", "_is_accelerate_prepared"),
-        *("gradient_checkpointing", "_gradient_checkpointing_func"),
         # How torchtitan fills and shards parameters: its layers differ in the objects.
         *("_param_init", "_sharding_config", "_pos_arg_list", "_parallelized"),
         # A forward that was set on the object: hooks_of looks for it.
@@ -80,7 +80,8 @@ def attributes_of(module: torch.nn.Module) -> tuple[object, ...]:
     """What a module computes with besides its parameters and children: numbers, and objects."""
     own = [(n, v if is_plain(v) else id(v)) for n, v in own_attributes(module)]
     buffers = [(name, id(buffer)) for name, buffer in module._buffers.items()]
-    return forward_of(module), *own, *buffers
+    absent = [name for name, parameter in module._parameters.items() if parameter is None]
+    return forward_of(module), *own, *buffers, *absent
 
 
 def plain_attributes(module: torch.nn.Module) -> tuple[tuple[str, object], ...]:
@@ -92,11 +93,18 @@ def plain_attributes(module: torch.nn.Module) -> tuple[tuple[str, object], ...]:
 
 def own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
     """The attributes with which a module may compute, besides parameters, buffers and children."""
+    unread = _unread(module)
     return (
         (name, value)
         for name, value in module.__dict__.items()
-        if name not in INTERNALS and not name.startswith(BOOKKEEPING)
+        if name not in INTERNALS and name not in unread and not name.startswith(BOOKKEEPING)
     )
+
+
+def _unread(module: torch.nn.Module) -> set[str]:
+    """Those of :data:`CHECKPOINTING` that the forward of a module's class does not name."""
+    code = getattr(inspect.unwrap(forward_of(module)), "__code__", None)
+    return set(CHECKPOINTING).difference(code.co_names if code is not None else ())
 
 
 CONTENTS = "_fuser_contents"
@@ -114,10 +122,11 @@ def bare(
     cls: Any = original_class(module)
     tried: torch.nn.Module = object.__new__(cls)
     torch.nn.Module.__init__(tried)
+    left_out = _unread(module).union(tried.__dict__)
     own = {
         name: held(module, name, _copied(value))
         for name, value in module.__dict__.items()
-        if name not in tried.__dict__ and not name.startswith(BOOKKEEPING)
+        if name not in left_out and not name.startswith(BOOKKEEPING)
     }
     tried.__dict__.update(own, training=False)
     tried._buffers.update({name: _copied(b) for name, b in module._buffers.items()})

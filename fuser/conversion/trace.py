@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
+from fuser.conversion.allowed import OnlyTensors, Untraceable, is_asked_by_forward
+from fuser.conversion.held_objects import noting_children
 from fuser.conversion.modules import (
     attributes_of,
     bare,
-    enters_contexts,
     forward_of,
+    joint,
     written_attributes,
 )
-from fuser.torch_private import frames, module_of, saved_tensor_hooks
+from fuser.torch_private import saved_tensor_hooks
 
 AUTOCASTS = ("cpu", "cuda")
-
-TRACING = ("torch.fx", "torch.overrides", "torch._dynamo", __name__)
-"""Modules whose contexts change no step."""
 
 OTHER_KEYWORDS = "other_keywords"
 """The input of a graph that stands for everything that a ``**kwargs`` takes."""
@@ -33,10 +33,6 @@ OTHER_KEYWORDS = "other_keywords"
 
 MODE = "the mode of the module"
 """The ``training`` of a dropout in a graph, where it is the module's."""
-
-
-class Untraceable(Exception):
-    """A forward has no graph that holds for all its calls; the message says why."""
 
 
 class _Proxy(fx.Proxy):
@@ -47,26 +43,52 @@ class _Proxy(fx.Proxy):
 
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = _write
 
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        if is_asked_by_forward():
+            raise Untraceable("its forward asks for the class of a value")
+        return _Proxy
+
 
 class _Tracer(fx.Tracer):
     """Traces a call with ``inputs``; submodules are calls, but for those at paths ``opened``."""
 
     proxy_buffer_attributes = True  # a buffer that the forward writes is no constant of the graph
 
-    def __init__(self, opened: Collection[str], inputs: Collection[str]) -> None:
+    def __init__(
+        self, tried: torch.nn.Module, opened: Collection[str], inputs: Collection[str]
+    ) -> None:
         super().__init__()
         self._opened, self._inputs = opened, inputs
         self._modes = _modes()
+        self._containers = {
+            id(value): joint(path, name)
+            for path, module in tried.named_modules()
+            for name, value in module.__dict__.items()
+            if type(value) in (list, dict, set) and name not in torch.nn.Module().__dict__
+        }
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         # A graph does not have contexts: what they do to a step would be lost.
         if _modes() != self._modes:
             raise Untraceable("its forward changes autocast, or what is recorded for gradients")
-        if (function := _function_with_contexts()) is not None:
-            raise Untraceable(
-                f"a step of its forward runs in {function}, which has a with statement"
-            )
         return super().create_node(*args, **kwargs)
+
+    def create_arg(self, a: Any) -> Any:
+        if id(a) in self._containers:
+            raise Untraceable(f"its forward passes on {self._containers[id(a)]}, which it holds")
+        return super().create_arg(a)
+
+    def call_module(
+        self,
+        m: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if type(m).__call__ is not torch.nn.Module.__call__:
+            raise Untraceable(f"{self.path_of_module(m)} has a __call__ of its own")
+        return super().call_module(m, forward, args, kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -80,25 +102,18 @@ class _Tracer(fx.Tracer):
         inputs: dict[str, Any] = {
             name: self.create_proxy("placeholder", name, (), {}) for name in self._inputs
         }
-        return lambda root: type(root).forward(root, **inputs), [self.root]
+
+        def call(root: Any) -> Any:
+            with OnlyTensors():
+                return type(root).forward(root, **inputs)
+
+        return call, [self.root]
 
 
 def _modes() -> tuple[object, ...]:
     """What contexts change: gradients, hooks of saved tensors, autocast for a CPU and a GPU."""
     autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in AUTOCASTS]
     return torch.is_grad_enabled(), saved_tensor_hooks(True), *autocast
-
-
-def _function_with_contexts() -> str | None:
-    """The function around the present step of a traced forward that has a ``with``; or None."""
-    inside = itertools.takewhile(
-        lambda frame: frame.f_code is not fx.Tracer.trace.__code__, frames()
-    )
-    for frame in inside:
-        is_tracing = module_of(frame).startswith(TRACING)
-        if not is_tracing and enters_contexts(frame.f_code):
-            return frame.f_code.co_name
-    return None
 
 
 @contextlib.contextmanager
@@ -113,6 +128,23 @@ def _all_modes() -> Iterator[None]:
     finally:
         for device, is_enabled in before:
             torch.set_autocast_enabled(device, is_enabled)
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Refuse, and take back, draws of random numbers, which would be the same at each call."""
+    python, numpys, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    yield
+    if (
+        random.getstate() != python
+        or not numpy.array_equal(numpy.random.get_state()[1], numpys[1])  # type: ignore[index]
+        or numpy.random.get_state()[2] != numpys[2]  # type: ignore[index]
+        or not torch.equal(torch.get_rng_state(), torchs)
+    ):
+        random.setstate(python)
+        numpy.random.set_state(numpys)
+        torch.set_rng_state(torchs)
+        raise Untraceable("its forward draws random numbers")
 
 
 def parameters_of(module: torch.nn.Module) -> list[inspect.Parameter]:
@@ -146,10 +178,12 @@ def traced(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> fx.G
         for is_training in (True, False):
             modes.append(is_training)
             tried = bare(module).train(is_training)
+            children = [path for path, _ in tried.named_modules() if path and path not in paths]
+            noting_children(tried, module, children)
             before = [attributes_of(m) for m in tried.modules()]
             try:
-                with _all_modes():
-                    graphs.append(_Tracer(paths, inputs).trace(tried))
+                with _all_modes(), _same_random_numbers():
+                    graphs.append(_Tracer(tried, paths, inputs).trace(tried))
             except Untraceable:
                 raise
             except Exception as error:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from fuser import fused_ops
 from fuser.basic_ops import GroupedLinear
 from fuser.basic_ops.shared_memory import Versions
+from fuser.conversion.allowed import Untraceable
 from fuser.conversion.chains import Chains, FoundChain
 from fuser.conversion.held_objects import Read
 from fuser.conversion.known_modules import KnownModules
@@ -32,7 +33,7 @@ from fuser.conversion.modules import (
 )
 from fuser.conversion.parts import Chain, LinearPart, ModulePart, Part, is_gathered
 from fuser.conversion.shared_input import SharedProduct
-from fuser.conversion.trace import MODE, OTHER_KEYWORDS, Untraceable, parameters_of, traced
+from fuser.conversion.trace import MODE, OTHER_KEYWORDS, parameters_of, traced
 from fuser.doors import PASSES
 from fuser.errors import StateError
 from fuser.op import COMPUTE_DTYPES, BasicOperation, CallResult, autocast_dtype
@@ -56,6 +57,10 @@ NO_CHAIN = "its forward is not a chain of linears, norms and activations that fu
 # What a step between chains may call: it has no effect but its result.
 FUNCTIONS = (operator.getitem, operator.add, torch.add, operator.mul)
 METHODS = ("add", "size", "reshape", "view", "flatten", "unflatten")
+
+
+DROPOUTS = (torch.nn.modules.dropout._DropoutNd, torch.nn.RReLU, torch.nn.MultiheadAttention)
+LINEARS_FORWARD = torch.nn.Linear.forward
 
 
 @dataclass(frozen=True)
@@ -237,6 +242,8 @@ class Runner:
         """As of the unit; also if the owner, or a child that is not called, computes otherwise."""
         if torch.compiler.is_compiling():
             return self._refusal(owner)
+        if torch.nn.Linear.forward is not LINEARS_FORWARD:
+            return "the forward of torch.nn.Linear was replaced"
         if is_functorch_active() or forward_ad_level() >= 0:
             return "torch.func or forward-mode AD transforms its call, which no pipeline can be in"
         if not has_global_hooks() and self._known.are_as_noted(owner):
@@ -615,9 +622,12 @@ def unit_of(
         if node in ends:
             in_graph = ends[node]
             start = min(order[part] for part in in_graph.nodes)
+            is_random = any(isinstance(part, ModulePart) for part in in_graph.parts)
             for earlier in nodes[start : order[node]]:
                 if earlier not in taken and _may_write(earlier, module, in_graph.inputs):
                     return f"{earlier.target} is called within a chain, whose input it may write"
+                if earlier not in taken and is_random and _may_draw(earlier, module):
+                    return f"{_named(earlier)} is called within a chain, and both draw numbers"
             chain = Chain(in_graph.parts, chains.replaced(in_graph))
             step = UnitStep(chain, tuple(places[n] for n in in_graph.inputs))
         elif node in taken or (not node.users and node.target is operator.getitem):
@@ -643,6 +653,8 @@ def _target(node: fx.Node, owner: torch.nn.Module) -> Any:
         return None if is_inplace else str(node.target)
     if node.op == "call_method":
         return Method(str(node.target)) if node.target in METHODS else None
+    if "out" in node.kwargs:
+        return None
     is_dropout = node.target is F.dropout and node.kwargs.get("training") == MODE
     is_dropout &= not node.kwargs.get("inplace")
     is_shape = node.target is getattr and node.args[1:] == ("shape",)
@@ -694,6 +706,21 @@ def _may_write(node: fx.Node, owner: torch.nn.Module, tensors: Sequence[fx.Node]
     if all(type(module).__module__.startswith("torch.nn.") for module in modules):
         return False
     return not {_viewed(n) for n in node.all_input_nodes}.isdisjoint(map(_viewed, tensors))
+
+
+def _may_draw(node: fx.Node, owner: torch.nn.Module) -> bool:
+    """Whether a step is a dropout, or calls a module that may hold one or is of a user's class."""
+    if node.op != "call_module":
+        return node.target is F.dropout
+    modules = list(child_of(owner, str(node.target)).modules())
+    return any(
+        isinstance(module, DROPOUTS) or not type(module).__module__.startswith("torch.nn.")
+        for module in modules
+    )
+
+
+def _named(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def _viewed(node: fx.Node) -> fx.Node:

@@ -1,0 +1,194 @@
+"""What a forward may do while torch.fx traces it: what a graph holds, and nothing else.
+
+A graph has the operations of one call on its inputs. All else that code does is lost in later
+calls, as a counter or a context is, or stays as it was, as a random number. So it is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import itertools
+import sys
+import types
+from typing import Any
+
+import torch
+
+from fuser.torch_private import frames, module_of
+
+
+class Untraceable(Exception):
+    """A forward has no graph that holds for all its calls; the message says why."""
+
+
+LIBRARIES = ("torch", "fuser")
+"""Whose functions are known as a whole, and not by what their code does."""
+
+TRUSTED = ("transformers.utils", "transformers.modeling_layers")
+"""Modules whose decorators of forwards stay around that of a converted class."""
+
+OF_TORCH = (
+    *("torch.fx", "torch.overrides", "torch._jit_internal", "torch._dynamo"),
+    *("torch.nn.modules.container", "fuser.conversion"),
+)
+"""Modules of which code outside may call all functions."""
+
+OF_MODULES = (
+    *("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "forward"),
+    *("__torch_function__", "children", "named_children", "modules", "named_modules", "parameters"),
+    *("named_parameters", "buffers", "named_buffers"),
+)
+"""Functions of torch's modules that change nothing."""
+
+BUILTINS = frozenset(
+    (
+        *("len", "getattr", "isinstance", "issubclass", "callable", "min", "max", "abs", "sum"),
+        *("round", "divmod", "pow", "iter", "next", "any", "all", "sorted", "format", "repr"),
+    )
+)
+OF_CONTAINERS = ("get", "items", "keys", "values", "index", "count", "copy")
+VALUES = (str, int, float, bool, bytes, tuple, complex, torch.Size)
+
+DOES = {
+    "WITH_EXCEPT_START": "has a with statement",
+    "SETUP_WITH": "has a with statement",
+    "PUSH_EXC_INFO": "catches errors",
+    "SETUP_FINALLY": "catches errors",
+    "STORE_ATTR": "sets attributes",
+    "DELETE_ATTR": "sets attributes",
+    "STORE_GLOBAL": "sets globals",
+    "DELETE_GLOBAL": "sets globals",
+    "STORE_SUBSCR": "writes into a tensor or a container",
+    "STORE_SLICE": "writes into a tensor or a container",
+    "DELETE_SUBSCR": "writes into a tensor or a container",
+    "IMPORT_NAME": "imports a module",
+    "IMPORT_FROM": "imports a module",
+}
+"""By operations of Python, what code does that no graph holds."""
+
+
+class OnlyTensors:
+    """A context in which code outside of :data:`LIBRARIES` may only compute with tensors.
+
+    What else it calls is refused before it runs: a profile function sees each call first.
+    """
+
+    def __enter__(self) -> None:
+        self._outer = sys.getprofile()
+        sys.setprofile(self._see)
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(self._outer)
+
+    def _see(self, frame: types.FrameType, event: str, called: Any) -> None:
+        if event == "c_call":
+            if not is_of_library(frame) and not _may_be_called(called):
+                raise Untraceable(f"its forward calls {_name_of(called)}")
+        elif event == "call" and not is_of_library(frame):
+            if (does := _does(frame.f_code)) is not None:
+                name = frame.f_code.co_name
+                raise Untraceable(f"its forward {does}" + f", in {name}" * (name != "forward"))
+        elif event == "call" and frame.f_back is not None and not is_of_library(frame.f_back):
+            code = frame.f_code
+            if module_of(frame).startswith(OF_TORCH) or code.co_name in OF_MODULES:
+                return
+            if code not in _overridable()[1]:
+                raise Untraceable(f"its forward calls {code.co_name} of {module_of(frame)}")
+
+
+def is_of_library(frame: types.FrameType) -> bool:
+    """Whether the code of a frame is torch's or fuser's, or Python's own that they call."""
+    caller: types.FrameType | None = frame
+    while caller is not None:
+        module = module_of(caller)
+        root = module.split(".")[0]
+        is_pythons = root in sys.stdlib_module_names or root.startswith("namedtuple_")
+        if not is_pythons or root == "__main__":
+            return root in LIBRARIES or module.startswith(TRUSTED)
+        caller = caller.f_back
+    return True
+
+
+def is_asked_by_forward() -> bool:
+    """Whether code outside of :data:`LIBRARIES` runs the function that asks."""
+    return not is_of_library(next(itertools.islice(frames(), 2, None)))
+
+
+@functools.cache
+def _overridable() -> tuple[frozenset[object], frozenset[types.CodeType]]:
+    """Functions of torch that a graph records, and the code of those that are Python."""
+    functions = torch.overrides.get_testing_overrides()
+    codes = (getattr(function, "__code__", None) for function in functions)
+    return frozenset(functions), frozenset(code for code in codes if code is not None)
+
+
+def _may_be_called(called: Any) -> bool:
+    """Whether a function that is not Python's has no effect, and depends on its arguments alone."""
+    owner = getattr(called, "__self__", None)
+    if owner is builtins:
+        return called.__name__ in BUILTINS
+    if isinstance(owner, (dict, list)):
+        return called.__name__ in OF_CONTAINERS
+    if isinstance(owner, torch.Tensor):
+        return getattr(torch.Tensor, called.__name__, None) in _overridable()[0]
+    is_value = isinstance(owner, VALUES) or getattr(called, "__module__", "") == "math"
+    return is_value or called in _overridable()[0]
+
+
+def _name_of(called: Any) -> str:
+    owner = getattr(called, "__self__", None)
+    module = getattr(called, "__module__", None) or type(owner).__name__
+    return f"{called.__name__} of {module}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _does(code: types.CodeType) -> str | None:
+    """What the code of a function does that no graph holds; None if nothing."""
+    steps = list(dis.get_instructions(code))
+    operations = {step.opname for step in steps}
+    for operation, does in DOES.items():
+        if operation in operations:
+            return does
+    for step in steps:
+        if step.opname == "STORE_DEREF" and step.argval in code.co_freevars:
+            return "sets a variable of another function"
+        if step.opname == "LOAD_GLOBAL" and step.argval in ("type", "hasattr"):
+            return f"calls {step.argval} of a value"
+    return _reads_keywords(code, steps) or _compares_a_local(steps)
+
+
+def _reads_keywords(code: types.CodeType, steps: list[dis.Instruction]) -> str | None:
+    """Whether code does more with its ``**kwargs`` than to pass them on, all of them."""
+    if not code.co_flags & CO_VARKEYWORDS:
+        return None
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)
+    name = code.co_varnames[count]
+    following = [*steps[1:], None]
+    is_read = name in code.co_cellvars or any(
+        _loads(step, name) and (after is None or after.opname != "DICT_MERGE")
+        for step, after in zip(steps, following, strict=True)
+    )
+    return f"reads its **{name}" if is_read else None
+
+
+CO_VARARGS, CO_VARKEYWORDS = 4, 8
+
+
+def _loads(step: dis.Instruction, name: str) -> bool:
+    names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    return step.opname.startswith("LOAD_FAST") and name in names
+
+
+def _compares_a_local(steps: list[dis.Instruction]) -> str | None:
+    """Whether code asks what object a local variable is: in a trace it stands for a tensor."""
+    for at, step in enumerate(steps):
+        operands: list[dis.Instruction] = []
+        if step.opname.endswith("_NONE"):
+            operands = steps[at - 1 : at]
+        elif step.opname == "IS_OP":
+            operands = steps[at - 2 : at]
+        if any(operand.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) for operand in operands):
+            return "asks whether a variable is None, or another object"
+    return None
