@@ -11,7 +11,10 @@ import dis
 import functools
 import itertools
 import sys
+import threading
 import types
+import weakref
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -51,6 +54,15 @@ BUILTINS = frozenset(
 OF_CONTAINERS = ("get", "items", "keys", "values", "index", "count", "copy")
 VALUES = (str, int, float, bool, bytes, tuple, complex, torch.Size)
 
+UNSEEN = (threading.local, ContextVar, weakref.ReferenceType)
+Tensor = torch.Tensor
+OF_NUMBERS = frozenset(
+    (
+        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__),
+        *(Tensor.__bool__, Tensor.__index__, Tensor.__complex__),
+    )
+)
+
 DOES = {
     "WITH_EXCEPT_START": "has a with statement",
     "SETUP_WITH": "has a with statement",
@@ -76,18 +88,22 @@ class OnlyTensors:
     """
 
     def __enter__(self) -> None:
+        self._values = _NoValues()
+        self._values.__enter__()
         self._outer = sys.getprofile()
         sys.setprofile(self._see)
 
     def __exit__(self, *error: object) -> None:
         sys.setprofile(self._outer)
+        self._values.__exit__(None, None, None)
 
     def _see(self, frame: types.FrameType, event: str, called: Any) -> None:
         if event == "c_call":
             if not is_of_library(frame) and not _may_be_called(called):
                 raise Untraceable(f"its forward calls {_name_of(called)}")
         elif event == "call" and not is_of_library(frame):
-            if (does := _does(frame.f_code)) is not None:
+            does = _does(frame.f_code) or _reads_of_others(frame)
+            if does is not None:
                 name = frame.f_code.co_name
                 raise Untraceable(f"its forward {does}" + f", in {name}" * (name != "forward"))
         elif event == "call" and frame.f_back is not None and not is_of_library(frame.f_back):
@@ -96,6 +112,29 @@ class OnlyTensors:
                 return
             if code not in _overridable()[1]:
                 raise Untraceable(f"its forward calls {code.co_name} of {module_of(frame)}")
+
+
+class _NoValues(torch.overrides.TorchFunctionMode):
+    """A mode in which a tensor that is no value of a graph does not become a number."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in OF_NUMBERS:
+            raise Untraceable("its forward reads the values of a tensor")
+        return func(*args, **(kwargs or {}))
+
+
+def _reads_of_others(frame: types.FrameType) -> str | None:
+    """Whether a function reads an object of which a conversion cannot note what it reads."""
+    code = frame.f_code
+    for name in code.co_names:
+        value = frame.f_globals.get(name)
+        is_other_dict = isinstance(value, dict) and type(value) is not dict
+        if is_other_dict or isinstance(value, UNSEEN):
+            return f"reads {name}, of which changes are not seen"
+    for name in code.co_freevars:
+        if isinstance(frame.f_locals.get(name), (list, dict, set)):
+            return f"reads {name} of another function, of which changes are not seen"
+    return None
 
 
 def is_of_library(frame: types.FrameType) -> bool:

@@ -10,11 +10,13 @@ import inspect
 import itertools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 
 from fuser.conversion.allowed import TRUSTED, Untraceable, is_asked_by_forward
@@ -28,6 +30,8 @@ OTHERS = (
     *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
 )
 """Objects of which nothing is noted: if a module holds another one, that counts."""
+
+UNREADABLE = (torch.Generator, numpy.ndarray, numpy.random.Generator, weakref.ReferenceType)
 
 LIBRARIES = ("torch", "builtins", "numpy")
 """Whose objects hold what is theirs."""
@@ -134,12 +138,15 @@ def _named_in_code(module: torch.nn.Module, path: str) -> Iterator[Read]:
         values = dict(_values_named(cls, of_class, ""))
         for source, holder in sources.items():
             values |= _values_named(holder, names, source)
+        for name, value in module.__dict__.items():
+            if isinstance(value, type) and name in names:
+                values |= _values_named(value, names, "", name)
         held_functions = (module.__dict__.get(name) for name in names)
         bases = (base.__dict__.get(name) for base in cls.__mro__ for name in names)
         called = [*values.values(), *held_functions, *functions, *bases]
         functions = [f for f in map(_unbound, called) if _is_new(f, seen)]
     for (source, steps), value in values.items():
-        if _is_data(value):
+        if _is_data(value) or isinstance(value, enum.Enum):
             yield Read(path, steps, copy.deepcopy(value), source)
 
 
@@ -164,7 +171,8 @@ def _is_new(function: Any, seen: set[types.CodeType]) -> bool:
 
 def _names_in(code: types.CodeType) -> list[str]:
     inner = (_names_in(const) for const in code.co_consts if type(const) is types.CodeType)
-    names = (name for name in code.co_names if not name.startswith("__"))
+    texts = (const for const in code.co_consts if isinstance(const, str) and const.isidentifier())
+    names = (name for name in (*code.co_names, *texts) if not name.startswith("__"))
     return list(dict.fromkeys([*names, *itertools.chain.from_iterable(inner)]))
 
 
@@ -180,9 +188,9 @@ def _values_named(
         module = str(getattr(value, "__module__", None) or getattr(value, "__name__", ""))
         if value is _ABSENT or module.split(".")[0] in LIBRARIES or name in CHECKPOINTING:
             continue
-        if _is_data(value) or isinstance(value, CALLED):
+        if _is_data(value) or isinstance(value, (enum.Enum, *CALLED)):
             yield (source, tuple((False, step) for step in (*above, name))), value
-        elif len(above) < 2 and not isinstance(value, (torch.Tensor, types.BuiltinFunctionType)):
+        elif len(above) < 3 and not isinstance(value, (torch.Tensor, types.BuiltinFunctionType)):
             yield from _values_named(value, names, source, *above, name)
 
 
@@ -202,6 +210,8 @@ def is_plain(value: object) -> bool:
 def held(module: torch.nn.Module, name: str, value: Any) -> Any:
     """An attribute of a module as a bare copy has it: one that notes what is read of it."""
     reads = _reads.get()
+    if isinstance(value, torch.nn.Module) and reads is not None:
+        return _Unreadable(name)  # it is no child
     if reads is None or is_plain(value):
         return value  # the owner's attributes are compared in any case
     return _noting(value, ((False, name),), functools.partial(reads.note, module))
@@ -235,7 +245,8 @@ def _noting_class(cls: Any) -> Any:
 
 def _noting(value: Any, steps: Steps, note: Callable[[Steps, object], None]) -> Any:
     """A value that was read, or a stand-in for it, of which what is read is noted."""
-    if isinstance(value, torch.Tensor) and len(steps) > 1:
+    is_tensor = isinstance(value, torch.Tensor) and len(steps) > 1
+    if is_tensor or isinstance(value, UNREADABLE):
         return _Unreadable(steps[0][1])
     if _is_data(value):
         note(steps, copy.deepcopy(value))
@@ -250,16 +261,17 @@ def _noting(value: Any, steps: Steps, note: Callable[[Steps, object], None]) -> 
 
 
 class _Unreadable:
-    """In place of a tensor in an object that a module holds: a forward that reads it has no graph.
+    """In place of what a module holds and forwards may not read: they would have no graph.
 
-    Its values may change, and no call would see that.
+    It is a tensor in an object, an array, a generator of random numbers, a reference or a module
+    that is no child. Its values may change, and no call would see that.
     """
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
 
     def _refuse(self, *args: object, **keywords: object) -> Any:
-        raise RuntimeError(f"it reads a tensor from {self._owner}, whose values may change")
+        raise RuntimeError(f"it reads values from {self._owner}, which may change")
 
     __getattr__ = __getitem__ = __torch_function__ = _refuse
 
@@ -278,6 +290,8 @@ def _stand_in(real: Any, steps: Steps, note: Callable[[Steps, object], None]) ->
     cls: Any = type(real)
 
     def get(self: Any, name: str) -> Any:
+        if name == "get" and isinstance(real, dict):
+            return types.MethodType(members[name], self)
         further = (*steps, (False, name))
         try:
             value = getattr(real, name)
@@ -296,6 +310,11 @@ def _stand_in(real: Any, steps: Steps, note: Callable[[Steps, object], None]) ->
     def refuse(self: Any, *args: object) -> None:
         raise RuntimeError(f"it writes into a {cls.__name__}")
 
+    def found(self: Any, key: Any) -> bool:
+        if key not in real:
+            note((*steps, (True, key)), AttributeError)
+        return key in real
+
     members: dict[str, Any] = {"__getattribute__": get, "__setattr__": refuse}
     if hasattr(cls, "__getitem__"):
         members |= {"__getitem__": item, "__setitem__": refuse}
@@ -305,4 +324,9 @@ def _stand_in(real: Any, steps: Steps, note: Callable[[Steps, object], None]) ->
             members[name] = function
         elif function is not None:
             members[name] = lambda self, *args, f=function: f(real, *args)
+    if isinstance(real, dict):
+        members["__contains__"] = found
+        members["get"] = lambda self, key, other=None: (
+            item(self, key) if found(self, key) else other
+        )
     return type(cls.__name__, (), members)()

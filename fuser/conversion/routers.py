@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fuser.conversion.modules import OWN_FORWARD, bare, hooks_of, joint, original_class, prefixes
-from fuser.conversion.trace import parameters_of
+from fuser.conversion.trace import parameters_of, same_random_numbers
 
 CHOICES = frozenset(
     [
@@ -150,7 +150,7 @@ def _by_use(module: torch.nn.Module, paths: Sequence[str]) -> Iterator[str]:
     for answer in (False, True):
         tracer, is_whole = _Follower(paths, answer), False
         # A forward that needs a value is followed as far as it goes.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), same_random_numbers():
             tracer.trace(bare(module))
             is_whole = not tracer.guesses
         graph: fx.Graph | None = getattr(tracer, "graph", None)

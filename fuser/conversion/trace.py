@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import pickle
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -131,19 +132,21 @@ def _all_modes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
+def same_random_numbers() -> Iterator[None]:
     """Refuse, and take back, draws of random numbers, which would be the same at each call."""
     python, numpys, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    yield
-    if (
-        random.getstate() != python
-        or not numpy.array_equal(numpy.random.get_state()[1], numpys[1])  # type: ignore[index]
-        or numpy.random.get_state()[2] != numpys[2]  # type: ignore[index]
-        or not torch.equal(torch.get_rng_state(), torchs)
-    ):
+    try:
+        yield
+    finally:
+        drawn = (
+            random.getstate() != python,
+            pickle.dumps(numpy.random.get_state()) != pickle.dumps(numpys),
+            not torch.equal(torch.get_rng_state(), torchs),
+        )
         random.setstate(python)
         numpy.random.set_state(numpys)
         torch.set_rng_state(torchs)
+    if any(drawn):
         raise Untraceable("its forward draws random numbers")
 
 
@@ -182,7 +185,7 @@ def traced(module: torch.nn.Module, opened: Collection[torch.nn.Module]) -> fx.G
             noting_children(tried, module, children)
             before = [attributes_of(m) for m in tried.modules()]
             try:
-                with _all_modes(), _same_random_numbers():
+                with _all_modes(), same_random_numbers():
                     graphs.append(_Tracer(tried, paths, inputs).trace(tried))
             except Untraceable:
                 raise

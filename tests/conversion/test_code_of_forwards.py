@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import random
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from test_convert import HIDDEN, data, pipelines_run
@@ -16,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fuser
 from fuser.conversion.converted import runner_of
+from fuser.conversion.held_objects import recorded_reads
+from fuser.conversion.unit import unit_of
 
 SCALE = 1.5
 SETTINGS = types.ModuleType("settings_of_a_test")
@@ -254,3 +259,356 @@ def test_a_linear_that_enters_a_context_stays() -> None:
     expected = model(x)
     assert not fuser.convert(model, recipe="current", keep=()).converted
     assert torch.equal(model(x), expected)
+
+
+class Child(nn.Module):
+    """A step of other forwards, with what they may read of it."""
+
+    def __init__(self, gain: float = 1.0, layers: int = 2) -> None:
+        super().__init__()
+        self.gain = gain
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(layers))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0, **others: Any) -> torch.Tensor:
+        y = torch.cumsum(x, 1) * scale
+        for layer in self.layers:
+            y = torch.softmax(layer(y), -1) * y
+        return y + sum(float(value) for value in others.values())
+
+
+class Owner(nn.Module):
+    """A chain, and a child between; subclasses have the forwards."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.child = Child(**options)
+        self.register_parameter("gamma", None)
+        self.cache: dict[str, Any] = {}
+        self.weights, self.held = numpy.ones(1), types.SimpleNamespace(seen=[])
+
+    def chain(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.b(torch.relu(self.a(x)))
+        return y
+
+
+class ReadsItsChild(Owner):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.chain(self.child(x)) * self.child.gain
+
+
+class LoopsOverItsChild(Owner):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.child.layers:
+            x = torch.relu(layer(x))
+        return self.chain(x)
+
+
+class Scales(Owner):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.chain(self.child(x))
+        return y if self.gamma is None else y * self.gamma
+
+
+def is_as_plain(model: nn.Module, plain: nn.Module, *args: Any, **keywords: Any) -> bool:
+    torch.manual_seed(1)
+    y = model(*args, **keywords)
+    torch.manual_seed(1)
+    expected = plain(*args, **keywords)
+    if isinstance(y, tuple):
+        (y, held), (expected, others) = y, expected
+        assert held == others
+    return torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [ReadsItsChild, LoopsOverItsChild])
+@pytest.mark.parametrize(
+    ("one", "other"), [({"gain": 1.0}, {"gain": 2.0}), ({"layers": 1}, {"layers": 3})], ids=str
+)
+def test_modules_that_differ_in_a_child_compute_with_their_own(
+    cls: type[Owner], one: Any, other: Any
+) -> None:
+    torch.manual_seed(0)
+    for first, second in ((one, other), (other, one)):
+        plain, x = nn.Sequential(cls(**first), cls(**second)), data()
+        model = copy.deepcopy(plain)
+        assert fuser.convert(model, keep=()).converted
+        assert is_as_plain(model, plain, x)
+
+
+@pytest.mark.parametrize("change", ["gain", "gamma", "forward of torch"])
+def test_a_change_of_what_a_forward_reads_counts(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    plain: Owner = Scales() if change == "gamma" else ReadsItsChild()
+    model, x = copy.deepcopy(plain), data()
+    assert len(fuser.convert(model).converted) == 1
+    assert pipelines_run(model, x) == 1
+    for each in (plain, model):
+        if change == "gain":
+            each.child.gain = 3.0
+        elif change == "gamma":
+            each.gamma = nn.Parameter(torch.full((HIDDEN,), 3.0))
+    if change == "forward of torch":
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * x @ self.weight.t())
+    assert is_as_plain(model, plain, x)
+    assert pipelines_run(model, x) == 0
+
+
+class ReadsKeywords(Owner):
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.chain(self.child(x)) * kwargs.get("scale", 1.0)
+
+
+class AsksForKeywords(Owner):
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.chain(self.child(x)) * (2.0 if "scale" in kwargs else 1.0)
+
+
+class DropsKeywords(Owner):
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        kwargs.pop("scale")
+        return self.chain(self.child(x, **kwargs))
+
+
+class PassesKeywords(Owner):
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.chain(self.child(x, **kwargs))
+
+
+class DrawsByPython(Owner):
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.chain(x if random.random() < 1e-9 else self.child(x))
+
+
+class DrawsByNumpy(Owner):
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.chain(x if numpy.random.rand() < 1e-9 else self.child(x))
+
+
+class DrawsByTorch(Owner):
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.chain(x if torch.rand(1).item() < 1e-9 else self.child(x))
+
+
+class PassesItsDict(Owner):
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.chain(self.child(x, others_of_it=self.cache.get("none", 0)) + len(self.cache))
+
+
+class PassesItsList(Owner):
+    def forward(self, x: torch.Tensor, **_: Any) -> Any:
+        return self.chain(self.child(x)), self.cache
+
+
+class AsksForNone(Owner):
+    def forward(self, x: torch.Tensor, scale: Any = None, other: Any = None) -> torch.Tensor:
+        is_one = (scale is None) is not (other is None)
+        return self.chain(self.child(x)) * (2.0 if is_one else 1.0)
+
+
+class AsksForTheClass(Owner):
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.chain(self.child(x)) * (2.0 if isinstance(x, torch.Tensor) else 1.0)
+
+
+class AsksForTheMode(Owner):
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.chain(self.child(x)) * (1.0 if torch.is_autocast_enabled("cpu") else 2.0)
+
+
+class HasAnotherMode(Owner):
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.chain(nn.functional.dropout(self.child(x), 0.5, self.child.drop.training))
+
+
+class SetsAround(Owner):
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        self.child.gain = 3.0
+        y = self.chain(self.child(x))
+        self.child.gain = 1.0
+        return y
+
+
+class CallsOneWithACall(Owner):
+    class Calling(Child):
+        def __call__(self, *args: Any, **keywords: Any) -> Any:
+            return 2 * super().__call__(*args, **keywords)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = self.Calling()
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.chain(self.child(x))
+
+
+class ReadsAnArray(Owner):
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.chain(self.child(x)) * float(self.weights[0])
+
+
+class CatchesErrors(Owner):
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        try:
+            return self.chain(self.child(x))
+        finally:
+            COUNTS.append(1)
+
+
+class Appends(Owner):
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        COUNTS.append(1)
+        return self.chain(self.child(x))
+
+
+class Prints(Owner):
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        print("called")
+        return self.chain(self.child(x))
+
+
+class SetsGlobals(Owner):
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        global LAST
+        LAST = x
+        return self.chain(self.child(x))
+
+
+COUNTS: list[int] = []
+LAST: Any = None
+KEYWORDS: dict[type[Owner], dict[str, Any]] = {
+    ReadsKeywords: {"scale": 3.0},
+    AsksForKeywords: {"scale": 3.0},
+    DropsKeywords: {"scale": 3.0},
+    AsksForNone: {"scale": 1.0},
+}
+SEVERAL: dict[type[Owner], str] = {
+    ReadsKeywords: "its forward reads its **kwargs",
+    AsksForKeywords: "its forward reads its **kwargs",
+    DropsKeywords: "its forward reads its **kwargs",
+    DrawsByPython: "its forward calls random",
+    DrawsByNumpy: "its forward draws random numbers",
+    DrawsByTorch: "its forward calls rand",
+    AsksForNone: "its forward asks whether a variable is None",
+    AsksForTheClass: "its forward asks for the class of a value",
+    AsksForTheMode: "its forward calls is_autocast_enabled",
+    HasAnotherMode: "its forward reads the mode of another module",
+    PassesItsList: "its forward passes on cache, which it holds",
+    SetsAround: "its forward sets attributes",
+    CallsOneWithACall: "child has a __call__ of its own",
+    ReadsAnArray: "it reads values from weights, which may change",
+    CatchesErrors: "its forward catches errors",
+    Appends: "its forward calls append of list",
+    Prints: "its forward calls print of builtins",
+    SetsGlobals: "its forward sets globals",
+}
+
+
+@pytest.mark.parametrize("cls", SEVERAL, ids=lambda cls: cls.__name__)
+def test_a_forward_that_does_more_than_a_graph_stays(cls: type[Owner]) -> None:
+    torch.manual_seed(0)
+    plain, x, keywords = cls(), data(), KEYWORDS.get(cls, {})
+    plain.child.drop.eval()
+    model, before = copy.deepcopy(plain), (random.getstate(), torch.get_rng_state())
+    assert not fuser.convert(model).converted
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    with recorded_reads():
+        assert SEVERAL[cls] in str(unit_of(model, []))
+    assert is_as_plain(model, plain, x, **keywords)
+
+
+@pytest.mark.parametrize("cls", [PassesKeywords, PassesItsDict])
+def test_a_forward_that_does_no_more_is_converted(cls: type[Owner]) -> None:
+    torch.manual_seed(0)
+    plain, x = cls(), data()
+    model, keywords = copy.deepcopy(plain), {"scale": 3.0} if cls is PassesKeywords else {}
+    assert len(fuser.convert(model).converted) == 1
+    assert pipelines_run(model, x) == 1
+    assert is_as_plain(model, plain, x, **keywords)
+
+
+class Dropouts(Owner):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.b(torch.relu(self.a(self.child.drop(x))))
+        y: torch.Tensor = self.child.drop(h) + self.child.drop(x)
+        return y
+
+
+def test_dropouts_draw_in_the_order_of_the_forward() -> None:
+    torch.manual_seed(0)
+    plain, x = Dropouts(), data()
+    model = copy.deepcopy(plain)
+    fuser.convert(model)
+    assert is_as_plain(model, plain, x)
+
+
+class Instrumented(nn.Linear):
+    """A linear with the values of torch's, in one of these ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(HIDDEN, HIDDEN)
+        self.way, self.last = way, None
+
+    def forward(self, input: torch.Tensor) -> Any:
+        x: Any = input
+        if self.way == "scales its gradient":
+            x = 0.1 * x + (0.9 * x).detach()
+        elif self.way == "keeps its input":
+            self.last = x.detach()
+        elif self.way == "clamps":
+            x = x.clamp(-1e3, 1e3)
+        elif self.way == "pools" and x.dim() == 3:
+            x = x.mean(1)
+        elif self.way == "in fp32":
+            return nn.functional.linear(x.float(), self.weight.float(), self.bias.float())
+        elif self.way == "frozen":
+            return nn.functional.linear(x, self.weight.detach(), self.bias)
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+WAYS = ["scales its gradient", "keeps its input", "clamps", "pools", "in fp32", "frozen"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_linear_that_only_has_the_values_of_one_stays(way: str) -> None:
+    model = nn.Sequential(Instrumented(way), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN))
+    report = fuser.convert(model, linears="all", keep=())
+    assert [row.text for row in report.converted] == ["ReLU, 2"]
+
+
+def test_a_linear_of_another_class_with_its_values_is_converted() -> None:
+    model = nn.Sequential(Instrumented("as torch's"), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN))
+    assert [row.text for row in fuser.convert(model).converted] == ["0, ReLU, 2"]
+
+
+class Frozen(nn.LayerNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        mean = input.mean(-1, keepdim=True).detach()
+        rstd = (input.var(-1, correction=0, keepdim=True) + self.eps).rsqrt().detach()
+        return (input - mean) * rstd * self.weight + self.bias
+
+
+def test_a_norm_with_other_gradients_stays() -> None:
+    model = nn.Sequential(Frozen(HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+    assert not fuser.convert(model, norms="all").converted
+
+
+class Recorder(nn.ReLU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.seen.append(1)
+        return super().forward(input)
+
+
+def test_an_activation_that_keeps_a_list_stays() -> None:
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Recorder(), nn.Linear(HIDDEN, HIDDEN))
+    assert not fuser.convert(model).converted
+    model(data())
+    assert model[1].seen == [1]
