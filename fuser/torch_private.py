@@ -19,7 +19,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import overrides
@@ -502,6 +502,50 @@ def frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+WITHOUT_EFFECT = ("torch._jit_internal", "torch._dynamo")
+"""Modules of torch whose functions say whether code is scripted, or hide it from Dynamo."""
+
+
+class Call(NamedTuple):
+    """A call of a function, before it runs: of Python code, or else of ``function``."""
+
+    frame: FrameType
+    function: Any = None
+
+    @property
+    def code(self) -> CodeType:
+        """The code of Python that is called, or that calls the function."""
+        return self.frame.f_code
+
+    @property
+    def modules(self) -> Iterator[str]:
+        """The modules of that code and of what called it, outwards."""
+        frame: FrameType | None = self.frame
+        while frame is not None:
+            yield module_of(frame)
+            frame = frame.f_back
+
+    def variables(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The globals of that code and its local variables."""
+        return self.frame.f_globals, self.frame.f_locals
+
+
+@contextlib.contextmanager
+def told_of_calls(see: Callable[[Call], None]) -> Iterator[None]:
+    """A context in which ``see`` is told of calls, before they run, and may raise."""
+
+    def told(frame: FrameType, event: str, function: Any) -> None:
+        if event in ("call", "c_call"):
+            see(Call(frame, function if event == "c_call" else None))
+
+    outer = sys.getprofile()
+    sys.setprofile(told)
+    try:
+        yield
+    finally:
+        sys.setprofile(outer)
 
 
 def calling_module(known: Container[int]) -> tuple[FrameType | None, int]:

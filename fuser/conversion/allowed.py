@@ -7,6 +7,7 @@ calls, as a counter or a context is, or stays as it was, as a random number. So 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import itertools
@@ -14,12 +15,13 @@ import sys
 import threading
 import types
 import weakref
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from fuser.torch_private import frames, module_of
+from fuser.torch_private import WITHOUT_EFFECT, Call, frames, module_of, told_of_calls
 
 
 class Untraceable(Exception):
@@ -33,7 +35,7 @@ TRUSTED = ("transformers.utils", "transformers.modeling_layers")
 """Modules whose decorators of forwards stay around that of a converted class."""
 
 OF_TORCH = (
-    *("torch.fx", "torch.overrides", "torch._jit_internal", "torch._dynamo"),
+    *("torch.fx", "torch.overrides", *WITHOUT_EFFECT),
     *("torch.nn.modules.container", "fuser.conversion"),
 )
 """Modules of which code outside may call all functions."""
@@ -81,37 +83,32 @@ DOES = {
 """By operations of Python, what code does that no graph holds."""
 
 
-class OnlyTensors:
+@contextlib.contextmanager
+def only_tensors() -> Iterator[None]:
     """A context in which code outside of :data:`LIBRARIES` may only compute with tensors.
 
-    What else it calls is refused before it runs: a profile function sees each call first.
+    What else it calls is refused before it runs.
     """
+    with _NoValues(), told_of_calls(_see):
+        yield
 
-    def __enter__(self) -> None:
-        self._values = _NoValues()
-        self._values.__enter__()
-        self._outer = sys.getprofile()
-        sys.setprofile(self._see)
 
-    def __exit__(self, *error: object) -> None:
-        sys.setprofile(self._outer)
-        self._values.__exit__(None, None, None)
-
-    def _see(self, frame: types.FrameType, event: str, called: Any) -> None:
-        if event == "c_call":
-            if not is_of_library(frame) and not _may_be_called(called):
-                raise Untraceable(f"its forward calls {_name_of(called)}")
-        elif event == "call" and not is_of_library(frame):
-            does = _does(frame.f_code) or _reads_of_others(frame)
-            if does is not None:
-                name = frame.f_code.co_name
-                raise Untraceable(f"its forward {does}" + f", in {name}" * (name != "forward"))
-        elif event == "call" and frame.f_back is not None and not is_of_library(frame.f_back):
-            code = frame.f_code
-            if module_of(frame).startswith(OF_TORCH) or code.co_name in OF_MODULES:
-                return
-            if code not in _overridable()[1]:
-                raise Untraceable(f"its forward calls {code.co_name} of {module_of(frame)}")
+def _see(call: Call) -> None:
+    """Raise for a call that no graph holds."""
+    is_of_others = not is_of_library(call.modules)
+    if call.function is not None:
+        if is_of_others and not _may_be_called(call.function):
+            raise Untraceable(f"its forward calls {_name_of(call.function)}")
+    elif is_of_others:
+        does = _does(call.code) or _reads_of_others(call)
+        if does is not None:
+            name = call.code.co_name
+            raise Untraceable(f"its forward {does}" + f", in {name}" * (name != "forward"))
+    elif not is_of_library(itertools.islice(call.modules, 1, None)):
+        module, code = next(call.modules), call.code
+        is_known = module.startswith(OF_TORCH) or code.co_name in OF_MODULES
+        if not is_known and code not in _overridable()[1]:
+            raise Untraceable(f"its forward calls {code.co_name} of {module}")
 
 
 class _NoValues(torch.overrides.TorchFunctionMode):
@@ -123,36 +120,36 @@ class _NoValues(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _reads_of_others(frame: types.FrameType) -> str | None:
+def _reads_of_others(call: Call) -> str | None:
     """Whether a function reads an object of which a conversion cannot note what it reads."""
-    code = frame.f_code
-    for name in code.co_names:
-        value = frame.f_globals.get(name)
+    present, local = call.variables()
+    for name in call.code.co_names:
+        value = present.get(name)
         is_other_dict = isinstance(value, dict) and type(value) is not dict
         if is_other_dict or isinstance(value, UNSEEN):
             return f"reads {name}, of which changes are not seen"
-    for name in code.co_freevars:
-        if isinstance(frame.f_locals.get(name), (list, dict, set)):
+    for name in call.code.co_freevars:
+        if isinstance(local.get(name), (list, dict, set)):
             return f"reads {name} of another function, of which changes are not seen"
     return None
 
 
-def is_of_library(frame: types.FrameType) -> bool:
-    """Whether the code of a frame is torch's or fuser's, or Python's own that they call."""
-    caller: types.FrameType | None = frame
-    while caller is not None:
-        module = module_of(caller)
+def is_of_library(modules: Iterable[str]) -> bool:
+    """Whether code is torch's or fuser's, or Python's own that they call.
+
+    ``modules`` are its module and those of what called it.
+    """
+    for module in modules:
         root = module.split(".")[0]
         is_pythons = root in sys.stdlib_module_names or root.startswith("namedtuple_")
         if not is_pythons or root == "__main__":
             return root in LIBRARIES or module.startswith(TRUSTED)
-        caller = caller.f_back
     return True
 
 
 def is_asked_by_forward() -> bool:
     """Whether code outside of :data:`LIBRARIES` runs the function that asks."""
-    return not is_of_library(next(itertools.islice(frames(), 2, None)))
+    return not is_of_library(map(module_of, itertools.islice(frames(), 3, None)))
 
 
 @functools.cache

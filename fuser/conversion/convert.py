@@ -411,7 +411,7 @@ class _UnitSearch:
     def _unit(self, module: torch.nn.Module, path: str) -> Unit | str | None:
         """What :func:`_find_unit` returns; modules that are alike are looked at once."""
         kind = _kind(module, self._chains)
-        unit = self._known.get(kind, UNKNOWN)
+        unit: Any = self._known.get(kind, UNKNOWN)
         # Modules that are alike may still differ in what the forward reads of their children.
         if unit is UNKNOWN or (isinstance(unit, Unit) and unit.changed_read(module) is not None):
             opened = [m for m in module.modules() if m in self._chains]
@@ -421,7 +421,7 @@ class _UnitSearch:
                 unit = replace(unit, reads=reads.inside(module, unit.watched))
             self._known[kind] = unit
         if not isinstance(unit, Unit):
-            return unit
+            return unit if isinstance(unit, str) else None
         for name in unit.watched:
             inner = joint(path, name)
             if not self._accepts(inner, module.get_submodule(name)):

@@ -220,10 +220,13 @@ def held(module: torch.nn.Module, name: str, value: Any) -> Any:
 def noting_children(tried: torch.nn.Module, owner: torch.nn.Module, paths: Iterable[str]) -> None:
     """Let a bare copy of a module note what its forward reads of its children at ``paths``."""
     reads = _reads.get()
-    for path in paths if reads is not None else ():
+    if reads is None:
+        return
+    for path in paths:
         child = tried.get_submodule(path)
         child.__dict__["_fuser_note"] = functools.partial(reads.note, owner.get_submodule(path))
-        child.__class__ = _noting_class(type(child))
+        cls: Any = type(child)
+        child.__class__ = _noting_class(cls)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
-from fuser.conversion.allowed import OnlyTensors, Untraceable, is_asked_by_forward
+from fuser.conversion.allowed import Untraceable, is_asked_by_forward, only_tensors
 from fuser.conversion.held_objects import noting_children
 from fuser.conversion.modules import (
     attributes_of,
@@ -44,8 +44,8 @@ class _Proxy(fx.Proxy):
 
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = _write
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         if is_asked_by_forward():
             raise Untraceable("its forward asks for the class of a value")
         return _Proxy
@@ -105,7 +105,7 @@ class _Tracer(fx.Tracer):
         }
 
         def call(root: Any) -> Any:
-            with OnlyTensors():
+            with only_tensors():
                 return type(root).forward(root, **inputs)
 
         return call, [self.root]

@@ -59,7 +59,11 @@ FUNCTIONS = (operator.getitem, operator.add, torch.add, operator.mul)
 METHODS = ("add", "size", "reshape", "view", "flatten", "unflatten")
 
 
-DROPOUTS = (torch.nn.modules.dropout._DropoutNd, torch.nn.RReLU, torch.nn.MultiheadAttention)
+DROPOUTS = (
+    *(torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d),
+    *(torch.nn.AlphaDropout, torch.nn.FeatureAlphaDropout),
+    *(torch.nn.RReLU, torch.nn.MultiheadAttention),
+)
 LINEARS_FORWARD = torch.nn.Linear.forward
 
 

@@ -359,7 +359,8 @@ def test_a_change_of_what_a_forward_reads_counts(
 
 class ReadsKeywords(Owner):
     def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return self.chain(self.child(x)) * kwargs.get("scale", 1.0)
+        scale: float = kwargs.get("scale", 1.0)
+        return self.chain(self.child(x)) * scale
 
 
 class AsksForKeywords(Owner):

@@ -11,7 +11,6 @@ CHAINS = "conversion/chains.py"
 LEAVES = "conversion/leaves.py"
 SHARED = "conversion/shared_input.py"
 KNOWN = "conversion/known_modules.py"
-TRACE = "conversion/trace.py"
 HELD = "conversion/held_objects.py"
 TRACED = "runtime/traced.py"
 
@@ -213,7 +212,7 @@ CONVERTING = (
         "anything with the parameters of a layer norm is one",
         "conversion/leaves.py",
         "norm_part",
-        "if _rows_are_close(y, expected):",
+        "if _rows_are_close(y, norm(x, *values.values())):",
         "if True:",
         "test_convert.py::test_what_has_parameters_like_a_norm_and_is_none_stays",
     ),
@@ -804,20 +803,36 @@ CONVERTING = (
         "test_convert.py::test_products_and_sums_are_converted_in_either_order",
     ),
     Mutant(
-        "a step that a forward checkpoints runs in no checkpoint",
-        TRACE,
-        "_modes",
-        "torch.is_grad_enabled(), saved_tensor_hooks(True), *autocast",
-        "torch.is_grad_enabled(), *autocast",
-        f"{CODE}a_forward_with_a_context_around_a_step_stays",
+        "a forward may do anything beside its graph",
+        "conversion/allowed.py",
+        "_does",
+        "if operation in operations:",
+        "if False:",
+        f"{CODE}a_forward_that_does_more_than_a_graph_stays",
     ),
     Mutant(
-        "a step that a forward has in a with statement runs outside of it",
-        TRACE,
-        "_function_with_contexts",
-        "not is_tracing and enters_contexts(frame.f_code)",
+        "a forward may call anything that is not Python's",
+        "conversion/allowed.py",
+        "_see",
+        "is_of_others and not _may_be_called(call.function)",
         "False",
-        f"{CODE}the_recipe_around_layers_is_not_lost",
+        f"{CODE}a_forward_that_does_more_than_a_graph_stays",
+    ),
+    Mutant(
+        "layers that differ in a child are converted as the first one",
+        CONVERT,
+        "_UnitSearch._unit",
+        "unit.changed_read(module) is not None",
+        "False",
+        f"{CODE}modules_that_differ_in_a_child_compute_with_their_own",
+    ),
+    Mutant(
+        "a linear is recognized by its values alone",
+        LEAVES,
+        "_is_transposed",
+        "is_transposed if _is_trained_as(module, values, x, linear) else None",
+        "is_transposed",
+        f"{CODE}a_linear_that_only_has_the_values_of_one_stays",
     ),
     Mutant(
         "a linear whose forward turns quantization off is quantized",
@@ -831,8 +846,8 @@ CONVERTING = (
         "a global that a method reads is the value of the conversion",
         HELD,
         "_named_in_code",
-        "functions.append(value)",
-        "pass",
+        "called = [*values.values(), *held_functions, *functions, *bases]",
+        "called = []",
         f"{CODE}what_the_code_names_counts_as_it_is_now",
     ),
     Mutant(
