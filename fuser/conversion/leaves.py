@@ -144,10 +144,8 @@ def _is_transposed(module: torch.nn.Module) -> bool | None:
         x = torch.randn(3, 2, rows if is_transposed else columns, generator=generator)
         x[1] *= 1e4  # which a clamp would change
 
-        def linear(
-            x: torch.Tensor, weight: torch.Tensor, bias: Any = None, t: bool = is_transposed
-        ) -> Any:
-            return F.linear(x, weight.t() if t else weight, bias)
+        def linear(x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
+            return F.linear(x, weight.t() if is_transposed else weight, *bias)  # noqa: B023
 
         if are_close(_called(module, values, x), linear(x, *values.values())):
             return is_transposed if _is_trained_as(module, values, x, linear) else None
@@ -211,7 +209,7 @@ def norm_part(module: torch.nn.Module, name: str) -> NormPart | None:
     for eps in sorted(floats):
         for is_zero_centered in (False,) if has_bias else (False, True):
 
-            def norm(x: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+            def norm(x: Any, weight: Any, bias: Any = None) -> Any:
                 if has_bias:
                     return F.layer_norm(x, (size,), weight, bias, eps)  # noqa: B023
                 return F.rms_norm(x, (size,), eps=eps) * (weight + is_zero_centered)  # noqa: B023
