@@ -31,7 +31,7 @@ OTHERS = (
 )
 """Objects of which nothing is noted: if a module holds another one, that counts."""
 
-UNREADABLE = (torch.Generator, numpy.ndarray, numpy.random.Generator, weakref.ReferenceType)
+UNREADABLE = (torch.Generator, numpy.ndarray, weakref.ReferenceType)
 
 LIBRARIES = ("torch", "builtins", "numpy")
 """Whose objects hold what is theirs."""
@@ -249,7 +249,8 @@ def _noting_class(cls: Any) -> Any:
 def _noting(value: Any, steps: Steps, note: Callable[[Steps, object], None]) -> Any:
     """A value that was read, or a stand-in for it, of which what is read is noted."""
     is_tensor = isinstance(value, torch.Tensor) and len(steps) > 1
-    if is_tensor or isinstance(value, UNREADABLE):
+    is_random = type(value).__module__.startswith("numpy.random")  # which is imported late
+    if is_tensor or is_random or isinstance(value, UNREADABLE):
         return _Unreadable(steps[0][1])
     if _is_data(value):
         note(steps, copy.deepcopy(value))
