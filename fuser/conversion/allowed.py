@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import dis
 import functools
+import inspect
 import itertools
 import sys
 import threading
@@ -34,11 +35,11 @@ LIBRARIES = ("torch", "fuser")
 TRUSTED = ("transformers.utils", "transformers.modeling_layers")
 """Modules whose decorators of forwards stay around that of a converted class."""
 
-OF_TORCH = (
+CALLED_FREELY = (
     *("torch.fx", "torch.overrides", *WITHOUT_EFFECT),
     *("torch.nn.modules.container", "fuser.conversion"),
 )
-"""Modules of which code outside may call all functions."""
+"""Modules of which a forward may call all functions."""
 
 OF_MODULES = (
     *("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "forward"),
@@ -47,6 +48,7 @@ OF_MODULES = (
 )
 """Functions of torch's modules that change nothing."""
 
+# Functions that are not Python's and change nothing: by name, of containers, and of values.
 BUILTINS = frozenset(
     (
         *("len", "getattr", "isinstance", "issubclass", "callable", "min", "max", "abs", "sum"),
@@ -56,12 +58,13 @@ BUILTINS = frozenset(
 OF_CONTAINERS = ("get", "items", "keys", "values", "index", "count", "copy")
 VALUES = (str, int, float, bool, bytes, tuple, complex, torch.Size)
 
+# Objects of which nothing can be noted, and methods that make a number of a tensor.
 UNSEEN = (threading.local, ContextVar, weakref.ReferenceType)
-Tensor = torch.Tensor
+_T = torch.Tensor
 OF_NUMBERS = frozenset(
     (
-        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__),
-        *(Tensor.__bool__, Tensor.__index__, Tensor.__complex__),
+        *(_T.item, _T.tolist, _T.numpy, _T.__float__, _T.__int__),
+        *(_T.__bool__, _T.__index__, _T.__complex__),
     )
 )
 
@@ -106,13 +109,13 @@ def _see(call: Call) -> None:
             raise Untraceable(f"its forward {does}" + f", in {name}" * (name != "forward"))
     elif not is_of_library(itertools.islice(call.modules, 1, None)):
         module, code = next(call.modules), call.code
-        is_known = module.startswith(OF_TORCH) or code.co_name in OF_MODULES
+        is_known = module.startswith(CALLED_FREELY) or code.co_name in OF_MODULES
         if not is_known and code not in _overridable()[1]:
             raise Untraceable(f"its forward calls {code.co_name} of {module}")
 
 
 class _NoValues(torch.overrides.TorchFunctionMode):
-    """A mode in which a tensor that is no value of a graph does not become a number."""
+    """A mode that refuses to read numbers from tensors: a graph would keep those of one call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in OF_NUMBERS:
@@ -195,11 +198,16 @@ def _does(code: types.CodeType) -> str | None:
     return _reads_keywords(code, steps) or _compares_a_local(steps)
 
 
+def enters_contexts(code: types.CodeType) -> bool:
+    """Whether a function has a ``with`` statement."""
+    return _does(code) == DOES["WITH_EXCEPT_START"]
+
+
 def _reads_keywords(code: types.CodeType, steps: list[dis.Instruction]) -> str | None:
     """Whether code does more with its ``**kwargs`` than to pass them on, all of them."""
-    if not code.co_flags & CO_VARKEYWORDS:
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
         return None
-    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     name = code.co_varnames[count]
     following = [*steps[1:], None]
     is_read = name in code.co_cellvars or any(
@@ -209,16 +217,13 @@ def _reads_keywords(code: types.CodeType, steps: list[dis.Instruction]) -> str |
     return f"reads its **{name}" if is_read else None
 
 
-CO_VARARGS, CO_VARKEYWORDS = 4, 8
-
-
 def _loads(step: dis.Instruction, name: str) -> bool:
     names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
     return step.opname.startswith("LOAD_FAST") and name in names
 
 
 def _compares_a_local(steps: list[dis.Instruction]) -> str | None:
-    """Whether code asks what object a local variable is: in a trace it stands for a tensor."""
+    """What code asks about the identity of a local variable, which a trace answers otherwise."""
     for at, step in enumerate(steps):
         operands: list[dis.Instruction] = []
         if step.opname.endswith("_NONE"):

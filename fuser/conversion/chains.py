@@ -139,7 +139,7 @@ class Chains:
             is_norm = norm_part(module, str(node.target)) is not None
             return None if is_norm else f"{name} is not an activation of fuser"
         called = [n for n in node.graph.nodes if n in (inner or {node})]
-        names = list(dict.fromkeys(map(_name_of, called)))
+        names = list(dict.fromkeys(map(name_of, called)))
         if len(names) == 1:
             return f"its forward calls {names[0]}, which is not an activation of fuser"
         return f"its forward calls {' and '.join(names)}, together no activation of fuser"
@@ -343,7 +343,7 @@ class Chains:
         return lambda x: value(node, x)
 
 
-def _name_of(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
     """The module, function or method that a node calls."""
     if node.op == "call_module":
         return str(node.target)

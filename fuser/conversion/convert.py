@@ -45,7 +45,6 @@ from fuser.sequential import Sequential
 Filter = Callable[[str, torch.nn.Module], bool]
 
 
-UNKNOWN = object()
 NEVER = ", never quantized"
 """In a row of a conversion with a recipe."""
 OTHER_NORM = (
@@ -245,7 +244,7 @@ class _UnitSearch:
         self._linears, self._norms, self._kept, self._routers = linears, norms, kept, routers
         self._never = never
         self._seen: set[torch.nn.Module] = set()
-        self._known: dict[object, Any] = {}
+        self._known: dict[object, Unit | str | None] = {}
         self._chains: dict[torch.nn.Module, Unit] = {}
         # Linears that are converted alone, and whether they are quantized, until one forward that
         # calls them has been read.
@@ -411,9 +410,10 @@ class _UnitSearch:
     def _unit(self, module: torch.nn.Module, path: str) -> Unit | str | None:
         """What :func:`_find_unit` returns; modules that are alike are looked at once."""
         kind = _kind(module, self._chains)
-        unit: Any = self._known.get(kind, UNKNOWN)
+        unit = self._known.get(kind)
         # Modules that are alike may still differ in what the forward reads of their children.
-        if unit is UNKNOWN or (isinstance(unit, Unit) and unit.changed_read(module) is not None):
+        has_changed = isinstance(unit, Unit) and unit.changed_read(module) is not None
+        if kind not in self._known or has_changed:
             opened = [m for m in module.modules() if m in self._chains]
             with recorded_reads() as reads:
                 unit = _find_unit(module, opened, takes_norms=self._norms != "none")
@@ -421,7 +421,7 @@ class _UnitSearch:
                 unit = replace(unit, reads=reads.inside(module, unit.watched))
             self._known[kind] = unit
         if not isinstance(unit, Unit):
-            return unit if isinstance(unit, str) else None
+            return unit
         for name in unit.watched:
             inner = joint(path, name)
             if not self._accepts(inner, module.get_submodule(name)):

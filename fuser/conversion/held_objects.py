@@ -267,8 +267,8 @@ def _noting(value: Any, steps: Steps, note: Callable[[Steps, object], None]) -> 
 class _Unreadable:
     """In place of what a module holds and forwards may not read: they would have no graph.
 
-    It is a tensor in an object, an array, a generator of random numbers, a reference or a module
-    that is no child. Its values may change, and no call would see that.
+    Such are tensors in objects, arrays, random generators, weak references, and modules that are no
+    children: no call would see that their values have changed.
     """
 
     def __init__(self, owner: str) -> None:

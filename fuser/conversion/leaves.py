@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from fuser import basic_ops
+from fuser.conversion.allowed import enters_contexts
 from fuser.conversion.held_objects import tensors_of
 from fuser.conversion.modules import (
     attributes_of,
     bare,
-    enters_contexts,
     forward_of,
     original_class,
     written_attributes,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dis
-import functools
 import inspect
 import itertools
 import operator
@@ -30,12 +28,6 @@ def forward_of(module: torch.nn.Module) -> Callable[..., Any]:
     """The forward of a module's class, before it was converted."""
     forward: Callable[..., Any] = original_class(module).forward  # type: ignore[attr-defined]
     return forward
-
-
-@functools.lru_cache(maxsize=256)
-def enters_contexts(code: types.CodeType) -> bool:
-    """Whether a function has a ``with`` statement."""
-    return any(step.opname == "WITH_EXCEPT_START" for step in dis.get_instructions(code))
 
 
 def hooks_of(module: torch.nn.Module) -> str | None:

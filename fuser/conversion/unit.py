@@ -20,7 +20,7 @@ from fuser import fused_ops
 from fuser.basic_ops import GroupedLinear
 from fuser.basic_ops.shared_memory import Versions
 from fuser.conversion.allowed import Untraceable
-from fuser.conversion.chains import Chains, FoundChain
+from fuser.conversion.chains import Chains, FoundChain, name_of
 from fuser.conversion.held_objects import Read
 from fuser.conversion.known_modules import KnownModules
 from fuser.conversion.modules import (
@@ -631,7 +631,7 @@ def unit_of(
                 if earlier not in taken and _may_write(earlier, module, in_graph.inputs):
                     return f"{earlier.target} is called within a chain, whose input it may write"
                 if earlier not in taken and is_random and _may_draw(earlier, module):
-                    return f"{_named(earlier)} is called within a chain, and both draw numbers"
+                    return f"{name_of(earlier)} is called within a chain, and both draw numbers"
             chain = Chain(in_graph.parts, chains.replaced(in_graph))
             step = UnitStep(chain, tuple(places[n] for n in in_graph.inputs))
         elif node in taken or (not node.users and node.target is operator.getitem):
@@ -721,10 +721,6 @@ def _may_draw(node: fx.Node, owner: torch.nn.Module) -> bool:
         isinstance(module, DROPOUTS) or not type(module).__module__.startswith("torch.nn.")
         for module in modules
     )
-
-
-def _named(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def _viewed(node: fx.Node) -> fx.Node:

@@ -139,12 +139,16 @@ def test_what_the_code_names_counts_as_it_is_now(
     plain.load_state_dict(model.state_dict())
     assert len(fuser.convert(model).converted) == 1
     assert pipelines_run(model, x) == 1
+    compiled = torch.compile(copy.deepcopy(plain), backend="eager")
     if is_compiled:
         model.compile(backend="eager", fullgraph=True)
+        compiled(x)
     before = model(x)
     torch.testing.assert_close(before, plain(x), rtol=1e-5, atol=1e-5)
     monkeypatch.setattr(*GLOBALS[cls], 2.5)
     assert not torch.allclose(plain(x), before, atol=1e-3)
+    if is_compiled and torch.allclose(compiled(x), before, atol=1e-3):
+        pytest.skip("torch.compile of this torch has no guard on attributes of classes")
     torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-5)
     monkeypatch.undo()
     torch.testing.assert_close(model(x), before, rtol=1e-5, atol=1e-5)
