@@ -214,7 +214,7 @@ CONVERTING = (
         "norm_part",
         "if _rows_are_close(y, norm(x, *values.values())):",
         "if True:",
-        "test_convert.py::test_what_has_parameters_like_a_norm_and_is_none_stays",
+        "test_refusals.py::test_the_eps_of_a_norm_is_found_among_its_numbers",
     ),
     Mutant(
         "a linear or a norm with a buffer of ones is one without",
@@ -873,5 +873,13 @@ CONVERTING = (
         "call_with_writes(during, self, cls.forward, args, keywords)",
         "during(self, cls.forward, args, keywords)",
         "test_shared_input.py::test_a_checkpoint_in_a_compiled_graph_shares",
+    ),
+    Mutant(
+        "a norm is recognized by its values alone",
+        LEAVES,
+        "norm_part",
+        "part if _is_trained_as(module, values, x, norm) else None",
+        "part",
+        f"{CODE}a_norm_with_other_gradients_stays",
     ),
 )
