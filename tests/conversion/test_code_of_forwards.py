@@ -289,12 +289,19 @@ class Owner(nn.Module):
         self.a, self.b = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.child = Child(**options)
         self.register_parameter("gamma", None)
-        self.cache: dict[str, Any] = {}
-        self.weights, self.held = numpy.ones(1), types.SimpleNamespace(seen=[])
 
     def chain(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.b(torch.relu(self.a(x)))
         return y
+
+
+class Holding(Owner):
+    """One that holds objects, and is like no other for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[str, Any] = {}
+        self.weights = numpy.ones(1)
 
 
 class ReadsItsChild(Owner):
@@ -399,12 +406,12 @@ class DrawsByTorch(Owner):
         return self.chain(x if torch.rand(1).item() < 1e-9 else self.child(x))
 
 
-class PassesItsDict(Owner):
+class PassesItsDict(Holding):
     def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
         return self.chain(self.child(x, others_of_it=self.cache.get("none", 0)) + len(self.cache))
 
 
-class PassesItsList(Owner):
+class PassesItsList(Holding):
     def forward(self, x: torch.Tensor, **_: Any) -> Any:
         return self.chain(self.child(x)), self.cache
 
@@ -451,7 +458,7 @@ class CallsOneWithACall(Owner):
         return self.chain(self.child(x))
 
 
-class ReadsAnArray(Owner):
+class ReadsAnArray(Holding):
     def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
         return self.chain(self.child(x)) * float(self.weights[0])
 
